@@ -6,7 +6,6 @@ A file that is being written is named `*.partial`; an interruption leaves the ol
 from __future__ import annotations
 
 import csv
-import errno
 import gzip
 import json
 import os
@@ -18,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
 
-from filelock import FileLock, Timeout
-
 from .errors import InputError
 
+if os.name == "posix":
+    import fcntl
+
 _BLOCK: Final = 1 << 16
-_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def partial_of(path: Path) -> Path:
@@ -79,29 +78,39 @@ def write_json(path: Path, content: Any, indent: int = 1) -> Path:
 
 
 @contextmanager
-def exclusive(path: Path, held: Exception) -> Iterator[None]:
-    """Keep other processes and threads away from a file, as far as they use this function too.
+def exclusive(path: Path, held: Exception | None) -> Iterator[None]:
+    """Keep other processes and threads away from a file or folder, as far as they use this function too.
 
-    The lock is on a hidden file beside it, which stays: removing it could let two processes hold it at once. On a file
-    system without locks nothing is locked.
+    Of a file, a hidden one beside it is locked, which stays: removing it could let two processes hold it at once. On
+    a file system without locks nothing is locked.
 
     Args:
-        path: The file; its folder is made if need be.
-        held: Raised if another process or thread holds it.
+        path: The file or folder; the folder of a file is made if need be.
+        held: Raised if another process or thread holds it; None waits for it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise held from error
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    try:
+    if os.name != "posix":
         yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        descriptor = os.open(path, os.O_RDONLY)
+    else:
+        descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if held is None else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            assert held is not None
+            raise held from error
+        except OSError:  # a file system without locks, each with an error of its own
+            yield
+            return
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a forked child, which has the descriptor too
     finally:
-        lock.release()
+        os.close(descriptor)
 
 
 def json_lines(records: Iterable[Any], *, ascii_only: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -101,6 +102,23 @@ with exclusive(Path({str(path)!r}), ValueError("held")):
     assert refused == ["held"]
     assert "ValueError: held" in other.stderr
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_folder_is_held_by_one_and_nothing_is_left_in_it(tmp_path: Path) -> None:
+    with exclusive(tmp_path, ValueError("held")):
+        with pytest.raises(ValueError, match="held"), exclusive(tmp_path, ValueError("held")):
+            pass
+        assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EPERM])
+def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with exclusive(tmp_path / "a.jsonl", ValueError("held")), exclusive(tmp_path, ValueError("held")):
+        pass
 
 
 def test_an_error_lets_go_of_the_file(tmp_path: Path) -> None:

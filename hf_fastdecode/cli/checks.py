@@ -21,7 +21,7 @@ _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
 
 def check_choice(option: str, given: Iterable[str], known: Collection[str]) -> list[str]:
-    """The given values of an option, each once; raises a InputError if one is not known."""
+    """The given values of an option, each once; raises an InputError if one is not known."""
     for value in (values := list(dict.fromkeys(given))):
         if value not in known:
             raise InputError(f"--{option} must be one of {', '.join(known)}, got {value!r}")

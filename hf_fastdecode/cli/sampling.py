@@ -16,7 +16,7 @@ SAMPLES: Final = 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one `generate` call draws; a value out of its bounds raises a InputError.
+    """How one `generate` call draws; a value out of its bounds raises an InputError.
 
     With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
     """

@@ -156,12 +156,12 @@ SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a InputError."""
+    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
     return [_record(path, Sample, line) for line in read_jsonl(path)]
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is a InputError."""
+    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
     verdicts = [_record(path, Verdict, line) for line in read_jsonl(path)]
     for verdict in verdicts:
         if verdict.status not in get_args(Status):

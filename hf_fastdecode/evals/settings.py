@@ -9,10 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import FileLock
-
 from ..errors import InputError
-from ..files import write_json
+from ..files import exclusive, write_json
 from .records import Way
 
 SETTINGS: Final = "settings.json"
@@ -115,7 +113,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
     path = folder / SETTINGS
     deciding = settings.flat() | {name: provenance[name] for name in _VERSIONS if name in provenance}
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f".{SETTINGS}.lock"):  # processes of one launch come here at once
+    with exclusive(path, None):  # processes of one launch come here at once
         if not path.exists():
             if kept := [*sample_files(folder), *folder.glob(VERDICTS)]:
                 raise InputError(f"{folder} holds {kept[0].name} of no known run; name another `out`")

@@ -54,7 +54,7 @@ def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Posit
         return Positions(position_ids)
     first = position_ids[0]
     equal = position_ids == first
-    if attention_mask is not None and attention_mask.shape[-1] == position_ids.shape[-1]:
+    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[-1] == position_ids.shape[-1]:
         equal = equal | (attention_mask == 0)
     return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
 

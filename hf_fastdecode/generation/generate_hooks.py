@@ -143,7 +143,7 @@ def _prepare_cache_for_generation(
     active_call = _active_call.get()
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
-    if active_call is not None:
+    if active_call is not None and active_call.model is model:
         active_call.context = None  # of an earlier try, which failed before it decoded
     if model_state.disable_pending and not loop_is_ours:
         return prepare()
@@ -169,7 +169,8 @@ def _prepare_cache_for_generation(
     loop = needed_by if users_loop is None else "custom_generate"
     if loop is None:
         assert active_call is not None  # for the loop is ours
-        active_call.context = call
+        if active_call.model is model:
+            active_call.context = call
         return prepare()
     model_kwargs.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache

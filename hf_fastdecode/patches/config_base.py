@@ -50,7 +50,7 @@ class SlimConfig(PreTrainedConfig):
             cls.base_model_tp_plan = {name: split for name, split in plan.items() if ".mlp." in name}
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check, and register the model classes, which the Auto classes ask for next.
+        """Check, and import the model classes, which the Auto classes ask for next.
 
         Raises:
             ValueError: Fields out of bounds, unknown plans, plans without values for a model that is not multi-head,
@@ -68,7 +68,7 @@ class SlimConfig(PreTrainedConfig):
                 "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
                 f"{kv_heads} != {self.num_attention_heads}; plan 'kv' for every layer"
             )
-        import_module(f".architectures.{self.model_type}", __package__).FAMILY.register()
+        import_module(f".architectures.{self.model_type}", __package__)  # which registers its model classes
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from packaging.version import Version
 from torch import Tensor
 from transformers import (
@@ -53,6 +54,15 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
     if DROPS_TOKENS and type(model) is Phi3ForCausalLM and model.config.rope_parameters["rope_type"] == "longrope":
         settings = {**settings, "cache_implementation": None, "use_cache": False}
     return model.generate(**settings, output_logits=True)
+
+
+@pytest.mark.parametrize("name", ["stablelm-norm", "cohere-norm", "olmo2", "phi3"])
+def test_weights_offloaded_to_the_cpu(name: str) -> None:
+    """Weights come to the device for the forward pass of their own module only."""
+    slim = deepcopy(family_pair(name, "k")[1])
+    with torch.no_grad():
+        expected = slim(TEXT[None]).logits
+        assert torch.equal(cpu_offload(slim, torch.device("cpu"))(TEXT[None]).logits, expected)
 
 
 @lru_cache

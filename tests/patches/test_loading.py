@@ -211,6 +211,33 @@ def test_whatever_is_imported_first(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+PICKLED = """
+import sys
+import torch
+import hf_fastdecode
+from transformers import AutoModelForCausalLM
+
+model = torch.load(sys.argv[1], weights_only=False)
+assert type(AutoModelForCausalLM.from_config(model.config)) is type(model)
+model.save_pretrained(sys.argv[2])
+assert sorted(model.config.auto_map) == ["AutoConfig", "AutoModel", "AutoModelForCausalLM"]
+
+
+class Mine(type(model)):
+    pass
+
+
+AutoModelForCausalLM.register(type(model.config), Mine, exist_ok=True)
+assert type(AutoModelForCausalLM.from_config(type(model.config)(**model.config.to_diff_dict()))) is Mine
+"""
+
+
+def test_a_pickled_model_brings_its_classes_and_a_registration_of_the_users_stays(tmp_path: Path) -> None:
+    torch.save(pair("k")[1], tmp_path / "model.pt")
+    done = run_fresh(PICKLED, str(tmp_path / "model.pt"), str(tmp_path / "again"))
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_import_that_fails_is_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was interrupted, in a notebook that goes on."""
     (tmp_path / "odd_registry.py").write_text(

@@ -1,7 +1,6 @@
 """Checkpoints on disk name modules and classes of this package: what an earlier commit wrote still loads.
 
-`saved` holds config.json and modeling_slim.py of each family, as the package wrote them before its families moved to
-one file each.
+`saved` holds config.json and modeling_slim.py of each family, as the package first wrote them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def test_checkpoints_of_every_family_load_without_the_import(tmp_path: Path, mon
     done = run_fresh(LOAD, *map(str, SAVED))
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, _, _ in found] == [path.name for path in SAVED], done.stderr
-    assert len(found) == 14
+    assert len(found) == 15
     for name, kind, module in found:
         config = json.loads((SAVED[0].parent / name / "config.json").read_text())
         assert (kind, module) == (config["architectures"][0], f"hf_fastdecode.patches.architectures.{name}")

@@ -124,7 +124,7 @@ def inspect_model(
     dtype: str,
     encoder_tokens: int | None = None,
 ) -> ModelReport:
-    """Count for the config of a model of this name; raises a InputError if the config cannot be counted.
+    """Count for the config of a model of this name; raises an InputError if the config cannot be counted.
 
     Without contexts, lengths that the model takes; without `encoder_tokens`, the most that the config allows, else the
     context. The dtype ``auto`` is what the config says, else float32.

@@ -26,7 +26,6 @@ from hf_fastdecode.files import exclusive, write_json, write_whole
 from .find import CheckpointError
 
 _STATE: Final = "conversion.json"
-_LOCK: Final = f".{_STATE}.lock"
 _METADATA: Final = {"format": "pt"}
 _PLAIN: Final = {"shard_bytes": "shard size (`max_shard_size`)", "files": "source, or its files have changed"}
 """Words for settings whose names say too little."""
@@ -78,7 +77,7 @@ class ShardWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._held = ExitStack()
         held = CheckpointError(f"another process is converting to {self.folder}; wait until it has ended")
-        self._held.enter_context(exclusive(self.folder / _STATE, held))
+        self._held.enter_context(exclusive(self.folder, held))
         try:
             if begun:
                 self._continue(resume)
@@ -157,8 +156,7 @@ class ShardWriter:
                 f"{self.target} was created meanwhile; the result is in {self.folder}, move it yourself"
             )
         os.rename(self.folder, self.target)
-        for name in (_STATE, _LOCK):
-            (self.target / name).unlink(missing_ok=True)
+        (self.target / _STATE).unlink()
 
     def close(self) -> None:
         """Release the lock on the staging folder."""
@@ -167,8 +165,7 @@ class ShardWriter:
     def _continue(self, resume: bool) -> None:
         if not resume:
             raise CheckpointError(f"a conversion was interrupted; `resume=True` continues it, or remove {self.folder}")
-        # Interrupted before its first state.
-        if all(file.suffix == ".partial" or file.name == _LOCK for file in self.folder.iterdir()):
+        if all(file.suffix == ".partial" for file in self.folder.iterdir()):  # interrupted before its first state
             self._save_state({})
             return
         try:

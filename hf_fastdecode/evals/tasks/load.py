@@ -194,7 +194,7 @@ class TaskIds:
         return found[0] if len(found) == 1 else None
 
     def require(self, given: object, place: str = "") -> Task:
-        """The task with an id; a InputError if there is none."""
+        """The task with an id; an InputError if there is none."""
         if task := self.find(given):
             return task
         known = [task.task_id for task in self._tasks.values()]

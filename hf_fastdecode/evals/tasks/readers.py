@@ -1,4 +1,4 @@
-"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS. A wrong field is a InputError."""
+"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS. A wrong field is an InputError."""
 
 from __future__ import annotations
 

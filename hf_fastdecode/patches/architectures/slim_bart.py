@@ -43,3 +43,4 @@ FAMILY = EncoderDecoder(
     decoder="model.decoder.",
     renamed={start: f"model.{start}" for start in ("shared.", "encoder.", "decoder.")},
 )
+FAMILY.register()

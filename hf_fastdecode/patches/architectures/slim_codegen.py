@@ -157,3 +157,4 @@ FAMILY = Family(
     buffers={"embed_positions": positions_table},
     left_out=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
 )
+FAMILY.register()

@@ -69,3 +69,4 @@ FAMILY = Family(
     layout="interleaved",
     norm=layer_norm,
 )
+FAMILY.register()

@@ -67,3 +67,4 @@ FAMILY = Family(
     embed=embed,
     buffers={"embed_scale": embed_scale},
 )
+FAMILY.register()

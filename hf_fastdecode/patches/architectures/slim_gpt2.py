@@ -86,3 +86,4 @@ FAMILY = Family(
     left_out=(".attn.bias", ".attn.masked_bias"),
     renamed={start: f"transformer.{start}" for start in ("wte.", "wpe.", "h.", "ln_f.")},
 )
+FAMILY.register()

@@ -66,3 +66,4 @@ FAMILY = Family(
     left_out=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     renamed={"embed_out.": "lm_head."},
 )
+FAMILY.register()

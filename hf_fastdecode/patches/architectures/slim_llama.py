@@ -39,3 +39,4 @@ class SlimLlamaForCausalLM(SlimCausalLM, LlamaForCausalLM):
 
 
 FAMILY = Family("LlamaForCausalLM", SlimLlamaForCausalLM, SlimLlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding)
+FAMILY.register()

@@ -51,3 +51,4 @@ FAMILY = Family(
     OlmoRotaryEmbedding,
     refusal=refusal,
 )
+FAMILY.register()

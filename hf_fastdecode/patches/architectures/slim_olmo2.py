@@ -63,3 +63,4 @@ FAMILY = Family(
     Olmo2RotaryEmbedding,
     norm=rms_norm,
 )
+FAMILY.register()

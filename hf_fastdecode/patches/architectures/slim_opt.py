@@ -83,3 +83,4 @@ FAMILY = Family(
     embed=embed,
     renamed={"decoder.": "model.decoder."},
 )
+FAMILY.register()

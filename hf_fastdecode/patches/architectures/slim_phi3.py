@@ -58,3 +58,4 @@ FAMILY = Family(
     fused=Fused("qkv_proj"),
     longrope=True,
 )
+FAMILY.register()

@@ -51,3 +51,4 @@ FAMILY = Family(
     Qwen2RotaryEmbedding,
     refusal=refusal,
 )
+FAMILY.register()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ class SlimStableLmAttention(SlimAttention, StableLmAttention):
     q_layernorm: Any
     k_layernorm: Any
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.qk_layernorm:
+            for norm in (*self.q_layernorm.norms, *self.k_layernorm.norms):
+                norm.__class__ = HeadNorm
+
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -43,16 +49,25 @@ class SlimStableLmAttention(SlimAttention, StableLmAttention):
 
     def query_norm(self, query: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
-        return self.head_norms(self.q_layernorm.norms, query) if self.qk_layernorm else query
+        return head_norms(self.q_layernorm.norms, query) if self.qk_layernorm else query
 
     def key_norm(self, keys: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
-        return self.head_norms(self.k_layernorm.norms, keys) if self.qk_layernorm else keys
+        return head_norms(self.k_layernorm.norms, keys) if self.qk_layernorm else keys
 
-    def head_norms(self, norms: Iterable[nn.LayerNorm], x: Tensor) -> Tensor:
-        """Layer norm of each head of ``[rows, tokens, heads * head_dim]`` by the norm of that head."""
-        x = x.to(wide(x.dtype))
-        return layer_norm(self.config, torch.stack([norm.weight for norm in norms]).to(x.dtype), x)
+
+def head_norms(norms: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Layer norm of each head of ``[rows, tokens, heads * head_dim]`` by that head's norm, a module."""
+    heads = x.to(wide(x.dtype)).chunk(len(norms), -1)
+    return torch.cat([norm(head) for norm, head in zip(norms, heads, strict=True)], -1)
+
+
+class HeadNorm(nn.LayerNorm):
+    """The norm of one head, in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``[..., head_dim]``."""
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
 
 
 class SlimStableLmDecoderLayer(StableLmDecoderLayer):
@@ -97,3 +112,4 @@ FAMILY = Family(
     norm=layer_norm,
     norm_weight=norm_weight,
 )
+FAMILY.register()

@@ -131,3 +131,4 @@ FAMILY = EncoderDecoder(
     score_bias=score_bias,
     other_refusal=refusal,
 )
+FAMILY.register()

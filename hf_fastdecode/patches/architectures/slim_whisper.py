@@ -60,3 +60,4 @@ FAMILY = EncoderDecoder(
     auto=AutoModelForSpeechSeq2Seq,
     audio=True,
 )
+FAMILY.register()

@@ -383,6 +383,30 @@ def test_unittest_main_ends_tests_that_passed(any_sandbox: Sandbox, program: str
 
 
 @pytest.mark.parametrize(
+    "run",
+    [
+        "unittest.main(exit=False)",
+        "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Case))",
+    ],
+)
+@pytest.mark.parametrize(
+    ("test", "passes"),
+    [
+        ("self.assertEqual(f(), 1)", True),
+        ("self.assertEqual(f(), 2)", False),
+        ("self.skipTest(str(f()))", False),
+        ("with self.subTest(): self.skipTest('one')\n        with self.subTest(): self.skipTest('two')", True),
+    ],
+)
+def test_a_run_of_unittest_that_nothing_looks_at_must_pass(
+    any_sandbox: Sandbox, run: str, test: str, passes: bool
+) -> None:
+    case = f"class Case(unittest.TestCase):\n    def test(self):\n        {test}\n{run}"
+    status = check(any_sandbox, asserts(case, setup="import unittest"), "def f(): return 1").status
+    assert status == ("pass" if passes else "fail")
+
+
+@pytest.mark.parametrize(
     "tests",
     [
         "class Case(unittest.TestCase):\n    def check(self): self.assertEqual(f(), 1)\nunittest.main()",

@@ -35,11 +35,14 @@ def main(messages: Messages) -> None:
     try:
         entry_point = _prepare(job, link)
         scope = sys.modules["__main__"].__dict__
+        results = _watched_results() if any("unittest" in source for source in sources.values()) else []
         _run_setup(job["setup"], scope, link)
         for name, source in list(sources.items())[2:]:
             _run_test(source, name, scope)
         if job["check"]:
             scope["check"](entry_point)
+        if not all(map(_passed, results)):
+            raise AssertionError("a run of unittest failed, or ran no test")
     except BaseException as error:
         outputs = link.outputs()  # before the error's text, which may ask the program for more
         messages.send(_status(error), _line(error, sources).encode(errors="replace"), b"", outputs)
@@ -111,8 +114,29 @@ def _unittest_passed(error: SystemExit) -> bool:
         trace = trace.tb_next
     if trace is None or trace.tb_frame.f_globals.get("__name__") != "unittest.main" or error.code != 0:
         return False
-    result = trace.tb_frame.f_locals["self"].result
-    return bool(result.wasSuccessful() and result.testsRun > len(result.skipped))
+    return _passed(trace.tb_frame.f_locals["self"].result)
+
+
+def _passed(result: Any) -> bool:
+    """Whether a run of `unittest` was successful and at least one test in it ran to its end."""
+    # A skipped class or subtest is no test by itself.
+    skipped = [test for test, _ in result.skipped if hasattr(test, "id") and type(test).__module__ == "__main__"]
+    return bool(result.wasSuccessful() and result.testsRun > len(skipped))
+
+
+def _watched_results() -> list[Any]:
+    """A list of the results of all runs of `unittest` from now on, which tests need not look at."""
+    import unittest
+
+    run = unittest.TextTestRunner.run
+    results: list[Any] = []
+
+    def watched(self: Any, test: Any) -> Any:
+        results.append(run(self, test))
+        return results[-1]
+
+    unittest.TextTestRunner.run = watched  # type: ignore[method-assign]
+    return results
 
 
 def _status(error: BaseException) -> bytes:
