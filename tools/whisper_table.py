@@ -18,7 +18,7 @@ from hf_fastdecode.conversion.fit.weights import AttentionWeights
 from hf_fastdecode.conversion.layers.calibration import CalibrationInputs, model_inputs, record
 from hf_fastdecode.conversion.layers.layer_converter import LayerConverter, below
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
-from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
+from hf_fastdecode.patches.layers.family import EncoderDecoder
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 

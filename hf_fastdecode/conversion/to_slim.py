@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.slim_layers import check_threshold
 
-from ..patches.layers.encoder_decoder import EncoderDecoder
-from ..patches.layers.family import Family, language_config, longest_text
+from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
 from .checkpoint.source import WEIGHT_DTYPES
 from .families import family_of, require_rope, slim_config, untied
 from .fit.cache_errors import dtype_name

@@ -47,16 +47,11 @@ class CacheError:
 
 
 class CacheErrors:
-    """Measures caches of one layer on one text.
+    """Measures caches of one layer on one text: ``[tokens, d]``, the inputs of its projections.
 
-    Args:
-        weights: Weights of the layer.
-        inputs: ``[tokens, d]``, inputs of the projections.
-        key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
-        rotation: RoPE of these tokens, or None.
-        causal: See `attention_weights`.
-        score_bias: See `attention_weights`.
-        unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
+    Cross-attention has `key_inputs` too, ``[keys, key_d]``. `rotation` is the RoPE of these tokens, or None; for
+    `causal` and `score_bias` see `attention_weights`; with `unrotate`, keys with V-coordinates are cached after RoPE,
+    beside their positions.
     """
 
     def __init__(
@@ -134,8 +129,7 @@ class CacheErrors:
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`; for cross-attention the encoder's output.
 
-        Raises:
-            ValueError: RoPE or QK-norm stands before the scores, or inputs come too near the end of the dtype's range.
+        Raises ValueError where RoPE or QK-norm stands before the scores, or inputs come too near the end of its range.
         """
         weights = self.weights
         require_linear_scores(weights, self.rotation)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hf_fastdecode.patches.slim_layers import CROSS_PLANS, PLANS, SELF_PLANS, SlimLayer
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import Family
+from ...patches.layers.family import EncoderDecoder, Family
 from ..fit.cache_errors import CacheError, CacheErrors, relative_error
 from ..fit.layer_plan import RANK_SHARES, LayerPlan, fit_layer, in_eight_bits
 from ..fit.rope import Rotation
@@ -75,15 +74,11 @@ def config_entries(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 class LayerConverter:
-    """Converts the attentions of a model one by one.
+    """Converts the attentions of a model one by one, with the config of the ordinary language model.
 
-    Args:
-        family: Family of the model.
-        config: Config of the ordinary language model.
-        choice: How caches are chosen.
-        source: Gives an attention of the ordinary model, by its index: its tensors by their names below it, on any
-            device and in the dtype of the slim model, and its calibration inputs. Attentions of a decoder-only model
-            are asked for once, in order; cross-attentions of an encoder-decoder also before.
+    `source` gives an attention of the ordinary model, by its index: its tensors by their names below it, on any device
+    and in the dtype of the slim model, and its calibration inputs. Attentions of a decoder-only model are asked for
+    once, in order; cross-attentions of an encoder-decoder also before.
     """
 
     def __init__(
@@ -186,15 +181,10 @@ class LayerConverter:
 
 
 def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """An ordinary layer's value projection: ``W_V = W_K M + W_E B``, and its bias.
+    """An ordinary layer's value projection ``W_V = W_K M + W_E B``, ``[e_v, d]``, and its bias ``[e_v]``, in fp64.
 
-    Args:
-        key: Weight of the key projection, ``[e, d]``.
-        key_bias: ``[e]`` or None.
-        tensors: Tensors of the slim attention, by their names below it.
-
-    Returns:
-        Weight ``[e_v, d]`` and bias ``[e_v]``, fp64; the bias is 0, apart from rounding, where the layer had none.
+    Of the key projection, ``[e, d]`` and ``[e]`` or None, and the tensors of the slim attention, by their names below
+    it. The bias is 0, apart from rounding, where the layer had none.
     """
 
     def matrix(name: str, shape: tuple[int, int]) -> Tensor:

@@ -15,11 +15,11 @@ from torch import Tensor
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
 from hf_fastdecode.conversion.fit.layer_plan import LayerPlan, fit_layer
-from hf_fastdecode.conversion.fit.reference_attention import attention_output
 from hf_fastdecode.conversion.fit.rope import Rotation
 from hf_fastdecode.conversion.fit.weights import AttentionWeights
 
 from .layers import IDENTICAL, layer, relative, rope, spectrum, text
+from .references import attention_output
 
 
 def plan_layer(*arguments, **options) -> LayerPlan:
