@@ -52,17 +52,9 @@ class RedCheckError(ValueError):
 
 
 def plot(rows: Sequence[Measurement], stem: Path) -> list[Path]:
-    """Draw all figures that measurements of operators or of `generate` give.
+    """Draw all figures of one command's measurements, to ``STEM-NAME.png``; returns the files.
 
-    Args:
-        rows: Measurements of one command.
-        stem: What the files' names begin with.
-
-    Returns:
-        The files written; none where no line can be drawn.
-
-    Raises:
-        RedCheckError: A check was red, so that the run says nothing.
+    There is none where no line can be drawn. Raises RedCheckError where a check was red, so that the run says nothing.
     """
     if red := failed(rows):
         raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")

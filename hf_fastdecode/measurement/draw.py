@@ -123,14 +123,9 @@ def seeded(device: torch.device, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -> Iterator[None]:
-    """Within, memory that runs out and logits that are not finite raise errors of one line.
+    """Within, memory that runs out raises what `memory_error` makes, and logits that are not finite an InputError.
 
-    Args:
-        model: The model that draws, with a `TokenLogProbs` that checks its logits.
-        memory_error: Makes the error to raise when memory runs out.
-
-    Raises:
-        InputError: The logits are not finite.
+    The model's `TokenLogProbs` checks its logits.
     """
     try:
         yield

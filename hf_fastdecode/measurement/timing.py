@@ -68,14 +68,10 @@ def wall_samples(
     budget_s: float,
     warming: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """Measurements of a call.
+    """Seconds of a call, measured `repeats` times at most, and not again when that has taken `budget_s`.
 
-    Args:
-        call: What to measure.
-        device: Where it runs.
-        repeats: Most measurements.
-        budget_s: No further ones are made when they have taken this many seconds.
-        warming: Whether the last call was a warm-up after all: what was measured does not count, up to four times.
+    Where `warming` says that the last call was a warm-up after all, what was measured does not count, at most four
+    times.
     """
     samples: list[float] = []
     forgiven = 4

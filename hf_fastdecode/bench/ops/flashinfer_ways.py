@@ -176,8 +176,7 @@ def _calls(
 ) -> dict[str, _Calls]:
     """The calls of every wrapper in both layouts, compiled; those that FlashInfer refuses are left out with a warning.
 
-    Raises:
-        NotAvailableError: It refuses all of them; the message has each one's error.
+    Raises NotAvailableError, with each one's error, where it refuses all of them.
     """
     try:
         flashinfer = importlib.import_module("flashinfer")

@@ -31,10 +31,9 @@ class NodeBatch:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """One set of inputs.
+    """One set of inputs of a case.
 
     Attributes:
-        case: What they are inputs of.
         forest: The nodes, end to end in one segment.
         segment: Keys and values of all nodes, ``[kv_heads, tokens, head_dim]`` each.
         suffix: ``[rows, kv_heads, suffix, head_dim]`` each; the last token is the new one.
@@ -97,11 +96,7 @@ def sets_needed(bytes_of_one: int, device: torch.device) -> int:
 
 
 def make_inputs(case: OpCase, device: torch.device, *, sets: int | None = None, seed: int = 0) -> list[OpInputs]:
-    """Independent sets of inputs of a case, drawn on the device from a normal distribution.
-
-    Raises:
-        torch.OutOfMemoryError: They do not fit.
-    """
+    """Sets of inputs of a case, drawn from a normal distribution; torch.OutOfMemoryError where they do not fit."""
     dtype: torch.dtype = getattr(torch, case.dtype)
     sets = sets or sets_needed(case.bytes(dtype.itemsize), device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -30,11 +30,8 @@ _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 class SlimInputs(NamedTuple):
     """One set of inputs.
 
-    Attributes:
-        query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
-        keys: ``[rows, context, e]``.
-        coordinates: ``[rows, context, r]``.
-        scales: Scales of 8 bits, views of the tensors that hold the numbers.
+    Queries ``[rows, heads, 1, head_dim]`` fp32, rotated; keys ``[rows, context, e]`` and V-coordinates ``[rows,
+    context, r]``; scales of 8 bits, views of the tensors that hold the numbers.
     """
 
     query: Tensor

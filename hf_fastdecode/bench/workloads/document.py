@@ -71,14 +71,9 @@ def make_document(
 ) -> LongDocument:
     """Hide facts evenly in prose, so that text and solved questions together have nearly so many tokens, never more.
 
-    At most half of the tokens are facts, and at most `MOST_FACTS` are asked about.
-
-    Args:
-        count: Tokens of a text.
-        tokens: Tokens of the prefix; None for all of the given prose.
-        shots: Solved questions, about facts of the text too.
-        seed: The same seed makes the same facts, order and prose.
-        prose: In place of prose that is made.
+    At most half of the tokens are facts, and at most `MOST_FACTS` are asked about, none of those in the `shots` solved
+    questions. Prose is made where none is given; of given prose, `tokens` None takes all. The same seed makes the same
+    facts, order and prose. `count` gives the tokens of a text.
 
     Raises:
         InputError: There is no room for the solved questions and a fact to ask about, or the prose is too short.
