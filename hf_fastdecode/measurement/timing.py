@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -36,9 +37,7 @@ def percentiles(samples: Sequence[float]) -> Times:
     """The three percentiles of measured seconds, by the nearest rank."""
     ordered = sorted(samples)
     last = len(ordered) - 1
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return Times(ordered[round(0.2 * last)], median, ordered[round(0.8 * last)])
+    return Times(ordered[round(0.2 * last)], median(ordered), ordered[round(0.8 * last)])
 
 
 def synchronize(device: torch.device) -> None:

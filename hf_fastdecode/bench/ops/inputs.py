@@ -13,8 +13,6 @@ from ...attention.forest import Forest, Node, Span
 from ...attention.kv import ForestKV, Segment
 from .cases import NodeSpec, OpCase
 
-_MOST_SETS = 256
-
 
 @dataclass(frozen=True)
 class NodeBatch:
@@ -87,12 +85,12 @@ def _batch(stored: Tensor, start: int, length: int, count: int) -> Tensor:
     return whole.unflatten(1, (count, length)).transpose(0, 1)
 
 
-def sets_needed(bytes_of_one: int, device: torch.device) -> int:
+def sets_needed(bytes_of_one: int, device: torch.device, *, most: int = 256) -> int:
     """How many sets of so many bytes are twice the L2 cache: 1 on a CPU, else 2 at least unless one is far larger."""
     if device.type != "cuda":
         return 1
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
-    return 1 if bytes_of_one > 8 * cache else min(_MOST_SETS, max(2, math.ceil(2 * cache / bytes_of_one)))
+    return 1 if bytes_of_one > 8 * cache else min(most, max(2, math.ceil(2 * cache / bytes_of_one)))
 
 
 def make_inputs(case: OpCase, device: torch.device, *, sets: int | None = None, seed: int = 0) -> list[OpInputs]:

@@ -41,9 +41,9 @@ class Batch:
     attention_mask: Tensor
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> Batch:
-        """A batch of the tokens of each row."""
-        width = max(map(len, prompts))
+    def of(cls, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> Batch:
+        """A batch of the tokens of each row, on the model's device."""
+        width, device, pad = max(map(len, prompts)), model.device, model.generation_config.pad_token_id or 0
         ids = [[pad] * (width - len(own)) + list(own) for own in prompts]
         mask = [[0] * (width - len(own)) + [1] * len(own) for own in prompts]
         return cls(torch.tensor(ids, device=device), torch.tensor(mask, device=device))

@@ -9,6 +9,7 @@ import bisect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Final
 
@@ -133,26 +134,15 @@ def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[st
 
 def _fitting(count: Callable[[str], int], facts: Sequence[Fact], room: int) -> int:
     """How many of the first facts fit into so many tokens."""
-    total = 0
-    for number, fact in enumerate(facts):
-        total += count(fact.sentence + " ")
-        if total > room:
-            return number
-    return len(facts)
+    return bisect.bisect_right(list(accumulate(count(fact.sentence + " ") for fact in facts)), room)
 
 
 def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
     """The pieces with the facts between them, evenly."""
-    parts: list[str] = []
-    behind = [round((place + 1) * len(pieces) / (len(facts) + 1)) for place in range(len(facts))]
-    for number in range(len(pieces) + 1):
-        parts += pieces[number - 1 : number] if number else []
-        parts += [facts[place].sentence + " " for place in range(*_at(behind, number))]
+    parts = list(pieces)
+    for number in reversed(range(len(facts))):  # from the end, so that places before stay
+        parts.insert(round((number + 1) * len(pieces) / (len(facts) + 1)), facts[number].sentence + " ")
     return "".join(parts)
-
-
-def _at(behind: Sequence[int], number: int) -> tuple[int, int]:
-    return bisect.bisect_left(behind, number), bisect.bisect_right(behind, number)
 
 
 def make_facts(count: int, seed: int) -> list[Fact]:

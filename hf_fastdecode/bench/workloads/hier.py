@@ -87,8 +87,7 @@ class HierBench:
         rows = [number // case.samples for number in range(case.problems * case.samples)]
         if level.rows_apart:
             rows = [number % case.problems for number in range(len(rows))]
-        pad = self.model.generation_config.pad_token_id or 0
-        return Batch.of([self.prompts[row] for row in rows], pad, self.model.device)
+        return Batch.of([self.prompts[row] for row in rows], self.model)
 
     def _greedy(self, case: HierCase, level: Level) -> Tensor:
         """``[problems, samples, tokens]``: the first tokens, whatever the order of the rows."""
@@ -105,8 +104,7 @@ class HierBench:
         return self._stock[1]
 
     def _one_each(self, case: HierCase) -> Batch:
-        pad = self.model.generation_config.pad_token_id or 0
-        return Batch.of(self.prompts[: case.problems], pad, self.model.device)
+        return Batch.of(self.prompts[: case.problems], self.model)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

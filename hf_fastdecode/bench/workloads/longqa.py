@@ -66,7 +66,7 @@ class QuestionsBench:
 
     def _measured(self, case: QuestionsCase, way: str) -> Measured:
         asked = [self._prompts[number % len(self._prompts)] for number in range(case.questions)]
-        batch = Batch.of(asked, self.model.generation_config.pad_token_id or 0, self.model.device)
+        batch = Batch.of(asked, self.model)
         enable = {"mode": self._mode} if way == "shared" else None
         measured = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
         if measured.tokens is not None and self.model.dtype == torch.float32:

@@ -134,7 +134,8 @@ class LayerConverter:
             weights, statistics[chosen.dtype], chosen.rank, matrix_dtype=matrix_dtype(model_dtype)
         )
         exact = stored.double()
-        recovered_error = relative_error(_value_weight(weights.W_K, exact).to(model_dtype).double(), weights.W_V)
+        recovered = weights.W_K @ exact.from_keys + exact.from_inputs @ exact.directions
+        recovered_error = relative_error(recovered.to(model_dtype).double(), weights.W_V)
         key_inputs = seen.inputs if seen.encoded is None else seen.encoded
         fits = _fits_float16(weights, exact, key_inputs, rotation if choice.rope == "unrotate" else None)
         entry = SlimLayer(chosen.plan, chosen.rank, fits, chosen.dtype if choice.wider else cache_dtype)
@@ -194,20 +195,10 @@ def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, T
 
     W_K, constant = key.double().mT, tensors["slim.constant"].double()
     from_keys = matrix("from_keys", (W_K.shape[1], len(constant)))
-    exact = ValueCoordinates(
-        tensors["slim.key_offset"].double(),
-        from_keys,
-        matrix("from_inputs", (len(W_K), 0)),
-        matrix("directions", (0, len(constant))),
-        constant,
-    )
+    weight = W_K @ from_keys + matrix("from_inputs", (len(W_K), 0)) @ matrix("directions", (0, len(constant)))
     none = torch.zeros_like(constant)
-    bias = constant - value_constant(from_keys, exact.key_offset, bias_or_zero(key_bias, W_K), none)
-    return _value_weight(W_K, exact).mT.contiguous(), bias
-
-
-def _value_weight(W_K: Tensor, exact: ValueCoordinates) -> Tensor:
-    return W_K @ exact.from_keys + exact.from_inputs @ exact.directions
+    bias = constant - value_constant(from_keys, tensors["slim.key_offset"], bias_or_zero(key_bias, W_K), none)
+    return weight.mT.contiguous(), bias
 
 
 def _fits_float16(
