@@ -147,7 +147,7 @@ def multimodal_family(config: Any, language: Family) -> Family:
 
 
 def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> None:
-    """Refuse, before layers are measured, a `slim_rope` that the slim config will: ``unrotate`` without fixed RoPE."""
+    """Refuse, before layers are measured, a `slim_rope` that the slim model's config would refuse."""
     try:
         family.slim_config(**_ordinary_fields(config), slim_rope=rope)
     except ValueError as error:
@@ -170,7 +170,7 @@ def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, d
 
 
 def ordinary_config(config: Any) -> Any:
-    """The config of the ordinary model that a slim one stands for; UnconvertibleError of any other."""
+    """The config of the ordinary model that a slim one stands for; UnconvertibleError where it is not slim."""
     model_type, family = family_of_slim(config)
     return full_config(family, config, model_type, config.dtype)
 

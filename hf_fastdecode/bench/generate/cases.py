@@ -177,7 +177,7 @@ class GenerateCase:
 
 @dataclass(frozen=True)
 class CompletionCase:
-    """A span of the steps of one call, which all samples run to the end: the one behind ``marks[index]``.
+    """A span of the steps of one call, whose samples all run to the end: from ``marks[index]`` to the next mark.
 
     `marks` are numbers of tokens per sample at which time is taken, rising; the last one ends the call.
     """

@@ -78,8 +78,8 @@ class TwoCalls:
     def __call__(self, query: Tensor, levels: Sequence[Sequence[NodeBatch]], own: Segment, scale: float) -> Tensor:
         """Attend one query a row: ``[rows, heads, 1, head_dim]``, as the queries.
 
-        Each of `levels`, the nodes by depth, covers all rows; `own` are keys and values of the suffixes, ``[rows,
-        kv_heads, length, head_dim]`` each.
+        Each of `levels`, the nodes by depth, covers all rows; `own` are keys and values of the suffixes, each
+        ``[rows, kv_heads, length, head_dim]``.
         """
         parts = [fused(query, own.keys, own.values, scale, "flash")]
         for level in levels:

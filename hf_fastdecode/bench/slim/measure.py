@@ -29,8 +29,10 @@ _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 class SlimInputs(NamedTuple):
     """One set of inputs.
 
-    Queries ``[rows, heads, 1, head_dim]`` fp32, rotated; keys ``[rows, context, e]`` and V-coordinates ``[rows,
-    context, r]``; scales of 8 bits, views of the tensors that hold the numbers.
+    Attributes:
+        query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
+        keys, coordinates: ``[rows, context, e]`` and ``[rows, context, r]``.
+        scales: Scales of 8 bits, views of the tensors that hold the numbers.
     """
 
     query: Tensor

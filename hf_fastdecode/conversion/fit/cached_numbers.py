@@ -96,8 +96,8 @@ def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:
 def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
     """Append each token's position to its numbers: ``[rows, 1, tokens, width + DIGITS]``.
 
-    `stored` is ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8; positions are ``[rows or 1,
-    tokens]``, int64, within the bounds of `DIGITS`.
+    Numbers are ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8; positions are
+    ``[rows or 1, tokens]``, int64, within the bounds of `DIGITS`.
     """
     digits = positions[..., None] // torch.tensor(_PLACES, device=positions.device) % 2**8
     return torch.cat([stored, digits[:, None].to(stored.dtype).expand(*stored.shape[:-1], DIGITS)], -1)

@@ -141,7 +141,7 @@ def cached_and_read(
 
 
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
-    """Refuse, by a ValueError, a dtype whose range other texts could exceed: the largest number with headroom does."""
+    """Refuse, by a ValueError, a dtype to whose end numbers come so near that other texts may exceed it."""
     largest = cached.abs().max().item() if cached.numel() else 0.0
     widest = torch.bfloat16 if cache_dtype in EIGHT_BITS else cache_dtype  # 8 bits have scales of its range
     bound = torch.finfo(widest).max / RANGE_HEADROOM
