@@ -22,16 +22,13 @@ ANCHOR: Final = 4
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one `generate` call drew; tensors are on the CPU.
+    """What one `generate` call drew; tensors are on the CPU, and times are of `time.perf_counter`.
 
     Attributes:
-        sequences: ``[rows, prompt_length + steps]`` int64.
-        prompt_length: Tokens of a prompt with its padding.
+        sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding.
         log_probs: ``[rows, steps]`` float32: log-probabilities of the drawn tokens under the raw logits.
         cache: The keys and values at the end; None if not asked for, or if rows were cut into waves.
-        started: `time.perf_counter` at the call's start.
-        step_times: The same when the logits of each timed step were computed.
-        ended: The same at the call's end.
+        step_times: When the logits of each timed step were computed; `started` and `ended` are the call's.
     """
 
     sequences: Tensor

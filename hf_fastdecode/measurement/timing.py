@@ -84,15 +84,9 @@ def wall_samples(
 def time_operator(
     calls: Sequence[Callable[[], Output]], device: torch.device, *, budget_s: float = 0.06
 ) -> tuple[Times, Output]:
-    """Seconds of one call, over calls that are alike but for their inputs.
+    """Seconds of one of calls that are alike but for their inputs, and what the first left behind when last timed.
 
-    Args:
-        calls: The same work on different inputs, which together should not fit into the L2 cache.
-        device: Where they run.
-        budget_s: About how long to measure.
-
-    Returns:
-        The times, and what the first call left behind when it was last timed.
+    The inputs together should not fit into the L2 cache; `budget_s` is about how long to measure.
     """
     if device.type != "cuda":
         return _time_on_cpu(calls, budget_s)

@@ -117,13 +117,10 @@ class PromptTree:
 
 @dataclass(frozen=True)
 class GenerateCase:
-    """One setting: `samples` completions of `new_tokens` tokens after a prompt of `context` tokens.
+    """One setting: `samples` completions of up to `new_tokens` tokens after a prompt of `context` tokens.
 
     Attributes:
         shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
-        context: Tokens of the prompt.
-        samples: Completions, all of one prompt unless there is a tree.
-        new_tokens: Tokens of the longest completion.
         dtype: Dtype of weights and cache.
         finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. Empty: every row
             runs to the end.

@@ -28,8 +28,7 @@ class CacheError:
     """Size and error of one cache of one layer.
 
     Attributes:
-        plan: What is cached.
-        rank: V-coordinates beside the keys; 0 except for ``k+r``.
+        plan, rank: What is cached, and V-coordinates beside the keys; 0 except for ``k+r``.
         bytes_per_token: Bytes per token in this layer, including scales of 8 bits and cached positions; 0 for ``e``,
             of which one copy serves all layers, outside the cache.
         value_error: Relative error of the values in the Frobenius norm.

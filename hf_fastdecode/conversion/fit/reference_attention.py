@@ -40,7 +40,7 @@ def key_heads(weights: AttentionWeights, keys: Tensor, rotation: Rotation | None
 def attention_weights(
     query: Tensor, key: Tensor, scale: float, *, causal: bool = True, score_bias: Tensor | None = None
 ) -> Tensor:
-    """The softmax of the scores.
+    """The softmax of the scores: ``[heads, queries, keys]``; each row sums to 1.
 
     Args:
         query: ``[heads, queries, head_dim]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
@@ -48,9 +48,6 @@ def attention_weights(
         scale: Factor on the scores.
         causal: Whether query j of n sees keys up to its own position, the last query the last key.
         score_bias: Added to the scaled scores, broadcast to ``[heads, queries, keys]`` (ALiBi, T5's position bias).
-
-    Returns:
-        ``[heads, queries, keys]``; each row sums to 1.
     """
     scores = query @ key.repeat_interleave(len(query) // len(key), 0).mT * scale
     if score_bias is not None:

@@ -32,15 +32,11 @@ _IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer of a slim model.
+    """A layer of a slim model: all measured caches, and the chosen one, with its error and as an entry for the config.
 
     Attributes:
-        plan: All measured caches.
-        chosen: The chosen cache, with its error.
-        entry: The chosen cache, for the config.
         tensors: Tensors of the slim attention, by their names below it.
-        recovered_error: Relative error of ``W_V`` as `recover_values` returns it, in the model's dtype; 0 where it
-            stays.
+        recovered_error: Relative error of ``W_V`` as `recover_values` returns it, in the model's dtype; else 0.
     """
 
     plan: LayerPlan

@@ -63,7 +63,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Embeddings of ids ``[tokens]``, ``[tokens, d]``, from the tensors outside layers and in their dtype."""
+    """Embeddings ``[tokens, d]`` of ids ``[tokens]``, from the tensors outside layers and in their dtype."""
     return tensors[embedding][ids]
 
 
