@@ -20,7 +20,7 @@ from torch.nn.init import orthogonal_
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.cache_errors import CacheError
 from hf_fastdecode.conversion.fit.layer_plan import RANK_SHARES, fit_layer, share_name
 from hf_fastdecode.conversion.fit.rope import Rotation
 from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
@@ -32,6 +32,7 @@ from hf_fastdecode.measurement.tables import head, line
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED
+from .unfitted_keys import ErrorsOfPaper
 
 PAGE: Final = DOCS / "slim-measurements.md"
 ROWS: Final = DOCS / "slim-spectra.csv"
@@ -81,8 +82,8 @@ def measure(
     rotation = _rope(max(calibration, measured))
     known, unseen = inputs[:calibration], inputs[calibration:]
     plan, statistics = fit_layer(weights, known, rotation=rotation.tokens(slice(calibration)), tolerance=TOLERANCE)
-    errors = CacheErrors(weights, unseen, rotation=rotation.tokens(slice(measured)))
-    ordinary, bare = errors.ordinary(torch.bfloat16), CacheErrors(weights, unseen)
+    errors = ErrorsOfPaper(weights, unseen, rotation=rotation.tokens(slice(measured)))
+    ordinary, bare = errors.ordinary(torch.bfloat16), ErrorsOfPaper(weights, unseen)
     ranks = {KEYS[1]: 0} | {
         f"keys + {share_name(share)} V-coordinates, fp16": int(width * share) for share in RANK_SHARES
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.cache_errors import CacheError
 from hf_fastdecode.conversion.fit.layer_plan import LayerPlan, fit_layer
 from hf_fastdecode.conversion.fit.rope import Rotation
 from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
@@ -23,6 +23,7 @@ from hf_fastdecode.conversion.layers.layer_converter import below
 from hf_fastdecode.patches.architectures.slim_llama import FAMILY
 
 from .pages import DOCS, replace_table
+from .unfitted_keys import ErrorsOfPaper
 
 PAGE: Final = DOCS / "slim-measurements.md"
 HEADER: Final = "| cache | of KV's bytes | error of V | error of the layer's output |\n|---|---|---|---|\n"
@@ -61,7 +62,7 @@ def rows() -> list[Row]:
     """Measure, on the second half of the built-in text; offsets and roundings are fitted to the first."""
     layers, rotation = _layers()
     half = len(layers[0][1]) // 2
-    judges = [CacheErrors(own, seen[half:], rotation=rotation.tokens(slice(half, None))) for own, seen in layers]
+    judges = [ErrorsOfPaper(own, seen[half:], rotation=rotation.tokens(slice(half, None))) for own, seen in layers]
     ordinary = [judge.ordinary(torch.bfloat16) for judge in judges]
     table = [_row("keys and values, bf16", ordinary, ordinary)]
     for dtype in (torch.int8, torch.float8_e4m3fn):

@@ -12,18 +12,19 @@ from typing import Final
 import torch
 
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.cache_errors import CacheError
 from hf_fastdecode.conversion.fit.layer_plan import LayerPlan
 from hf_fastdecode.conversion.fit.weights import AttentionWeights
 from hf_fastdecode.conversion.layers.calibration import CalibrationInputs, model_inputs, record
 from hf_fastdecode.conversion.layers.layer_converter import LayerConverter, below
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
-from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
+from hf_fastdecode.patches.layers.family import EncoderDecoder
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED
+from .unfitted_keys import ErrorsOfPaper
 
 PAGE: Final = DOCS / "slim-measurements.md"
 HEADER: Final = (
@@ -68,9 +69,9 @@ def table() -> str:
 def _unfitted(weights: AttentionWeights, seen: CalibrationInputs) -> list[CacheError]:
     """Keys alone in bf16 and fp16, on the half of the tokens on which the attention's plan is measured."""
     if seen.encoded is None:
-        errors = CacheErrors(weights, seen.inputs[len(seen.inputs) // 2 :])
+        errors = ErrorsOfPaper(weights, seen.inputs[len(seen.inputs) // 2 :])
     else:
-        errors = CacheErrors(weights, seen.inputs, seen.encoded[len(seen.encoded) // 2 :], causal=False)
+        errors = ErrorsOfPaper(weights, seen.inputs, seen.encoded[len(seen.encoded) // 2 :], causal=False)
     return [errors.unfitted_keys(dtype) for dtype in (torch.bfloat16, torch.float16)]
 
 

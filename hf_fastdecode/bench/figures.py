@@ -52,17 +52,9 @@ class RedCheckError(ValueError):
 
 
 def plot(rows: Sequence[Measurement], stem: Path) -> list[Path]:
-    """Draw all figures that measurements of operators or of `generate` give.
+    """Draw all figures of one command's measurements, to ``STEM-NAME.png``; returns the files.
 
-    Args:
-        rows: Measurements of one command.
-        stem: What the files' names begin with.
-
-    Returns:
-        The files written; none where no line can be drawn.
-
-    Raises:
-        RedCheckError: A check was red, so that the run says nothing.
+    There is none where no line can be drawn. Raises RedCheckError where a check was red, so that the run says nothing.
     """
     if red := failed(rows):
         raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
@@ -81,20 +73,28 @@ def _op_lines(x: str, other: str) -> Picture:
         shortest = min((int(row["suffix"]) for row in rows), default=0)
         rows = [row for row in rows if int(row["suffix"]) == shortest]
         panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
-        if not panels:
-            return None
-        figure, axes = _figure(panels)
-        for axis, (title, own) in zip(axes, panels.items()):
-            axis.set_title(title, fontsize=9)
-            for way, points in _lines(own, x, "us_p50"):
-                if not is_part(way):
-                    axis.plot(*points, **_look(way))
-            floor = sorted({(int(row[x]), float(row["floor_us"])) for row in own if not is_part(row["way"])})
-            axis.plot(*zip(*floor), "k--", linewidth=1, label="floor: bytes or arithmetic")
-        head = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
-        return _finish(figure, axes, x, "microseconds a layer", head, path)
+        title = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
+        return _draw_lines(panels, x, ("us_p50", "microseconds a layer"), title, path, floor="floor_us")
 
     return draw
+
+
+def _draw_lines(
+    panels: dict[str, list[Measurement]], x: str, y: tuple[str, str], title: str, path: Path, *, floor: str = ""
+) -> Path | None:
+    """Draw a line for each way in each panel, of a column and its name, and of another that is the floor."""
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, (panel, rows) in zip(axes, panels.items()):
+        axis.set_title(panel, fontsize=9)
+        whole = [row for row in rows if not is_part(row["way"])]
+        for way, points in _lines(whole, x, y[0]):
+            axis.plot(*points, **_look(way))
+        if floor:
+            floors = sorted({(int(row[x]), float(row[floor])) for row in whole})
+            axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
+    return _finish(figure, axes, x, y[1], title, path)
 
 
 def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
@@ -136,14 +136,7 @@ def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Pictur
     def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
         rows = [row for row in rows if not row.get("finish")]
         panels = _panels(rows, x, other, lambda row: row["shape"])
-        if not panels:
-            return None
-        figure, axes = _figure(panels)
-        for axis, (panel, own) in zip(axes, panels.items()):
-            axis.set_title(panel, fontsize=9)
-            for way, points in _lines(own, x, y):
-                axis.plot(*points, **_look(way))
-        return _finish(figure, axes, x, name, f"{title}, {_where(rows)}; where a line ends, memory did", path)
+        return _draw_lines(panels, x, (y, name), f"{title}, {_where(rows)}; where a line ends, memory did", path)
 
     return draw
 

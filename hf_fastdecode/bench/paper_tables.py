@@ -19,15 +19,9 @@ _K = 1024
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table or figure.
+    """One table or figure: where it stands in which paper, how the setting differs, ways measured by default, cases.
 
-    Attributes:
-        source: Where it stands in which paper.
-        scaled: How the setting differs from the paper's.
-        ways: Ways measured unless others are asked for.
-        cases: Its settings.
-        unit: Unit of `published`.
-        published: What the paper reports for its method, by context and samples.
+    The paper reports `published` for its method, in a `unit`, by context and samples.
     """
 
     source: str

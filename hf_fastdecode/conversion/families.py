@@ -18,8 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
 from hf_fastdecode.patches.config_base import families_in
 
-from ..patches.layers.encoder_decoder import EncoderDecoder
-from ..patches.layers.family import Family, kv_heads, language_config
+from ..patches.layers.family import EncoderDecoder, Family, kv_heads, language_config
 from .fit.cache_errors import dtype_name
 from .fit.rounding import matrix_dtype
 
@@ -54,11 +53,7 @@ class UnconvertibleError(ValueError):
 
 
 def family_of(config: Any) -> Family | EncoderDecoder:
-    """The family of an ordinary model's config.
-
-    Raises:
-        UnconvertibleError: Models of this config have no slim form.
-    """
+    """The family of an ordinary model's config; UnconvertibleError where models of this config have no slim form."""
     model_type = config.model_type
     if is_slim(config):
         raise UnconvertibleError(
@@ -114,11 +109,7 @@ def _rope_type(config: Any) -> str:
 
 
 def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
-    """The ordinary model type and the family of a slim config; the model type is that of the language model.
-
-    Raises:
-        UnconvertibleError: The model is not slim.
-    """
+    """The ordinary (language) model type and the family of a slim config; UnconvertibleError where it is not slim."""
     if not is_slim(config):
         raise UnconvertibleError(f"the model is not slim but of type {config.model_type}; it is full already")
     name = language_config(config).model_type.removeprefix(SLIM)
@@ -156,11 +147,7 @@ def multimodal_family(config: Any, language: Family) -> Family:
 
 
 def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> None:
-    """Refuse a `slim_rope` that the slim model's config will refuse, before layers are measured.
-
-    Raises:
-        UnconvertibleError: It is ``unrotate``, and the model has no RoPE of fixed frequencies.
-    """
+    """Refuse, before layers are measured, a `slim_rope` that the slim model's config would refuse."""
     try:
         family.slim_config(**_ordinary_fields(config), slim_rope=rope)
     except ValueError as error:
@@ -183,11 +170,7 @@ def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, d
 
 
 def ordinary_config(config: Any) -> Any:
-    """The config of the ordinary model that a slim one stands for.
-
-    Raises:
-        UnconvertibleError: The config is not of a slim model.
-    """
+    """The config of the ordinary model that a slim one stands for; UnconvertibleError where it is not slim."""
     model_type, family = family_of_slim(config)
     return full_config(family, config, model_type, config.dtype)
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.slim_layers import check_threshold
 
-from ..patches.layers.encoder_decoder import EncoderDecoder
-from ..patches.layers.family import Family, language_config, longest_text
+from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
 from .checkpoint.source import WEIGHT_DTYPES
 from .families import family_of, require_rope, slim_config, untied
 from .fit.cache_errors import dtype_name
@@ -151,7 +150,9 @@ def _slim_model(
     """
     tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
     saved = model.state_dict()
-    differing = {name for name, other in tied.items() if not _same(saved[name], saved[other])}
+    # A head that was trained separately differs from the embeddings that its config ties it to.
+    apart = {name: other for name, other in tied.items() if saved[name].data_ptr() != saved[other].data_ptr()}
+    differing = {name for name, other in apart.items() if not torch.equal(saved[name], saved[other])}
     config = slim_config(family, model.config, entries, model.dtype, rope)
     if tied and differing == tied.keys():
         untied(config)
@@ -172,8 +173,3 @@ def _slim_model(
     }
     slim.tie_weights(recompute_mapping=False)
     return slim.eval()
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tied tensors are equal; a head that was trained separately differs from the embeddings."""
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)

@@ -23,20 +23,10 @@ Call = Callable[..., object]
 def prefill_and_decode(
     model: Any, call: Call, new_tokens: int, *, repeats: int, budget_s: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """Time calls of one token and whole calls; decoding is what whole calls take longer.
+    """Seconds of prefill, of decoding, and of whole calls: of calls of one token, and what whole calls take longer.
 
     On a GPU nothing waits within a call that would not without being timed. Calls that still captured steps do not
-    count.
-
-    Args:
-        model: A causal language model, enabled or not.
-        call: The call.
-        new_tokens: Tokens of whole calls.
-        repeats: Most timed calls of each length.
-        budget_s: Seconds after which a call is not repeated.
-
-    Returns:
-        Seconds of prefill, of decoding, and of whole calls.
+    count. Each length is timed `repeats` times at most, and not again after `budget_s` seconds.
     """
 
     def captured() -> bool:
@@ -91,8 +81,7 @@ def step_columns(decodes: Sequence[float], steps: int, drawn: int) -> dict[str, 
 def what_ran(model: Any, *, must_share: bool = True) -> str:
     """Mode, sampler, waves and compactions of an enabled model's last call; or ``stock`` and the reason.
 
-    Raises:
-        NotAvailableError: It ran stock though it must share.
+    Raises NotAvailableError where it ran stock though it must share.
     """
     call = explain(model).last_call
     if call is None or call.path != "shared":

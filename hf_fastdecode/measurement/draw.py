@@ -22,16 +22,13 @@ ANCHOR: Final = 4
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one `generate` call drew; tensors are on the CPU.
+    """What one `generate` call drew; tensors are on the CPU, and times are of `time.perf_counter`.
 
     Attributes:
-        sequences: ``[rows, prompt_length + steps]`` int64.
-        prompt_length: Tokens of a prompt with its padding.
+        sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding.
         log_probs: ``[rows, steps]`` float32: log-probabilities of the drawn tokens under the raw logits.
         cache: The keys and values at the end; None if not asked for, or if rows were cut into waves.
-        started: `time.perf_counter` at the call's start.
-        step_times: The same when the logits of each timed step were computed.
-        ended: The same at the call's end.
+        step_times: When the logits of each timed step were computed; `started` and `ended` are the call's.
     """
 
     sequences: Tensor
@@ -123,14 +120,9 @@ def seeded(device: torch.device, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -> Iterator[None]:
-    """Within, memory that runs out and logits that are not finite raise errors of one line.
+    """Within, memory that runs out raises what `memory_error` makes, and logits that are not finite an InputError.
 
-    Args:
-        model: The model that draws, with a `TokenLogProbs` that checks its logits.
-        memory_error: Makes the error to raise when memory runs out.
-
-    Raises:
-        InputError: The logits are not finite.
+    The model's `TokenLogProbs` checks its logits.
     """
     try:
         yield

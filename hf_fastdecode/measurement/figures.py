@@ -21,13 +21,7 @@ COLOURS = {
 
 
 def new_figure(count: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """A figure for files, without a window, and the axes of its panels.
-
-    Args:
-        count: Panels, in lines of `columns`.
-        columns: Panels in a line.
-        size: Width and height in inches.
-    """
+    """A figure for files, without a window, of `size` inches, and the axes of its panels, in lines of `columns`."""
     import matplotlib
 
     matplotlib.use("Agg")

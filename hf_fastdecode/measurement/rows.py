@@ -24,12 +24,9 @@ _SILENT_OPTIONS = {"out": 1, "plot": 0}
 
 
 def provenance(device: torch.device | str, *, backend: str | None = None) -> dict[str, Any]:
-    """The columns that every measurement begins with.
+    """The columns that every measurement on a device begins with.
 
-    Args:
-        device: Where it is measured.
-        backend: That of the environment, where it changes what runs: it then stands in front of the command, as in a
-            shell.
+    A backend of the environment that changes what runs stands in front of the command, as in a shell.
     """
     import torch  # here, since rows are also read where its seconds would be lost
     import transformers

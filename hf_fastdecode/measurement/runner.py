@@ -76,7 +76,7 @@ def run(
     provenance: dict[str, Any],
     out: Path,
 ) -> list[Measurement]:
-    """Measure every way of every case, and write each measurement to `out` when it is made.
+    """Measure every way of every case, and write each measurement to the CSV file `out` when it is made.
 
     Measurements that `out` already has from the same commit and command are kept and not made again. Those of another
     commit, command or version are replaced when the same case, way and device is measured again (a message says how
@@ -87,7 +87,7 @@ def run(
         ways: Names of the ways.
         measure: Gives the measured columns of a case and a way, ``status`` among them.
         provenance: The columns that every measurement begins with.
-        out: The CSV file.
+        out: The file.
 
     Returns:
         The measurements of these cases and ways, as `read_rows` reads them.

@@ -43,16 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(
     shape: str, device: torch.device | str, dtype: torch.dtype, slim: SlimLayer | None = None
 ) -> PreTrainedModel:
-    """A Llama of the named shape with random weights, in eval mode, that never stops by itself.
+    """A Llama of one of `SHAPES` with random weights, in eval mode, that never stops by itself.
 
-    Args:
-        shape: One of `SHAPES`.
-        device: The device of its weights.
-        dtype: Their dtype.
-        slim: What each layer of a slim model caches; None for an ordinary model.
-
-    Raises:
-        ValueError: No such shape, or one that has no slim form.
+    With `slim`, what each layer caches, a slim model. Raises ValueError without such a shape, or a slim form of it.
     """
     import torch  # here, since the names of shapes are also read where its seconds would be lost
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -36,9 +37,7 @@ def percentiles(samples: Sequence[float]) -> Times:
     """The three percentiles of measured seconds, by the nearest rank."""
     ordered = sorted(samples)
     last = len(ordered) - 1
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return Times(ordered[round(0.2 * last)], median, ordered[round(0.8 * last)])
+    return Times(ordered[round(0.2 * last)], median(ordered), ordered[round(0.8 * last)])
 
 
 def synchronize(device: torch.device) -> None:
@@ -68,14 +67,10 @@ def wall_samples(
     budget_s: float,
     warming: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """Measurements of a call.
+    """Seconds of a call, measured `repeats` times at most, and not again when that has taken `budget_s`.
 
-    Args:
-        call: What to measure.
-        device: Where it runs.
-        repeats: Most measurements.
-        budget_s: No further ones are made when they have taken this many seconds.
-        warming: Whether the last call was a warm-up after all: what was measured does not count, up to four times.
+    Where `warming` says that the last call was a warm-up after all, what was measured does not count, at most four
+    times.
     """
     samples: list[float] = []
     forgiven = 4
@@ -89,15 +84,9 @@ def wall_samples(
 def time_operator(
     calls: Sequence[Callable[[], Output]], device: torch.device, *, budget_s: float = 0.06
 ) -> tuple[Times, Output]:
-    """Seconds of one call, over calls that are alike but for their inputs.
+    """Seconds of one of calls that are alike but for their inputs, and what the first left behind when last timed.
 
-    Args:
-        calls: The same work on different inputs, which together should not fit into the L2 cache.
-        device: Where they run.
-        budget_s: About how long to measure.
-
-    Returns:
-        The times, and what the first call left behind when it was last timed.
+    The inputs together should not fit into the L2 cache; `budget_s` is about how long to measure.
     """
     if device.type != "cuda":
         return _time_on_cpu(calls, budget_s)

@@ -16,11 +16,11 @@ from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.fit.cache_errors import CacheErrors
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.conversion.fit.reference_attention import attention_output
 from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
 from hf_fastdecode.conversion.layers.calibration import model_inputs, record
 from hf_fastdecode.conversion.to_slim import to_slim
 
+from ..conversion.fit.references import attention_output
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import family_model
 from .slim_models import PLANS, TEXT, pair, relative

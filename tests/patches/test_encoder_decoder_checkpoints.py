@@ -17,8 +17,7 @@ from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.layers.calibration import calibration_ids, model_inputs
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
-from hf_fastdecode.patches.layers.encoder_decoder import EncoderDecoder
-from hf_fastdecode.patches.layers.family import longest_text
+from hf_fastdecode.patches.layers.family import EncoderDecoder, longest_text
 
 from ..cli.command_line import refusal, run
 from .encoder_decoder_models import encoder_decoder, read_by

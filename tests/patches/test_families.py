@@ -32,12 +32,12 @@ from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
 from hf_fastdecode.conversion.families import FAMILIES as SUPPORTED
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.conversion.fit.reference_attention import attention_output
 from hf_fastdecode.conversion.layers.calibration import calibration_ids
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice, PlanError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import attention_inputs, longest_text
 
+from ..conversion.fit.references import attention_output
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts
 from .family_models import FAMILIES, REFUSED, WITH_INPUTS, family_condition, family_model, family_pair, pairs

@@ -15,12 +15,13 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.families import family_of, family_of_slim
 from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads, weighted_values
-from hf_fastdecode.conversion.fit.weights import bias_or_zero, fold_into_output_bias
+from hf_fastdecode.conversion.fit.weights import bias_or_zero
 from hf_fastdecode.conversion.layers.calibration import model_inputs
 from hf_fastdecode.patches.layers import slim_attention
 from hf_fastdecode.patches.layers.family import attention_inputs
 
 from ..cli.command_line import needs_weights
+from ..conversion.fit.references import fold_into_output_bias
 from ..test_layout import ROOT
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded
 from .encoder_decoder_models import encoder_decoder_pair, read_by

@@ -34,17 +34,9 @@ _FIRST_ID = 3  # of random prompts; the ids below are special in many vocabulari
 def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None = None) -> PreTrainedModel:
     """The model of a shape: random weights, ``embedded`` for the one that the package carries, or a checkpoint.
 
-    Every sample of it runs to the end, so that steps are comparable.
-
-    Args:
-        shape: Name of the shape.
-        device: Where it runs.
-        dtype: Dtype of its weights.
-        slim: Plan of every layer of a slim model with random weights; None for an ordinary model.
-
-    Raises:
-        OSError: There is no such checkpoint.
-        NotAvailableError: The shape has no slim form.
+    Every sample of it runs to the end, so that steps are comparable. With `slim`, the plan of every layer, it is a
+    slim model with random weights. Raises OSError without such a checkpoint, NotAvailableError for a shape without a
+    slim form.
     """
     if slim is not None:
         fields = SHAPES.get(shape, {})
@@ -127,8 +119,7 @@ def caller(
 ) -> Callable[..., Any]:
     """A function that generates so many tokens for a case's samples, with a way's arguments and a further criterion.
 
-    Raises:
-        NotAvailableError: The way does not take this case.
+    Raises NotAvailableError where the way does not take this case.
     """
     if way.beams and (case.finish or case.tree is not None):
         raise NotAvailableError("beams are of one prompt, and run to the end")
@@ -156,11 +147,7 @@ def caller(
 
 
 def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
-    """The same through transformers' continuous batching.
-
-    Raises:
-        NotAvailableError: The model does not have it, or rows would have to finish apart.
-    """
+    """The same by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
     if not hasattr(model, "generate_batch") or case.finish:
         raise NotAvailableError("generate_batch does not take this case")
     ids = prompt(model, case)

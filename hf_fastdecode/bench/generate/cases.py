@@ -54,11 +54,7 @@ DEFAULT_WAYS = (
 
 
 def parse_way(name: str) -> tuple[str, dict[str, str]]:
-    """The way and the options of a name such as ``graph`` or ``graph+sampler=fast``.
-
-    Raises:
-        ValueError: There is no such way or option, the option does not take this, or stock was given options.
-    """
+    """The way and the options of a name such as ``graph+sampler=fast``; ValueError where one is unknown."""
     base = max((way for way in WAYS if f"{name}+".startswith(f"{way}+")), key=len, default=name.partition("+")[0])
     options = name.removeprefix(base).split("+")[1:]
     if base not in WAYS:
@@ -83,10 +79,7 @@ _TREE = " tree "  # between shape and tree in a row
 
 @dataclass(frozen=True)
 class PromptTree:
-    """Prompts that share on two levels: `shared` tokens that all begin with, then `own` tokens of each problem.
-
-    Each of `problems` prompts has `samples` completions.
-    """
+    """Prompts of `shared` tokens, then `own` tokens of each of `problems`, with `samples` completions each."""
 
     shared: int
     problems: int
@@ -95,11 +88,7 @@ class PromptTree:
 
     @classmethod
     def parse(cls, text: str) -> PromptTree:
-        """The tree of ``SHARED+PROBLEMSxOWNxSAMPLES``, such as ``2400+8x512x128``.
-
-        Raises:
-            ValueError: It is written otherwise, or a number is 0.
-        """
+        """The tree of ``SHARED+PROBLEMSxOWNxSAMPLES``, such as ``2400+8x512x128``; ValueError for another text."""
         first, plus, rest = text.partition("+")
         numbers = [first, *rest.split("x")]
         if not plus or len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
@@ -128,13 +117,10 @@ class PromptTree:
 
 @dataclass(frozen=True)
 class GenerateCase:
-    """One setting: `samples` completions of `new_tokens` tokens after a prompt of `context` tokens.
+    """One setting: `samples` completions of up to `new_tokens` tokens after a prompt of `context` tokens.
 
     Attributes:
         shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
-        context: Tokens of the prompt.
-        samples: Completions, all of one prompt unless there is a tree.
-        new_tokens: Tokens of the longest completion.
         dtype: Dtype of weights and cache.
         finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. Empty: every row
             runs to the end.
@@ -188,12 +174,9 @@ class GenerateCase:
 
 @dataclass(frozen=True)
 class CompletionCase:
-    """A span of the steps of one call.
+    """A span of the steps of one call, whose samples all run to the end: from ``marks[index]`` to the next mark.
 
-    Attributes:
-        call: The call, whose samples all run to the end.
-        marks: Numbers of tokens per sample at which time is taken, rising; the last one ends the call.
-        index: The span is from ``marks[index]`` to ``marks[index + 1]``.
+    `marks` are numbers of tokens per sample at which time is taken, rising; the last one ends the call.
     """
 
     call: GenerateCase
@@ -219,11 +202,7 @@ class CompletionCase:
 
 
 def spans(call: GenerateCase, marks: Sequence[int]) -> list[CompletionCase]:
-    """The cases of a call, one for each pair of neighbouring marks.
-
-    Raises:
-        ValueError: Fewer than two marks, or marks that do not rise from 1 to the call's tokens.
-    """
+    """The cases of a call, one for each pair of neighbouring marks; ValueError unless these rise from 1 to its end."""
     rising = all(before < after for before, after in pairwise(marks))
     if len(marks) < 2 or not rising or marks[0] < 1 or marks[-1] != call.new_tokens:
         raise ValueError(f"marks must be two or more, rising, and at least 1, got {','.join(map(str, marks))}")

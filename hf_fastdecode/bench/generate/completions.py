@@ -25,12 +25,9 @@ _STEPS_BETWEEN_LOOKS = 64  # between comparisons with the budget, each of which 
 
 
 class CompletionBench:
-    """Measures growing completions on one device.
+    """Measures growing completions on one device; with `check`, one of our ways only after its check.
 
-    Args:
-        device: Where to run.
-        check: Measure one of our ways only after its check.
-        budget_s: Seconds of decoding after which a call ends; spans that it did not finish have no time.
+    A call ends after `budget_s` seconds of decoding; spans that it did not finish have no time.
     """
 
     def __init__(self, device: torch.device, *, check: bool = True, budget_s: float = 120.0):

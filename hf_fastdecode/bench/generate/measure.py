@@ -29,13 +29,9 @@ _BATCH_STEPS = 4  # steps timed of `generate_batch`
 
 
 class GenerateBench:
-    """Measures `generate` on one device.
+    """Measures `generate` on one device; with `check`, one of our ways only after its check.
 
-    Args:
-        device: Where to run.
-        repeats: Most timed runs of each call.
-        check: Measure one of our ways only after its check.
-        budget_s: Seconds after which a call is not repeated.
+    Each call is timed `repeats` times at most, and not again after `budget_s` seconds.
     """
 
     def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):

@@ -32,10 +32,7 @@ def generate_table(
 ) -> str:
     """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
 
-    Args:
-        rows: The measurements.
-        published: A paper's own numbers by context and samples, shown behind ours.
-        unit: The unit of `published`.
+    A paper's own numbers, `published` by context and samples in its `unit`, are shown behind ours.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}

@@ -100,11 +100,7 @@ _WAYS: dict[str, GenerateWay] = {
 
 
 def find_way(name: str) -> GenerateWay:
-    """The way of a name such as ``graph`` or ``graph+sampler=fast``.
-
-    Raises:
-        ValueError: There is no such way or option, the option does not take this, or stock was given options.
-    """
+    """The way of a name such as ``graph`` or ``graph+sampler=fast``; ValueError as of `parse_way`."""
     base, options = parse_way(name)
     way = _WAYS[base]
     if not options:
@@ -124,8 +120,7 @@ def _value(text: str) -> int | str:
 def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
     """Within, the model generates this way; on leaving it is stock again, and what was captured is gone.
 
-    Raises:
-        NotAvailableError: The attention was not replaced, or a package is not installed or too old.
+    Raises NotAvailableError where the attention was not replaced, or a package is not installed or too old.
     """
     if way.requires is not None:
         try:

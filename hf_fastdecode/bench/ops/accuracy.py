@@ -24,17 +24,16 @@ _ROWS = 32  # of 1,024 with four query heads to a KV head, one of each tile of 1
 
 @dataclass(frozen=True)
 class Oracle:
-    """What a few rows and heads of a case should be, and what PyTorch makes of them.
+    """What a few rows and query heads of a case should be, and what PyTorch makes of them.
 
     Attributes:
-        rows: Indices of the rows checked.
-        heads: Indices of the query heads checked.
+        rows, heads: Indices of those checked.
         out: ``[rows, heads, 1, head_dim]`` fp64: the reference.
         unit: Relative error that no way can avoid: one unit in the last place, and what a log-sum-exp of this size
             loses as an exponent in fp32, twice.
         fused: The same in the case's dtype by `scaled_dot_product_attention`: the yardstick.
-        eager: The same with scores that are stored in the case's dtype, as transformers' eager attention does: the
-            yardstick of ways that store them too.
+        eager: The same with scores stored in that dtype, as transformers' eager attention does: the yardstick of ways
+            that store them too.
     """
 
     rows: Tensor

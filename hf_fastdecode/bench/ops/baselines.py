@@ -23,17 +23,10 @@ OutAndLse = tuple[Tensor, Tensor]
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, scale: float, operator: str) -> OutAndLse:
-    """PyTorch's fused attention without a mask, with the log-sum-exp.
+    """PyTorch's fused attention without a mask, by the operator ``flash`` or ``cudnn``; on the CPU, by its own.
 
-    Args:
-        query: ``[batch, heads, queries, head_dim]``.
-        keys: ``[batch, kv_heads, length, head_dim]``.
-        values: The same.
-        scale: Factor on the scores.
-        operator: ``flash`` or ``cudnn``; on the CPU, its own.
-
-    Returns:
-        ``[batch, heads, queries, head_dim]`` in the query's dtype, and ``[batch, heads, queries]`` natural log fp32.
+    Of queries ``[batch, heads, queries, head_dim]``, and keys and values ``[batch, kv_heads, length, head_dim]``, it
+    returns the output in the query's dtype, and the log-sum-exp ``[batch, heads, queries]``, natural, fp32.
     """
     aten = torch.ops.aten
     if operator == "cudnn":
@@ -50,16 +43,10 @@ def fused(query: Tensor, keys: Tensor, values: Tensor, scale: float, operator: s
 
 
 def bifurcated(query: Tensor, context: Segment, own: Segment, scale: float) -> Tensor:
-    """Bifurcated attention of one query a row (equations 3 and 4), with axes named as there.
+    """Bifurcated attention of one query a row (equations 3 and 4), with axes named as there: ``[b, h, 1, k]``.
 
-    Args:
-        query: ``[b, h, 1, k]``.
-        context: Keys and values that all rows share, ``[g, m_c, k]`` each.
-        own: Keys and values of each row, ``[b, g, m_d, k]`` each.
-        scale: Factor on the scores, which the equations leave out.
-
-    Returns:
-        ``[b, h, 1, k]``.
+    All rows share `context`, keys and values ``[g, m_c, k]``, and each has its `own`, ``[b, g, m_d, k]``. The
+    equations leave out `scale`, the factor on the scores.
     """
     kv_heads, context_length = context.keys.shape[:2]
     grouped = query.unflatten(1, (kv_heads, -1)) * scale  # [b, g, p, 1, k]
@@ -89,16 +76,10 @@ class TwoCalls:
     pack: bool
 
     def __call__(self, query: Tensor, levels: Sequence[Sequence[NodeBatch]], own: Segment, scale: float) -> Tensor:
-        """Attend one query a row.
+        """Attend one query a row: ``[rows, heads, 1, head_dim]``, as the queries.
 
-        Args:
-            query: ``[rows, heads, 1, head_dim]``.
-            levels: The nodes by depth; each level covers all rows.
-            own: Keys and values of the suffixes, ``[rows, kv_heads, length, head_dim]`` each.
-            scale: Factor on the scores.
-
-        Returns:
-            ``[rows, heads, 1, head_dim]``.
+        Each of `levels`, the nodes by depth, covers all rows; `own` are keys and values of the suffixes, each
+        ``[rows, kv_heads, length, head_dim]``.
         """
         parts = [fused(query, own.keys, own.values, scale, "flash")]
         for level in levels:

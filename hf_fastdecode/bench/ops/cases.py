@@ -30,10 +30,6 @@ class OpCase:
         rows: Sequences being decoded.
         nodes: The shared context; each depth covers all rows without a gap, or there are no nodes.
         suffix: Tokens that each row holds alone, the new one among them.
-        heads: Query heads.
-        kv_heads: Key-value heads.
-        head_dim: Numbers per head.
-        dtype: Dtype of queries, keys and values.
     """
 
     name: str

@@ -20,10 +20,7 @@ _PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of one device: of an element-wise kernel, bytes read and written; of a large product of bf16 matrices.
-
-    The product is of fp32 matrices on a CPU.
-    """
+    """Rates of one device: of an element-wise kernel, and of a large product of bf16 matrices (on a CPU of fp32)."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...measurement.runner import NotAvailableError
-from .cases import OpCase
+from .cases import NodeSpec, OpCase
 from .inputs import OpInputs
 
 PAGE_SIZE = 16  # vLLM's default
@@ -176,8 +176,7 @@ def _calls(
 ) -> dict[str, _Calls]:
     """The calls of every wrapper in both layouts, compiled; those that FlashInfer refuses are left out with a warning.
 
-    Raises:
-        NotAvailableError: It refuses all of them; the message has each one's error.
+    Raises NotAvailableError, with each one's error, where it refuses all of them.
     """
     try:
         flashinfer = importlib.import_module("flashinfer")
@@ -267,27 +266,25 @@ class PagePool:
 def whole_rows(pool: PagePool, case: OpCase) -> Sequences:
     """Each row's whole context and suffix as one sequence; rows share the full pages of what they share."""
     paths: list[list[Tokens]] = [[] for _ in range(case.rows)]
-    start = 0
-    for node in case.nodes:
-        tokens = np.arange(start, start + node.length)
+    for node, tokens in _nodes(case):
         for path in paths[node.row_start : node.row_start + node.row_count]:
             path.append(tokens)
-        start += node.length
     rows = [np.concatenate([*path, own]) for path, own in zip(paths, _suffixes(case), strict=True)]
     return pool.add(rows, [1] * case.rows)
 
 
 def levels(pool: PagePool, case: OpCase) -> list[Sequences]:
     """The nodes of each depth as sequences, and last the suffixes."""
-    found, start = [], 0
-    for _, level in groupby(case.nodes, lambda node: node.depth):
-        nodes = list(level)
-        sequences = []
-        for node in nodes:
-            sequences.append(np.arange(start, start + node.length))
-            start += node.length
+    found = []
+    for _, level in groupby(_nodes(case), lambda placed: placed[0].depth):
+        nodes, sequences = zip(*level)
         found.append(pool.add(sequences, [node.row_count for node in nodes]))
     return [*found, pool.add(_suffixes(case), [1] * case.rows)]
+
+
+def _nodes(case: OpCase) -> list[tuple[NodeSpec, Tokens]]:
+    starts = accumulate((node.length for node in case.nodes), initial=0)
+    return [(node, np.arange(start, start + node.length)) for node, start in zip(case.nodes, starts)]
 
 
 def _suffixes(case: OpCase) -> list[Tokens]:

@@ -13,8 +13,6 @@ from ...attention.forest import Forest, Node, Span
 from ...attention.kv import ForestKV, Segment
 from .cases import NodeSpec, OpCase
 
-_MOST_SETS = 256
-
 
 @dataclass(frozen=True)
 class NodeBatch:
@@ -31,10 +29,9 @@ class NodeBatch:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """One set of inputs.
+    """One set of inputs of a case.
 
     Attributes:
-        case: What they are inputs of.
         forest: The nodes, end to end in one segment.
         segment: Keys and values of all nodes, ``[kv_heads, tokens, head_dim]`` each.
         suffix: ``[rows, kv_heads, suffix, head_dim]`` each; the last token is the new one.
@@ -88,20 +85,16 @@ def _batch(stored: Tensor, start: int, length: int, count: int) -> Tensor:
     return whole.unflatten(1, (count, length)).transpose(0, 1)
 
 
-def sets_needed(bytes_of_one: int, device: torch.device) -> int:
+def sets_needed(bytes_of_one: int, device: torch.device, *, most: int = 256) -> int:
     """How many sets of so many bytes are twice the L2 cache: 1 on a CPU, else 2 at least unless one is far larger."""
     if device.type != "cuda":
         return 1
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
-    return 1 if bytes_of_one > 8 * cache else min(_MOST_SETS, max(2, math.ceil(2 * cache / bytes_of_one)))
+    return 1 if bytes_of_one > 8 * cache else min(most, max(2, math.ceil(2 * cache / bytes_of_one)))
 
 
 def make_inputs(case: OpCase, device: torch.device, *, sets: int | None = None, seed: int = 0) -> list[OpInputs]:
-    """Independent sets of inputs of a case, drawn on the device from a normal distribution.
-
-    Raises:
-        torch.OutOfMemoryError: They do not fit.
-    """
+    """Sets of inputs of a case, drawn from a normal distribution; torch.OutOfMemoryError where they do not fit."""
     dtype: torch.dtype = getattr(torch, case.dtype)
     sets = sets or sets_needed(case.bytes(dtype.itemsize), device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .cases import OpCase
 from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .inputs import OpInputs
-
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from .sketch import Sketch
 
 
 class Unmerged(Protocol):
@@ -171,21 +169,14 @@ def _in_turn(inputs: OpInputs) -> bool:
     return plan.programs(inputs.case.suffix - 1) == plan.grid
 
 
-def _sketch(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
-    return _sketches(sets, lambda sketch: sketch.attend)
-
-
-def _sketch_of_context(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
-    return _sketches(sets, lambda sketch: sketch.attend_context)
-
-
-def _sketches(sets: Sequence[OpInputs], call: Callable[[Sketch], Call]) -> dict[str, list[Call]]:
-    from .sketch import Sketch
+def _sketch(sets: Sequence[OpInputs], *, context_only: bool = False) -> dict[str, list[Call]]:
+    from .sketch import Sketch  # needs Triton
 
     found: dict[int, tuple[str, list[Call]]] = {}
     for programs in (132, 264):
         sketches = [Sketch(inputs, programs) for inputs in sets]
-        found.setdefault(sketches[0].splits, (f"{programs} programs", [call(sketch) for sketch in sketches]))
+        calls: list[Call] = [one.attend_context if context_only else one.attend for one in sketches]
+        found.setdefault(sketches[0].splits, (f"{programs} programs", calls))
     return dict(found.values())
 
 
@@ -195,20 +186,12 @@ def _sketched(case: OpCase) -> str | None:
     return _one_context(case) if case.nodes else None
 
 
-def _sketched_context(case: OpCase) -> str | None:
-    return _sketched(case) or _one_context(case)
-
-
 def _one_context(case: OpCase) -> str | None:
     return None if len(case.nodes) == 1 else "defined for one shared context only"
 
 
 def _has_nodes(case: OpCase) -> str | None:
     return None if case.nodes else "the case has no nodes"
-
-
-def _cascaded(case: OpCase) -> str | None:
-    return flashinfer_refusal(case) or _has_nodes(case)
 
 
 # The parts come last: their inputs take the place of the case's.
@@ -220,12 +203,17 @@ OP_WAYS: dict[str, OpWay] = {
     "bifurcated": OpWay(lambda sets: {"eager": _bifurcated(sets)}, _one_context, yardstick="eager"),
     "bifurcated-compiled": OpWay(_compiled, _one_context, yardstick="eager"),
     "flashinfer-decode": OpWay(decode_calls, flashinfer_refusal, library="FlashInfer"),
-    "flashinfer-cascade": OpWay(cascade_calls, _cascaded, library="FlashInfer"),
+    "flashinfer-cascade": OpWay(
+        cascade_calls, lambda case: flashinfer_refusal(case) or _has_nodes(case), library="FlashInfer"
+    ),
     "sketch": OpWay(_sketch, _sketched, library="Triton"),
     "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, library="Triton"),
     "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),
     "sketch-prefix": OpWay(
-        _sketch_of_context, _sketched_context, part=lambda case: case.prefix_only, library="Triton"
+        partial(_sketch, context_only=True),
+        lambda case: _sketched(case) or _one_context(case),
+        part=lambda case: case.prefix_only,
+        library="Triton",
     ),
     "ours-suffix": OpWay(_ours, part=lambda case: case.suffix_only),
     "sketch-suffix": OpWay(

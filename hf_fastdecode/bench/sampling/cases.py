@@ -25,14 +25,9 @@ SAMPLING_WAYS = ("fast", "hf")
 
 @dataclass(frozen=True)
 class SamplingCase:
-    """One step: a token for each row.
+    """One step: a token for each row of logits of `dtype`, drawn as `settings` say, a name in `SETTINGS`.
 
-    Attributes:
-        rows: Sequences being decoded.
-        vocabulary: Logits of a row.
-        settings: A name in `SETTINGS`.
-        temperature: Divisor of the logits; greedy decoding has none.
-        dtype: Dtype of the logits.
+    The logits are divided by the temperature, but for greedy decoding.
     """
 
     rows: int

@@ -10,17 +10,12 @@ from ..ops.accuracy import BOUND
 
 
 def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorList, *, greedy: bool) -> int:
-    """How many tokens transformers would never draw.
+    """How many of the tokens ``[rows, draws]`` int64 transformers would never draw from logits ``[rows, vocabulary]``.
 
-    Of tokens that tie at the edge of top-p, its sort, which is not stable, leaves any: a token counts when its logit
-    is below all that are left. The filters sum probabilities in fp32, so a token at the edge may fall on either side:
-    one that they remove in fp32 counts only if they remove it in fp64 too.
-
-    Args:
-        logits: ``[rows, vocabulary]``.
-        tokens: ``[rows, draws]`` int64.
-        processors: transformers' own; each leaves the largest logits, and -inf in place of the others.
-        greedy: Only the first of the largest processed logits may be taken.
+    Its own processors each leave the largest logits, and -inf in place of the others; greedy, only the first of the
+    largest may be taken. Of tokens that tie at the edge of top-p, its sort, which is not stable, leaves any: a token
+    counts when its logit is below all that are left. The filters sum probabilities in fp32, so a token at the edge may
+    fall on either side: one that they remove in fp32 counts only if they remove it in fp64 too.
     """
 
     def removed(row: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,12 +36,8 @@ def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorL
 def logprob_error(logits: Tensor, tokens: Tensor, logprobs: Tensor) -> float:
     """How many times the error of PyTorch's fp32 `log_softmax` the log-probabilities err, against fp64.
 
-    PyTorch's error counts at least as what rounding the log-sum-exp and the result to fp32 may lose.
-
-    Args:
-        logits: ``[rows, vocabulary]``.
-        tokens: ``[rows, draws]`` int64.
-        logprobs: ``[rows, draws]`` fp32.
+    PyTorch's error counts at least as what rounding the log-sum-exp and the result to fp32 may lose. Of logits
+    ``[rows, vocabulary]``, tokens ``[rows, draws]`` int64 and their log-probabilities in fp32.
     """
     chosen, total = logits.double().gather(1, tokens), logits.double().logsumexp(-1, keepdim=True)
     oracle = chosen - total  # [rows, draws]

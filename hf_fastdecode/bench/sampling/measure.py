@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from itertools import cycle
@@ -23,6 +23,7 @@ from ...generation.decoding.sampling import TransformersSampler
 from ...kernels.sampling import limits
 from ...measurement.timing import Times, percentiles, time_operator, wall_samples
 from ..ops.ceilings import Ceilings, measure_ceilings
+from ..ops.inputs import sets_needed
 from .cases import SETTINGS, SamplingCase
 from .check import red
 
@@ -131,17 +132,10 @@ class SamplingBench:
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = None
             dtype: torch.dtype = getattr(torch, case.dtype)
-            sets = _sets(case.bytes(dtype.itemsize), self.device)
+            # A row's logits are so small that hundreds fit into the cache.
+            sets = sets_needed(case.bytes(dtype.itemsize), self.device, most=sys.maxsize)
             generator = torch.Generator(self.device).manual_seed(0)
             shape = sets, case.rows, case.vocabulary
             logits = torch.randn(*shape, generator=generator, device=self.device, dtype=dtype).mul_(_SPREAD)
             self._prepared = key, logits
         return self._prepared[1]
-
-
-def _sets(bytes_of_one: int, device: torch.device) -> int:
-    """As for operators, but without a most: a row's logits are so small that hundreds fit into the cache."""
-    if device.type != "cuda":
-        return 1
-    cache: int = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, math.ceil(2 * cache / bytes_of_one))

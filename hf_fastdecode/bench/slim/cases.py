@@ -24,15 +24,7 @@ Those in 8 bits, and ``slim-k-two-launches``, are read by the kernel for GPUs wi
 
 @dataclass(frozen=True)
 class SlimCase:
-    """One decode step of one multi-head attention layer.
-
-    Attributes:
-        rows: Sequences being decoded.
-        context: Cached tokens of each row.
-        heads: Query heads, as many as KV heads.
-        head_dim: Numbers per head.
-        dtype: Dtype of the cache.
-    """
+    """One decode step of one multi-head attention layer, over so many cached tokens of each row, the context."""
 
     rows: int
     context: int

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
 from ...kernels.failures import Kernel, forget
-from ...kernels.slim_decode.inputs import refusal
+from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
 from ...measurement.runner import NotAvailableError, status_of
 from ...measurement.timing import time_operator
 from ..ops.accuracy import BOUND
@@ -21,8 +21,7 @@ from ..ops.measure import OpBench
 from .cases import SlimCase
 
 if TYPE_CHECKING:  # its import needs Triton
-    from ...kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig
-    from ...kernels.slim_decode.inputs import Scales
+    from ...kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
 
 _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
@@ -32,8 +31,7 @@ class SlimInputs(NamedTuple):
 
     Attributes:
         query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
-        keys: ``[rows, context, e]``.
-        coordinates: ``[rows, context, r]``.
+        keys, coordinates: ``[rows, context, e]`` and ``[rows, context, r]``.
         scales: Scales of 8 bits, views of the tensors that hold the numbers.
     """
 
@@ -161,8 +159,9 @@ class SlimBench:
                 if dtype not in EIGHT_BITS:
                     keys, coordinates = (normal(case.rows, case.context, width) for width in widths)
                     return SlimInputs(query, keys, coordinates)
-                parts = [_in_8_bits(case, width, dtype, normal) for width in widths]
-                return _with_scales(query, *(views(part, dtype, case.head_dim) for part in parts))
+                stored = (_in_8_bits(case, width, dtype, normal) for width in widths)
+                (keys, key_scales), (coordinates, scales) = (views(part, dtype, case.head_dim) for part in stored)
+                return SlimInputs(query, keys, coordinates, Scales(key_scales, scales))
 
             sets = [one_set() for _ in range(sets_needed(case.bytes(way, dtype.itemsize), self.device))]
             self._prepared = key, sets
@@ -177,12 +176,6 @@ def _in_8_bits(case: SlimCase, width: int, dtype: torch.dtype, normal: Callable[
         for part in row.split(_CHUNK):
             part.copy_(store(normal(len(part), width, dtype=torch.float32), dtype, case.head_dim))
     return stored
-
-
-def _with_scales(query: Tensor, keys: tuple[Tensor, Tensor], coordinates: tuple[Tensor, Tensor]) -> SlimInputs:
-    from ...kernels.slim_decode.inputs import Scales
-
-    return SlimInputs(query, keys[0], coordinates[0], Scales(keys[1], coordinates[1]))
 
 
 class _Oracle:
@@ -223,7 +216,5 @@ class _Oracle:
 
 
 def _rope_tables(case: SlimCase, device: torch.device) -> RotaryTables:
-    from ...kernels.slim_decode.api import RotaryTables
-
     frequencies = 10_000.0 ** -(torch.arange(0, case.head_dim, 2, device=device) / case.head_dim)
     return RotaryTables.of(frequencies, torch.arange(case.context, device=device)[None])

@@ -41,9 +41,9 @@ class Batch:
     attention_mask: Tensor
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> Batch:
-        """A batch of the tokens of each row."""
-        width = max(map(len, prompts))
+    def of(cls, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> Batch:
+        """A batch of the tokens of each row, on the model's device."""
+        width, device, pad = max(map(len, prompts)), model.device, model.generation_config.pad_token_id or 0
         ids = [[pad] * (width - len(own)) + list(own) for own in prompts]
         mask = [[0] * (width - len(own)) + [1] * len(own) for own in prompts]
         return cls(torch.tensor(ids, device=device), torch.tensor(mask, device=device))
@@ -61,13 +61,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Timing:
-    """How calls are timed.
+    """How calls are timed: every row draws `new_tokens`, at least 2, as `sampling` says, and none ends before.
 
-    Attributes:
-        new_tokens: Tokens that every row draws, at least 2; none ends before.
-        repeats: Timed calls, at most.
-        budget_s: Seconds after which a call is not repeated.
-        sampling: Arguments of `generate` that say how tokens are drawn.
+    A call is repeated `repeats` times at most, and not again after `budget_s` seconds.
     """
 
     new_tokens: int
@@ -105,17 +101,9 @@ def guarded(measure: Callable[[], Measured]) -> Measured:
 def measure_calls(
     model: PreTrainedModel, batch: Batch, enable: dict[str, Any] | None, timing: Timing, *, must_share: bool = True
 ) -> Measured:
-    """Time calls after a warm-up, prefill and decode separately.
+    """Time calls of the rows after a warm-up, prefill and decode separately; `enable` is None for stock transformers.
 
-    Args:
-        model: A causal language model.
-        batch: The rows, on the model's device.
-        enable: Options of `hf_fastdecode.enable`; None for stock transformers.
-        timing: How calls are timed.
-        must_share: Whether calls of an enabled model must share context.
-
-    Raises:
-        NotAvailableError: A call ran stock that must be shared.
+    Raises NotAvailableError where an enabled model's call ran stock though it `must_share`.
     """
     if enable is None and (status := _too_large(model, batch, timing.new_tokens)):
         return Measured({"status": status})

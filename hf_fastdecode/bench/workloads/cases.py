@@ -24,7 +24,7 @@ class Level:
     Attributes:
         words: The same for people.
         shared: Whether hf_fastdecode generates.
-        rows_apart: Whether no two neighbouring rows are of one problem, so that they share what all rows do.
+        rows_apart: Whether neighbouring rows are of different problems, so that they share what all rows do.
         problems_apart: Whether no problem shares anything with another.
     """
 
@@ -70,10 +70,9 @@ class HierCase:
 
 @dataclass(frozen=True)
 class QuestionsCase:
-    """A call with a row for each question.
+    """A call with a row for each question about one of `facts`, which come again with more questions.
 
-    There are `facts` to ask about, which come again with more questions; all rows begin with `prefix_tokens`, the text
-    and the solved questions; `new_tokens` are those of each answer.
+    All rows begin with `prefix_tokens`, the text and the solved questions; `new_tokens` are those of each answer.
     """
 
     model: str
@@ -90,11 +89,7 @@ class QuestionsCase:
 
 
 def parse_points(text: str) -> list[tuple[int, int]]:
-    """Problems and samples from ``4x8,8x16``, in the order given.
-
-    Raises:
-        InputError: A point is not of that form.
-    """
+    """Problems and samples from ``4x8,8x16``, in the order given; InputError where a point is of another form."""
     points = []
     for part in (part.strip() for part in text.split(",")):
         point = re.fullmatch("(0*[1-9][0-9]*)x(0*[1-9][0-9]*)", part)
@@ -105,11 +100,7 @@ def parse_points(text: str) -> list[tuple[int, int]]:
 
 
 def check_point(problems: int, samples: int, available: int) -> None:
-    """Refuse a point at which levels of sharing do not differ, or that asks for problems that there are not.
-
-    Raises:
-        InputError: There are not so many problems, or fewer than 2 problems or samples.
-    """
+    """Refuse, by an InputError, a point where levels of sharing do not differ, or for which problems are too few."""
     if problems < 2 or samples < 2:
         raise InputError(
             f"`points={problems}x{samples}`: levels of sharing differ from 2 problems and 2 samples on; ask for more"
@@ -125,10 +116,7 @@ def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
     """A prompt for each problem: MBPP's few-shot one (Austin et al. 2021), for APPS its own (Hendrycks et al. 2021).
 
     APPS has no tasks set apart as examples: its first problems with a solution are, and problems with starter code are
-    left out, as in Hydragen, appendix D.4.
-
-    Raises:
-        InputError: There are not so many examples, no problem is left, or the tasks are not in MBPP's form.
+    left out, as in Hydragen, appendix D.4. Raises InputError where examples or problems are too few.
     """
     if tasks.name != APPS:
         form = prompt_format(tasks, "austin", shots=shots)

@@ -9,6 +9,7 @@ import bisect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Final
 
@@ -71,14 +72,9 @@ def make_document(
 ) -> LongDocument:
     """Hide facts evenly in prose, so that text and solved questions together have nearly so many tokens, never more.
 
-    At most half of the tokens are facts, and at most `MOST_FACTS` are asked about.
-
-    Args:
-        count: Tokens of a text.
-        tokens: Tokens of the prefix; None for all of the given prose.
-        shots: Solved questions, about facts of the text too.
-        seed: The same seed makes the same facts, order and prose.
-        prose: In place of prose that is made.
+    At most half of the tokens are facts, and at most `MOST_FACTS` are asked about, none of those in the `shots` solved
+    questions. Prose is made where none is given; of given prose, `tokens` None takes all. The same seed makes the same
+    facts, order and prose. `count` gives the tokens of a text.
 
     Raises:
         InputError: There is no room for the solved questions and a fact to ask about, or the prose is too short.
@@ -138,26 +134,15 @@ def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[st
 
 def _fitting(count: Callable[[str], int], facts: Sequence[Fact], room: int) -> int:
     """How many of the first facts fit into so many tokens."""
-    total = 0
-    for number, fact in enumerate(facts):
-        total += count(fact.sentence + " ")
-        if total > room:
-            return number
-    return len(facts)
+    return bisect.bisect_right(list(accumulate(count(fact.sentence + " ") for fact in facts)), room)
 
 
 def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
     """The pieces with the facts between them, evenly."""
-    parts: list[str] = []
-    behind = [round((place + 1) * len(pieces) / (len(facts) + 1)) for place in range(len(facts))]
-    for number in range(len(pieces) + 1):
-        parts += pieces[number - 1 : number] if number else []
-        parts += [facts[place].sentence + " " for place in range(*_at(behind, number))]
+    parts = list(pieces)
+    for number in reversed(range(len(facts))):  # from the end, so that places before stay
+        parts.insert(round((number + 1) * len(pieces) / (len(facts) + 1)), facts[number].sentence + " ")
     return "".join(parts)
-
-
-def _at(behind: Sequence[int], number: int) -> tuple[int, int]:
-    return bisect.bisect_left(behind, number), bisect.bisect_right(behind, number)
 
 
 def make_facts(count: int, seed: int) -> list[Fact]:

@@ -21,19 +21,9 @@ CHECKED_TOKENS: Final = 8
 class HierBench:
     """Measures calls in which two levels may be shared.
 
-    Args:
-        model: A causal language model; it is left as it was.
-        prompts: Tokens of each problem's prompt; neighbours begin alike.
-        name: Name of the model, a column.
-        task: Name of the tasks, a column.
-        shots: Solved examples in the prompts, a column.
-        timing: How calls are timed and tokens are drawn.
-        mode: Option of `hf_fastdecode.enable`.
-        sampler: Option of `hf_fastdecode.enable`.
-        check: Measure a level only if its greedy tokens are stock's; in float32.
-
-    Raises:
-        InputError: A prompt leaves no room for the new tokens.
+    `prompts` are the tokens of each problem's prompt, neighbours of which begin alike; `name`, `task` and `shots` are
+    columns; `mode` and `sampler` are options of `enable`. In float32, with `check`, a level is measured only if its
+    greedy tokens are stock's. Raises InputError where a prompt leaves no room for the new tokens.
     """
 
     def __init__(
@@ -62,11 +52,7 @@ class HierBench:
             )
 
     def case(self, problems: int, samples: int) -> HierCase:
-        """A case of the first problems.
-
-        Raises:
-            InputError: There are not so many problems, or fewer than 2 problems or samples: levels would not differ.
-        """
+        """A case of the first problems; InputError as of `check_point`."""
         check_point(problems, samples, len(self.prompts))
         own = self.prompts[:problems]
         return HierCase(
@@ -101,8 +87,7 @@ class HierBench:
         rows = [number // case.samples for number in range(case.problems * case.samples)]
         if level.rows_apart:
             rows = [number % case.problems for number in range(len(rows))]
-        pad = self.model.generation_config.pad_token_id or 0
-        return Batch.of([self.prompts[row] for row in rows], pad, self.model.device)
+        return Batch.of([self.prompts[row] for row in rows], self.model)
 
     def _greedy(self, case: HierCase, level: Level) -> Tensor:
         """``[problems, samples, tokens]``: the first tokens, whatever the order of the rows."""
@@ -119,8 +104,7 @@ class HierBench:
         return self._stock[1]
 
     def _one_each(self, case: HierCase) -> Batch:
-        pad = self.model.generation_config.pad_token_id or 0
-        return Batch.of(self.prompts[: case.problems], pad, self.model.device)
+        return Batch.of(self.prompts[: case.problems], self.model)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

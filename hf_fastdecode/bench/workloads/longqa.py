@@ -18,19 +18,10 @@ from .document import LongDocument, is_right
 
 
 class QuestionsBench:
-    """Measures calls that ask many questions about one text.
+    """Measures calls that ask many questions about one text; answers are drawn greedily.
 
-    Args:
-        model: A causal language model; it is left as it was.
-        tokenizer: Its tokenizer.
-        document: Text, solved questions and facts to ask about.
-        name: Name of the model, a column.
-        document_name: Name of the text, a column.
-        timing: How calls are timed; tokens are drawn greedily.
-        mode: Option of `hf_fastdecode.enable`.
-
-    Raises:
-        InputError: A prompt leaves no room for the answer.
+    `name` and `document_name` are columns; `mode` is an option of `enable`. Raises InputError where a prompt leaves no
+    room for the answer.
     """
 
     def __init__(
@@ -75,7 +66,7 @@ class QuestionsBench:
 
     def _measured(self, case: QuestionsCase, way: str) -> Measured:
         asked = [self._prompts[number % len(self._prompts)] for number in range(case.questions)]
-        batch = Batch.of(asked, self.model.generation_config.pad_token_id or 0, self.model.device)
+        batch = Batch.of(asked, self.model)
         enable = {"mode": self._mode} if way == "shared" else None
         measured = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
         if measured.tokens is not None and self.model.dtype == torch.float32:

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 from hf_fastdecode.files import write_json
 from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
 
-from ...patches.layers.encoder_decoder import EncoderDecoder, longest_contexts
-from ...patches.layers.family import Family, language_config, longest_text
+from ...patches.layers.family import EncoderDecoder, Family, language_config, longest_contexts, longest_text
 from ..families import family_of, family_of_slim, require_rope
 from ..fit.cache_errors import dtype_name
 from ..layers.calibration import calibration_ids, check_vocabulary, model_inputs, read_features
@@ -97,11 +96,7 @@ def convert_checkpoint(
 
 
 def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecoder]:
-    """The `model_type` and the family of a config that can be converted.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """The `model_type` and the family of a config that can be converted; ValueError where it cannot."""
     if settings.format == "full":
         model_type, family = family_of_slim(config)
     else:
@@ -115,15 +110,7 @@ def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecod
 
 
 class _Conversion:
-    """A conversion of a checked source: its tensors as a stream, its calibration inputs and its report.
-
-    Args:
-        source: The opened checkpoint.
-        settings: Settings of the conversion.
-
-    Raises:
-        ValueError: As `convert_checkpoint`.
-    """
+    """A conversion of an opened source: its tensors as a stream, its calibration inputs and its report."""
 
     def __init__(self, source: Checkpoint, settings: Settings) -> None:
         self.source, self.settings = source, settings
@@ -199,11 +186,7 @@ class _Conversion:
         return report
 
     def _files(self) -> tuple[Path | None, Path | None]:
-        """The files of the calibration text and of features; None for the built-in text and synthetic features.
-
-        Raises:
-            CheckpointError: There is a transcript without features.
-        """
+        """The calibration text and features; None for the built-in text and synthetic features."""
         settings, file = self.settings, self.settings.calibration
         reads_sounds = isinstance(self.family, EncoderDecoder) and self.family.audio
         if reads_sounds and file is not None and file.suffix == _FEATURES:

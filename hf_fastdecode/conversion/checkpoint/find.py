@@ -21,12 +21,8 @@ class CheckpointError(ValueError):
 def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: None) -> Path:
     """The folder of a checkpoint: the embedded one, a local folder, or the download of a hub id.
 
-    Args:
-        name: Name of the checkpoint.
-        check: Called with the config before weights are downloaded; raises to refuse it.
-
-    Raises:
-        CheckpointError: It does not exist, cannot be downloaded, or its config cannot be read.
+    `check` gets the config before weights are downloaded, and raises to refuse it. Raises CheckpointError where there
+    is no such checkpoint, it cannot be downloaded, or its config cannot be read.
     """
     local = local_folder(name)
     folder = local or _download(name, [f"*{suffix}" for suffix in BESIDE])
@@ -51,11 +47,7 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_config(folder: Path) -> Any:
-    """The config in a folder.
-
-    Raises:
-        CheckpointError: There is none, or transformers cannot read it.
-    """
+    """The config in a folder; CheckpointError where there is none, or transformers cannot read it."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"there is no config.json in {folder}; name a folder saved with save_pretrained")
     try:

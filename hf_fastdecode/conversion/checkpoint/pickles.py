@@ -33,9 +33,7 @@ class PickleError(ValueError):
 def load_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, memory-mapped unless it has an old format; other entries are left out.
 
-    Raises:
-        PickleError: Loading it would run code, or it holds something else.
-        Exception: Anything that torch raises on damaged files.
+    Raises PickleError where loading it would run code, or it holds something else; torch raises anything on damage.
     """
     is_zip = _is_zip(file)
     if is_zip and _is_torchscript(file):

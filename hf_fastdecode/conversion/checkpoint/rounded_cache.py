@@ -16,15 +16,11 @@ from ..layers.calibration import on_device
 
 
 class RoundedCache(DynamicCache):
-    """A cache whose keys and values have the rounding errors of a dtype, to measure these; it saves no memory.
+    """A cache that rounds keys and values of `layers`, or of all, to measure a dtype's errors; it saves no memory.
 
     transformers' `QuantizedCache` passes the prompt to attention unrounded, and backends other than fp8 also the
-    latest tokens, so it does not show the error of the dtype alone.
-
-    Args:
-        config: Config of the model; None for a cache without sliding windows.
-        dtype: Dtype whose errors are made; in 8 bits with a scale per token and head, as slim caches have it.
-        layers: Layers that are rounded; None for all.
+    latest tokens, so it does not show the error of the dtype alone. In 8 bits a token and head have a scale, as in
+    slim caches. A config of None is for a cache without sliding windows.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, layers: Collection[int] | None = None) -> None:
@@ -48,10 +44,8 @@ class RoundedCache(DynamicCache):
 def cached_logits(model: PreTrainedModel, inputs: dict[str, Tensor], int8_layers: Sequence[int] = ()) -> Tensor:
     """Logits of all tokens of one text, fp64: the second half reads the first from the cache, one by one at its end.
 
-    Args:
-        model: An ordinary or a slim model.
-        inputs: From `model_inputs`.
-        int8_layers: Attentions, in the order of the family's `attentions`, whose keys and values are cached in int8.
+    Of an ordinary or a slim model and its `model_inputs`. In `int8_layers`, attentions in the order of the family's
+    `attentions`, keys and values are cached in int8.
     """
     inputs = on_device(model, inputs)
     given: dict[str, Any] = {}

@@ -37,14 +37,10 @@ def unfinished(target: Path) -> Path:
 
 
 class ShardWriter:
-    """Writes groups of tensors, in order, to shards of a maximum size.
+    """Writes groups of tensors, in order, to shards of at most `limit` bytes for the new folder `target`.
 
-    Args:
-        target: Folder of the finished checkpoint; it must not exist.
-        limit: Maximum bytes of a shard; a larger tensor has its own. A shard begins with a group, from which a
-            conversion can be resumed.
-        settings: Identity of the conversion: one with other settings is not resumed.
-        resume: Whether to continue an interrupted conversion, if there is one.
+    A larger tensor has a shard of its own. A shard begins with a group, from which a conversion of the same `settings`
+    can be resumed.
 
     Raises:
         CheckpointError: The target exists; another process writes it; a file is in place of the staging folder; or an
@@ -102,13 +98,7 @@ class ShardWriter:
             return {name: handle.get_tensor(name) for name in names}
 
     def add(self, tensors: Mapping[str, Tensor], report: Any, carried: Mapping[str, Tensor]) -> None:
-        """Add a group.
-
-        Args:
-            tensors: The group's tensors by name.
-            report: Plain values, which `finish` returns.
-            carried: State from which the group was computed, to compute it again when resumed here.
-        """
+        """Add a group: its tensors, plain values for `finish` to return, and the state from which it was computed."""
         size = sum(map(_nbytes, self._pending.values()))
         if self._pending and size + sum(map(_nbytes, tensors.values())) > self.limit:
             self.flush(carried)
@@ -145,11 +135,7 @@ class ShardWriter:
         return list(self.state["reports"])
 
     def publish(self, config: Any) -> None:
-        """Write the config, and rename the staging folder to the target.
-
-        Raises:
-            CheckpointError: The target has been created meanwhile.
-        """
+        """Write the config and rename the staging folder to the target; CheckpointError if it was made meanwhile."""
         config.save_pretrained(self.folder)
         if self.target.exists():
             raise CheckpointError(

@@ -46,14 +46,12 @@ def _is_report(content: Any) -> bool:
 class Checkpoint:
     """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
-    Tensors are read on demand; PyTorch's files are memory-mapped, unless they have an old format.
+    Tensors are read on demand; PyTorch's files are memory-mapped, unless they have an old format. Raises
+    CheckpointError where a file is missing or damaged.
 
     Attributes:
         tied: Names of tensors that the config's model ties to others, with the others' names; set by `check`.
         left_out: Names of tensors that the config's model neither has nor had in old releases; set by `check`.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,16 +75,10 @@ class Checkpoint:
     def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
         """Rename tensors as transformers does when it loads, and compare them with a model of the config.
 
-        Tensors that the model does not have are left out, as transformers does; in layers they are refused.
-
-        Args:
-            auto: Auto class of the model.
-            layers: Prefix of layers in which unknown tensors are refused; None for none.
-            unread: Suffixes of names in such layers that old checkpoints hold and models no longer read.
-
-        Raises:
-            CheckpointError: A weight that the config wants is missing, or has another shape or dtype; or a layer has
-                an unknown tensor.
+        Tensors that the model does not have are left out, as transformers does. In layers, whose names begin with
+        `layers`, they are refused unless they end as `unread`, which old checkpoints hold and models no longer read.
+        Raises CheckpointError for these, and where a weight that the config wants is missing, or has another shape or
+        dtype.
         """
         try:
             with torch.device("meta"):

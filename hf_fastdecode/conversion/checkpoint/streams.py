@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import Family, attention_inputs, language_config
+from ...patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
 from ..families import full_config, slim_config, untied
 from ..layers.calibration import CalibrationInputs, record
 from ..layers.layer_converter import LayerConverter, below, config_entries, recover_values
@@ -45,11 +44,7 @@ class TensorStream:
         """Continue from what was carried."""
 
     def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """The tensors of a group, and the report of its layer; groups are made in order.
-
-        Raises:
-            ValueError: The layer cannot have what is asked for.
-        """
+        """The tensors of a group, made in order, and its layer's report; ValueError if it cannot be what is asked."""
         return (self._outside(), None) if index == 0 else self._layer(index - 1)
 
     def finished(self, reports: list[Any]) -> Any:
@@ -217,8 +212,7 @@ class FullStream(TensorStream):
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy, of floating-point numbers in `dtype`: tensors of a file may share memory, and of a shard may not.
 
-    Raises:
-        CheckpointError: Numbers are inf or nan, or would be in `dtype`.
+    Raises CheckpointError where numbers are inf or nan, or would be in `dtype`.
     """
     if not tensor.is_floating_point():
         return tensor.clone()

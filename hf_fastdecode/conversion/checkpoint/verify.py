@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import Family, language_config
+from ...patches.layers.family import EncoderDecoder, Family, language_config
 from ..fit.cache_errors import dtype_name, relative_error
 from ..fit.cached_numbers import EIGHT_BITS
 from .rounded_cache import cached_logits
@@ -36,10 +35,9 @@ class Verification:
     """Relative errors of logits, in the Frobenius norm, against the ordinary model in fp64.
 
     Attributes:
-        slim_error: Error of the slim model in its dtype.
+        slim_error: Error of the slim model in its dtype; `bound` is the largest acceptable one.
         ordinary_error: Error of the ordinary model in the same dtype, with keys and values in int8 in layers that the
             slim model caches in 8 bits.
-        bound: Largest acceptable `slim_error`.
         same_tokens: Share of positions where slim and fp64 give the same most likely token.
     """
 
@@ -58,21 +56,11 @@ def verify(
     tolerance: float,
     layers: Sequence[Mapping[str, Any]],
 ) -> Verification:
-    """Compare logits; models are loaded whole, one after the other: the ordinary one in fp64, then both in `dtype`.
+    """Compare logits on `model_inputs`; models, given as folder and config, are loaded whole, one after the other.
 
-    The bound is `tolerance` times the error of the ordinary model with the layers' baseline caches, plus the error of
-    fp32 accumulators in values from keys.
-
-    Args:
-        ordinary, slim: Folder and config of both models.
-        family: Family of both.
-        dtype: Dtype that they run in.
-        inputs: From `model_inputs`.
-        tolerance: At least 1.
-        layers: Layers of a conversion report.
-
-    Raises:
-        VerificationError: The slim model's error exceeds the bound.
+    The ordinary one is loaded in fp64, then both in `dtype`. The bound is `tolerance`, at least 1, times the error of
+    the ordinary model with the layers' baseline caches, plus the error of fp32 accumulators in values from keys, by
+    the `layers` of a conversion report. Raises VerificationError where the slim model's error exceeds it.
     """
     oracle = cached_logits(_load(ordinary, torch.float64, family.auto), inputs)
     entries = language_config(slim[1]).layer_plans

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from .cached_numbers import position_bytes, stored_bytes
-from .key_to_value import solve_key_to_value
 from .reference_attention import attention_weights, key_heads, query_heads, weighted_values
 from .rope import Rotation
 from .stored_coordinates import KeyStatistics, cached_and_read, check_range, rounded, store_value_coordinates
 from .value_coordinates import ValueCoordinates
-from .weights import AttentionWeights, bias_or_zero, require_linear_scores, score_offset, value_constant
+from .weights import AttentionWeights, require_linear_scores, score_offset
 
 PlanName = Literal["k", "k+r", "x", "e", "kv"]
 """Keys; keys and r V-coordinates; the layer's inputs; the encoder's output, for cross-attention; keys and values."""
@@ -29,8 +28,7 @@ class CacheError:
     """Size and error of one cache of one layer.
 
     Attributes:
-        plan: What is cached.
-        rank: V-coordinates beside the keys; 0 except for ``k+r``.
+        plan, rank: What is cached, and V-coordinates beside the keys; 0 except for ``k+r``.
         bytes_per_token: Bytes per token in this layer, including scales of 8 bits and cached positions; 0 for ``e``,
             of which one copy serves all layers, outside the cache.
         value_error: Relative error of the values in the Frobenius norm.
@@ -47,16 +45,11 @@ class CacheError:
 
 
 class CacheErrors:
-    """Measures caches of one layer on one text.
+    """Measures caches of one layer on one text: ``[tokens, d]``, the inputs of its projections.
 
-    Args:
-        weights: Weights of the layer.
-        inputs: ``[tokens, d]``, inputs of the projections.
-        key_inputs: ``[keys, key_d]`` for cross-attention; `inputs` when None.
-        rotation: RoPE of these tokens, or None.
-        causal: See `attention_weights`.
-        score_bias: See `attention_weights`.
-        unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
+    Cross-attention has `key_inputs` too, ``[keys, key_d]``. `rotation` is the RoPE of these tokens, or None; for
+    `causal` and `score_bias` see `attention_weights`; with `unrotate`, keys with V-coordinates are cached after RoPE,
+    beside their positions.
     """
 
     def __init__(
@@ -113,29 +106,10 @@ class CacheErrors:
         values = stored.values(cached, coordinates)
         return self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
 
-    def unfitted_keys(self, dtype: torch.dtype) -> CacheError:
-        """Keys before RoPE in `dtype`, and values ``K W_K^-1 W_V`` (Slim attention, equation 1.4), for comparison.
-
-        Plan ``k`` is `value_coordinates` of rank 0 instead: keys minus their mean, and a matrix whose rounding is
-        fitted to a text. Here the matrix is in fp64, so that only rounded keys make an error.
-
-        Raises:
-            ValueError: Keys do not determine the values, or come too near the end of the dtype's range.
-        """
-        weights = self.weights
-        matrix = solve_key_to_value(weights.W_K, weights.W_V).matrix
-        key_bias = bias_or_zero(weights.key_bias, weights.W_K)
-        value_bias = bias_or_zero(weights.value_bias, weights.W_V)
-        constant = value_constant(matrix, torch.zeros_like(key_bias), key_bias, value_bias)
-        cached = self._checked("keys", self.keys, dtype)
-        keys = key_heads(weights, cached, self.rotation)
-        return self._measured("k", 0, self._bytes(cached.shape[1], dtype), keys, cached @ matrix + constant, dtype)
-
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`; for cross-attention the encoder's output.
 
-        Raises:
-            ValueError: RoPE or QK-norm stands before the scores, or inputs come too near the end of the dtype's range.
+        Raises ValueError where RoPE or QK-norm stands before the scores, or inputs come too near the end of its range.
         """
         weights = self.weights
         require_linear_scores(weights, self.rotation)

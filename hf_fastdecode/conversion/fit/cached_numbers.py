@@ -32,15 +32,9 @@ _SCALE: Final = torch.bfloat16
 
 
 def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
-    """Round for a cache.
+    """Round ``[..., width]`` of any floating dtype for a cache; in `EIGHT_BITS`, `group` numbers share a scale.
 
-    Args:
-        x: ``[..., width]``, any floating dtype.
-        dtype: Dtype of the cache.
-        group: Numbers that share a scale, for a dtype of `EIGHT_BITS`.
-
-    Returns:
-        ``[..., width]`` in `dtype`; for 8 bits ``[..., width + 2 * groups]``, uint8.
+    Returns ``[..., width]`` in `dtype`; for 8 bits ``[..., width + 2 * groups]``, uint8.
     """
     if dtype not in EIGHT_BITS:
         return x.to(dtype)
@@ -76,11 +70,7 @@ def _from_bytes(scale_bytes: Tensor) -> Tensor:
 
 
 def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
-    """Inverse of `store`, with its arguments.
-
-    Returns:
-        ``[..., width]`` in `dtype`; for 8 bits in fp32.
-    """
+    """Inverse of `store`, with its arguments: ``[..., width]`` in `dtype`; for 8 bits in fp32."""
     if dtype not in EIGHT_BITS:
         return stored
     if not stored.shape[-1]:  # no coordinates beside the keys
@@ -91,11 +81,7 @@ def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
 
 
 def views(stored: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
-    """View numbers and scales in what `store` made, with its arguments, for a dtype of `EIGHT_BITS`.
-
-    Returns:
-        ``[..., width]`` in `dtype`, and ``[..., 2 * groups]``: the bytes of the scales.
-    """
+    """View numbers, ``[..., width]`` in `dtype`, and bytes of scales, ``[..., 2 * groups]``, in what `store` made."""
     size = stored.shape[-1]
     width = size - _SCALE.itemsize * -(-size // (group + _SCALE.itemsize))
     return stored[..., :width].view(dtype), stored[..., width:]
@@ -108,14 +94,10 @@ def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:
 
 
 def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
-    """Append each token's position to its numbers.
+    """Append each token's position to its numbers: ``[rows, 1, tokens, width + DIGITS]``.
 
-    Args:
-        stored: ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8.
-        positions: ``[rows or 1, tokens]``, int64, within the bounds of `DIGITS`.
-
-    Returns:
-        ``[rows, 1, tokens, width + DIGITS]``.
+    Numbers are ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8; positions are
+    ``[rows or 1, tokens]``, int64, within the bounds of `DIGITS`.
     """
     digits = positions[..., None] // torch.tensor(_PLACES, device=positions.device) % 2**8
     return torch.cat([stored, digits[:, None].to(stored.dtype).expand(*stored.shape[:-1], DIGITS)], -1)

@@ -40,7 +40,7 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
 
     ``W_K^T`` is factorised into ``Q R`` and the triangle solved: backward stable, where ``W_K^T (W_K W_K^T)^-1``, as
     the paper writes the right inverse, squares the condition number. For e > d many matrices solve it. Of these,
-    ``noise`` chooses the one that adds the least error when keys carry it; without, the one of least norm.
+    `noise` chooses the one that adds the least error when keys carry it; without, the one of least norm.
 
     Args:
         W_K: ``[d, e]`` with e >= d: the papers' layout, the transpose of `torch.nn.Linear`'s weight.

@@ -95,27 +95,20 @@ def fit_layer(
     eight_bits: torch.dtype | None = None,
     unrotate: bool = False,
 ) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
-    """Measure the caches that a layer may have, and choose.
+    """Measure the caches that a layer may have, and choose the smallest that is accurate enough.
 
     Offsets, noise and the rounding of matrices are taken from the first half of the text, errors from the second, so
-    that a plan is not judged on the text that it was fitted to.
+    that a plan is not judged on the text that it was fitted to. Inputs, rotation, `causal`, `score_bias` and
+    `unrotate` are as of `CacheErrors`.
 
     Args:
-        weights: Weights of the layer.
-        inputs: ``[tokens, d]``, inputs of the layer's projections on a calibration text, of a model that runs in
-            `model_dtype`: otherwise rounding them to it counts as an error of a cache of inputs.
-        key_inputs: ``[keys, key_d]`` for cross-attention: the encoder's output.
-        rotation: RoPE of these tokens, or None without RoPE.
-        causal: False for cross-attention and encoders.
-        score_bias: Added to scores, ``[heads, tokens, tokens]`` (T5's bias of positions); for self-attention.
-        model_dtype: Dtype of the model, of the ordinary cache and of a cache of inputs.
+        model_dtype: Dtype of the model that made the inputs (else rounding them to it counts as an error of a cache of
+            inputs), of the ordinary cache and of a cache of inputs.
         cache_dtype: Dtype of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same
             bytes), else the model's.
         tolerance: Largest acceptable output error, as a multiple of that of an ordinary cache.
-        rank_shares: Ranks to try, as shares of the width of the values.
-        ranks: Further ranks to try.
+        rank_shares, ranks: Ranks to try, as shares of the width of the values, and further ones.
         eight_bits: int8 or float8_e4m3fn, to try keys and V-coordinates, and inputs, in this dtype too.
-        unrotate: Whether keys with V-coordinates are cached after RoPE, beside their positions.
 
     Returns:
         The plan, with ``kv`` always among the candidates, and statistics for `store_value_coordinates` by the cache's

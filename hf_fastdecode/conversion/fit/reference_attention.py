@@ -1,4 +1,4 @@
-"""Reference (the specification): attention of one layer in fp64, from its inputs to its output projection.
+"""Reference (the specification): attention of one layer in fp64 (Slim attention, equations 1.1 to 1.3).
 
 Slim caches are measured against it. Scores are materialised as ``[heads, queries, keys]``, for calibration texts of
 about a thousand tokens.
@@ -40,7 +40,7 @@ def key_heads(weights: AttentionWeights, keys: Tensor, rotation: Rotation | None
 def attention_weights(
     query: Tensor, key: Tensor, scale: float, *, causal: bool = True, score_bias: Tensor | None = None
 ) -> Tensor:
-    """The softmax of the scores.
+    """The softmax of the scores: ``[heads, queries, keys]``; each row sums to 1.
 
     Args:
         query: ``[heads, queries, head_dim]``; query head ``i`` uses key head ``i // (heads / kv_heads)``.
@@ -48,9 +48,6 @@ def attention_weights(
         scale: Factor on the scores.
         causal: Whether query j of n sees keys up to its own position, the last query the last key.
         score_bias: Added to the scaled scores, broadcast to ``[heads, queries, keys]`` (ALiBi, T5's position bias).
-
-    Returns:
-        ``[heads, queries, keys]``; each row sums to 1.
     """
     scores = query @ key.repeat_interleave(len(query) // len(key), 0).mT * scale
     if score_bias is not None:
@@ -63,36 +60,6 @@ def attention_weights(
 
 
 def weighted_values(probabilities: Tensor, values: Tensor, kv_heads: int) -> Tensor:
-    """Average values ``[keys, kv_heads * value_dim]`` by probabilities ``[heads, queries, keys]``.
-
-    Returns:
-        ``[queries, heads * value_dim]``.
-    """
+    """Average values ``[keys, kv_heads * value_dim]`` by probabilities ``[heads, queries, keys]``, for each query."""
     per_head = split_heads(values, kv_heads).repeat_interleave(len(probabilities) // kv_heads, 0)
     return join_heads(probabilities @ per_head)
-
-
-def attention_output(
-    weights: AttentionWeights,
-    inputs: Tensor,
-    key_inputs: Tensor | None = None,
-    *,
-    rotation: Rotation | None = None,
-    causal: bool = True,
-    score_bias: Tensor | None = None,
-) -> Tensor:
-    """The layer's output ``[tokens, d_out]``, fp64 (Slim attention, equations 1.1 to 1.3), all biases included.
-
-    Inputs ``[tokens, d]`` are those of the projections, after the layer norm; of cross-attention, keys and values have
-    `key_inputs`, ``[keys, key_d]``. For `causal` and `score_bias` see `attention_weights`.
-    """
-    source = inputs if key_inputs is None else key_inputs
-    probabilities = attention_weights(
-        query_heads(weights, inputs, rotation),
-        key_heads(weights, weights.keys(source), rotation),
-        weights.score_scale,
-        causal=causal,
-        score_bias=score_bias,
-    )
-    averaged = weighted_values(probabilities, weights.values(source), weights.kv_heads)
-    return averaged @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)

@@ -41,8 +41,7 @@ class Rotation:
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate ``[..., tokens, head_dim]``; the result has the wider dtype of `x` and the tables.
 
-        Raises:
-            ValueError: `x` has fewer coordinates than the tables rotate.
+        Raises ValueError where heads have fewer coordinates than the tables rotate.
         """
         return self._apply(x, self.cos, self.sin)
 

@@ -35,11 +35,8 @@ class RoundingFeedback:
 def rounding_feedback(gram: Tensor) -> RoundingFeedback:
     """The feedback that keeps ``trace(error^T gram error)`` small.
 
-    Args:
-        gram: ``[rows, rows]``, positive definite: the mean of ``x^T x`` over the matrix's inputs x.
-
-    Raises:
-        ValueError: `gram` is not positive definite.
+    `gram`, ``[rows, rows]``, is the mean of ``x^T x`` over the matrix's inputs x; ValueError unless it is positive
+    definite.
     """
     gram = gram.double()
     order = gram.diagonal().argsort(descending=True)  # the strongest first: the most rows remain to compensate
@@ -52,15 +49,10 @@ def rounding_feedback(gram: Tensor) -> RoundingFeedback:
 def round_with_feedback(
     rows: Tensor, feedback: RoundingFeedback, rounding: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Round rows one after another, each with the corrections for those before (GPTQ's algorithm).
+    """Round rows one after another, each with the corrections for those before (GPTQ's algorithm), in fp64.
 
-    Args:
-        rows: ``[rows, columns]``; columns are independent of each other.
-        feedback: The feedback of these rows.
-        rounding: From a row ``[1, columns]`` and its index to the rounded row, in fp64; any grid will do.
-
-    Returns:
-        The rounded rows, fp64.
+    Columns are independent of each other. `rounding` makes the rounded row of a row ``[1, columns]`` and its index;
+    any grid will do.
     """
     left, factor = rows.double()[feedback.order], feedback.factor
     rounded = torch.empty_like(left)

@@ -68,17 +68,10 @@ class KeyStatistics:
 def key_statistics(
     weights: AttentionWeights, inputs: Tensor, cache_dtype: torch.dtype, stored_rotation: Rotation | None = None
 ) -> KeyStatistics:
-    """Measure a layer's keys on a calibration text.
+    """Measure a multi-head layer's keys on a calibration text: inputs of its projections, ``[tokens, key_d]``.
 
-    Args:
-        weights: Weights of the layer, which is multi-head.
-        inputs: ``[tokens, key_d]``, inputs of the key and value projections.
-        cache_dtype: Dtype of cached keys.
-        stored_rotation: RoPE of these tokens where keys are cached after it; else None.
-
-    Raises:
-        SingularKeysError: Keys do not determine the inputs.
-        ValueError: Keys come too near the end of the range of `cache_dtype`.
+    With `stored_rotation`, the RoPE of these tokens, keys are cached after it. Raises SingularKeysError where keys do
+    not determine the inputs, ValueError where they come too near the end of the range of `cache_dtype`.
     """
     X, W_K = inputs.double(), weights.W_K
     keys = weights.keys(X)
@@ -103,20 +96,12 @@ def key_statistics(
 def store_value_coordinates(
     weights: AttentionWeights, statistics: KeyStatistics, rank: int, *, matrix_dtype: torch.dtype = torch.float16
 ) -> StoredValueCoordinates:
-    """Round V-coordinates with little effect on the values.
+    """Round V-coordinates with little effect on the values; M, ``W_E`` and B are in `matrix_dtype`.
 
     Directions are rounded first; ``W_E`` and M are then solved for the rounded ones, so that their rounding costs
     nothing. Those two are rounded so that errors cancel on typical inputs (`round_columns` with feedback): M rounded
-    to nearest makes as large an error as rounding the keys, and averaging over tokens does not reduce it.
-
-    Args:
-        weights: Weights of the layer.
-        statistics: Statistics of its keys.
-        rank: r, between 0 (keys alone) and e_v (an ordinary cache).
-        matrix_dtype: Dtype of M, ``W_E`` and B.
-
-    Raises:
-        ValueError: `rank` is out of its bounds.
+    to nearest makes as large an error as rounding the keys, and averaging over tokens does not reduce it. The rank r
+    is between 0 (keys alone) and e_v (an ordinary cache), else ValueError.
     """
     width = len(statistics.directions)
     if not 0 <= rank <= width:
@@ -142,12 +127,9 @@ def rounded(x: Tensor, cache_dtype: torch.dtype, head_dim: int) -> Tensor:
 def cached_and_read(
     keys: Tensor, cache_dtype: torch.dtype, head_dim: int, stored_rotation: Rotation | None = None
 ) -> Tensor:
-    """Keys ``[tokens, e]`` before RoPE, minus their offset, as a cache returns them, fp64.
+    """Keys ``[tokens, e]`` before RoPE, minus their offset, as a cache returns them, fp64; errors as `check_range`.
 
     With `stored_rotation`, RoPE of these tokens, keys are cached, and so rounded, after it.
-
-    Raises:
-        ValueError: As `check_range`.
     """
     if stored_rotation is not None:
         keys = join_heads(stored_rotation.rotate(split_heads(keys, keys.shape[1] // head_dim)))
@@ -159,11 +141,7 @@ def cached_and_read(
 
 
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
-    """Refuse a dtype whose range other texts than the calibration text could exceed; `name` is for the error.
-
-    Raises:
-        ValueError: The largest magnitude, with headroom, is beyond the dtype's largest number.
-    """
+    """Refuse, by a ValueError, a dtype to whose end numbers come so near that other texts may exceed it."""
     largest = cached.abs().max().item() if cached.numel() else 0.0
     widest = torch.bfloat16 if cache_dtype in EIGHT_BITS else cache_dtype  # 8 bits have scales of its range
     bound = torch.finfo(widest).max / RANGE_HEADROOM

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from .key_to_value import KeyToValue
-from .reference_attention import join_heads, split_heads
 from .weights import AttentionWeights, bias_or_zero, value_constant
 
 
@@ -61,34 +60,12 @@ class ValueCoordinates:
         """Values with their bias, ``[tokens, e_v]``, of keys ``[tokens, e]`` and coordinates ``[tokens, r]``."""
         return cached_keys.double() @ self.from_keys + coordinates.double() @ self.directions + self.constant
 
-    def averaged_values(self, probabilities: Tensor, cached_keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, ``[queries, e_v]``, without making the values: Slim attention, eq. 2.1, option 2.
-
-        Averaged keys are as sensitive to rounding as keys: they must stay in fp32, or in two halves, up to their
-        product with M.
-
-        Args:
-            probabilities: ``[heads, queries, keys]``; each row sums to 1.
-            cached_keys: ``[keys, e]``.
-            coordinates: ``[keys, r]``.
-        """
-        heads = len(probabilities)
-        from_keys, directions = (
-            split_heads(matrix, heads) for matrix in (self.from_keys, self.directions)
-        )  # [heads, e or r, value_dim]
-        out = probabilities @ cached_keys.double() @ from_keys + probabilities @ coordinates.double() @ directions
-        return join_heads(out) + self.constant
-
 
 def noisiest_directions(matrix: Tensor, noise: Tensor) -> Tensor:
     """Directions of the values by the error that the keys' noise makes along them, largest first.
 
-    Args:
-        matrix: ``W_KV``, ``[e, e_v]``.
-        noise: ``[e]``, mean square error of each coordinate of the cached keys.
-
-    Returns:
-        ``[e_v, e_v]``, fp64, orthonormal rows, of which the first r are P^T.
+    Of ``W_KV``, ``[e, e_v]``, and the mean square error of each coordinate of the cached keys, ``[e]``. Returns
+    ``[e_v, e_v]``, fp64, orthonormal rows, of which the first r are P^T.
     """
     # The SVD, because eigenvectors of the Gram matrix lose directions below the root of the precision.
     _, _, right = torch.linalg.svd(noise.double().sqrt()[:, None] * matrix.double())
@@ -100,11 +77,8 @@ def value_coordinates(
 ) -> ValueCoordinates:
     """The exact map from keys and V-coordinates to values along the given directions.
 
-    Args:
-        weights: Weights of the layer.
-        key_to_value: The layer's matrix from keys to values.
-        directions: B, ``[r, e_v]``, of full rank, not necessarily orthonormal: rounded directions serve as they are.
-        key_offset: ``[e]``; the bias of the keys when None, so that ``X W_K`` is cached.
+    The directions B, ``[r, e_v]``, are of full rank, not necessarily orthonormal: rounded ones serve as they are. The
+    offset ``[e]`` is the bias of the keys when None, so that ``X W_K`` is cached.
     """
     matrix, B = key_to_value.matrix, directions.double()
     Q, R = torch.linalg.qr(B.mT)

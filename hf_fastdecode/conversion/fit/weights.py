@@ -50,11 +50,7 @@ class AttentionWeights:
     key_norm: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        """Check shapes.
-
-        Raises:
-            ValueError: Heads do not divide a projection, or two projections do not fit each other.
-        """
+        """Check that heads divide the projections, and that these fit each other; else ValueError."""
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         for name, weight, heads in (
@@ -128,29 +124,10 @@ def value_constant(from_keys: Tensor, key_offset: Tensor, key_bias: Tensor, valu
     """Constant part of the values, equal for all tokens: ``(c - b_K) M + b_V``, ``[e_v]`` in fp64.
 
     Keys ``K = X W_K + b_K`` are cached minus an offset c. Then ``X W_K = (K - c) + (c - b_K)``, of which only the
-    first term is in the cache: ``c = 0`` caches whole keys, ``c = b_K`` keys without their bias.
-
-    Args:
-        from_keys: M, ``[e, e_v]``, the matrix from ``X W_K`` to values.
-        key_offset: c, ``[e]``.
-        key_bias: ``b_K``, ``[e]``.
-        value_bias: ``b_V``, ``[e_v]``.
+    first term is in the cache: ``c = 0`` caches whole keys, ``c = b_K`` keys without their bias. M, ``[e, e_v]``, is
+    the matrix from ``X W_K`` to values; c and ``b_K`` are ``[e]``.
     """
     return (key_offset.double() - key_bias.double()) @ from_keys.double() + value_bias.double()
-
-
-def fold_into_output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:
-    """The output projection's bias with a constant of the values folded in: ``b_O + constant W_O``.
-
-    The constant is ``[kv_heads * value_dim]``, e.g. the bias of the values, or `value_constant`. Heads of a group
-    share their values, and so their part of it.
-
-    Returns:
-        ``[d_out]``, fp64.
-    """
-    group = weights.heads // weights.kv_heads
-    per_head = constant.double().unflatten(0, (weights.kv_heads, -1)).repeat_interleave(group, 0)
-    return per_head.flatten() @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
 
 
 def score_offset(weights: AttentionWeights, key_offset: Tensor, rotation: object | None) -> Tensor | None:
@@ -164,8 +141,7 @@ def score_offset(weights: AttentionWeights, key_offset: Tensor, rotation: object
 def require_multi_head(weights: AttentionWeights) -> None:
     """Refuse layers whose keys do not determine the inputs, so that values cannot follow (Slim attention, section 1).
 
-    Raises:
-        ValueError: ``kv_heads != heads``, or keys have fewer coordinates than the inputs.
+    Raises ValueError where ``kv_heads != heads``, or keys have fewer coordinates than the inputs.
     """
     if weights.kv_heads != weights.heads:
         raise ValueError(
@@ -184,8 +160,7 @@ def require_multi_head(weights: AttentionWeights) -> None:
 def require_linear_scores(weights: AttentionWeights, rotation: object | None) -> None:
     """Refuse layers whose scores are not bilinear in the inputs (Slim attention, section 6, option 2).
 
-    Raises:
-        ValueError: RoPE or QK-norm stands between the projections and the scores.
+    Raises ValueError where RoPE or QK-norm stands between the projections and the scores.
     """
     between = "RoPE" if rotation is not None else "QK-norm"
     if rotation is not None or weights.query_norm is not None or weights.key_norm is not None:

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import Family, attention_inputs, language_config
+from ...patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
 
 TOKENS: Final = 1024
 """Most tokens of a calibration text: half to fit offsets and roundings, half to judge them."""
@@ -27,15 +26,10 @@ _CHARACTERS_PER_TOKEN: Final = 256  # a text has about 4
 
 
 def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None = None) -> Tensor:
-    """The token ids of a calibration text, ``[tokens]``.
+    """The token ids of a calibration text, ``[tokens]``, of which the model takes `limit` at most.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        file: UTF-8 text; when None English and Python, the embedded tasks with their solutions.
-        limit: Most tokens that the model takes, or None.
-
-    Raises:
-        ValueError: The file cannot be read, or the text, or the part that the model takes, is too short.
+    The text is a UTF-8 file, or English and Python, the embedded tasks with their solutions. Raises ValueError where
+    the file cannot be read, or the text, or the part that the model takes, is too short.
     """
     try:
         text = _built_in_text() if file is None else _beginning_of(file)
@@ -59,8 +53,7 @@ def _beginning_of(file: Path) -> str:
 def beginning(ids: Tensor, limit: int | None = None) -> Tensor:
     """The first ids of a text ``[tokens]``: at most `TOKENS`, and at most `limit`, which the model takes.
 
-    Raises:
-        ValueError: There are too few, or they are not one text.
+    Raises ValueError where there are too few, or they are not one text.
     """
     if limit is not None and limit < LEAST:
         raise ValueError(
@@ -70,11 +63,7 @@ def beginning(ids: Tensor, limit: int | None = None) -> Tensor:
 
 
 def check_ids(ids: Tensor) -> Tensor:
-    """The same ids.
-
-    Raises:
-        ValueError: There are too few, or they are not one text.
-    """
+    """The same ids; ValueError where there are too few, or they are not one text."""
     if not isinstance(ids, Tensor):
         raise ValueError(f"calibration must be a tensor of ids of one text, [tokens], got {type(ids).__name__}")
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
@@ -85,11 +74,7 @@ def check_ids(ids: Tensor) -> Tensor:
 
 
 def check_vocabulary(ids: Tensor, vocabulary: int) -> Tensor:
-    """The same ids, of a model with so many tokens.
-
-    Raises:
-        ValueError: Ids are outside the vocabulary.
-    """
+    """The same ids, of a model with so many tokens; ValueError where an id is outside."""
     if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < vocabulary]:
         raise ValueError(
             f"the calibration text has id {wrong[-1]}, and the model has {vocabulary} tokens, from 0; take the "
@@ -101,16 +86,11 @@ def check_vocabulary(ids: Tensor, vocabulary: int) -> Tensor:
 def model_inputs(
     family: Family | EncoderDecoder, config: Any, ids: Tensor, features: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of a forward pass; an encoder and its decoder read one text, or the encoder reads features.
+    """Arguments of a forward pass over ids ``[tokens]``; an encoder reads the same text, or features.
 
-    Args:
-        family: Family of the model.
-        config: Config of the model.
-        ids: Text, ``[tokens]``; a decoder's first token is put before it, unless it begins with that.
-        features: ``[1, bands, frames]``; synthetic ones when None, for models that read sounds.
-
-    Raises:
-        ValueError: The config does not name the decoder's first token, or features are of another shape.
+    A decoder's first token is put before the text, unless it begins with that. Features are ``[1, bands, frames]``;
+    synthetic ones when None, for models that read sounds. Raises ValueError where the config does not name the
+    decoder's first token, or features are of another shape.
     """
     if isinstance(family, Family):
         return {"input_ids": ids[None]}
@@ -148,11 +128,7 @@ def _synthetic_features(config: Any) -> Tensor:
 
 
 def read_features(file: Path) -> Tensor:
-    """Features from a safetensors file with a tensor ``input_features``.
-
-    Raises:
-        ValueError: There is none, or its numbers are not finite.
-    """
+    """Features, a safetensors file's ``input_features``; ValueError where it has none or they are not finite."""
     try:
         features = load_file(file)["input_features"].float()
     except Exception as error:  # no file, another format, another tensor
@@ -195,10 +171,7 @@ class CalibrationInputs:
 def record(
     model: PreTrainedModel, family: Family | EncoderDecoder, inputs: dict[str, Tensor]
 ) -> list[CalibrationInputs]:
-    """Run an ordinary model once on `model_inputs`, and record the inputs of every attention, fp32 on the CPU.
-
-    They are in the order of the family's `attentions`.
-    """
+    """Inputs of every attention, in the order of `attentions`, in one run of an ordinary model, fp32 on the CPU."""
     seen: list[Tensor] = []
     encoded: list[Tensor] = []
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hf_fastdecode.patches.slim_layers import CROSS_PLANS, PLANS, SELF_PLANS, SlimLayer
 
-from ...patches.layers.encoder_decoder import EncoderDecoder
-from ...patches.layers.family import Family
+from ...patches.layers.family import EncoderDecoder, Family
 from ..fit.cache_errors import CacheError, CacheErrors, relative_error
 from ..fit.layer_plan import RANK_SHARES, LayerPlan, fit_layer, in_eight_bits
 from ..fit.rope import Rotation
@@ -33,15 +32,11 @@ _IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer of a slim model.
+    """A layer of a slim model: all measured caches, and the chosen one, with its error and as an entry for the config.
 
     Attributes:
-        plan: All measured caches.
-        chosen: The chosen cache, with its error.
-        entry: The chosen cache, for the config.
         tensors: Tensors of the slim attention, by their names below it.
-        recovered_error: Relative error of ``W_V`` as `recover_values` returns it, in the model's dtype; 0 where it
-            stays.
+        recovered_error: Relative error of ``W_V`` as `recover_values` returns it, in the model's dtype; else 0.
     """
 
     plan: LayerPlan
@@ -75,15 +70,11 @@ def config_entries(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 class LayerConverter:
-    """Converts the attentions of a model one by one.
+    """Converts the attentions of a model one by one, with the config of the ordinary language model.
 
-    Args:
-        family: Family of the model.
-        config: Config of the ordinary language model.
-        choice: How caches are chosen.
-        source: Gives an attention of the ordinary model, by its index: its tensors by their names below it, on any
-            device and in the dtype of the slim model, and its calibration inputs. Attentions of a decoder-only model
-            are asked for once, in order; cross-attentions of an encoder-decoder also before.
+    `source` gives an attention of the ordinary model, by its index: its tensors by their names below it, on any device
+    and in the dtype of the slim model, and its calibration inputs. Attentions of a decoder-only model are asked for
+    once, in order; cross-attentions of an encoder-decoder also before.
     """
 
     def __init__(
@@ -139,7 +130,8 @@ class LayerConverter:
             weights, statistics[chosen.dtype], chosen.rank, matrix_dtype=matrix_dtype(model_dtype)
         )
         exact = stored.double()
-        recovered_error = relative_error(_value_weight(weights.W_K, exact).to(model_dtype).double(), weights.W_V)
+        recovered = weights.W_K @ exact.from_keys + exact.from_inputs @ exact.directions
+        recovered_error = relative_error(recovered.to(model_dtype).double(), weights.W_V)
         key_inputs = seen.inputs if seen.encoded is None else seen.encoded
         fits = _fits_float16(weights, exact, key_inputs, rotation if choice.rope == "unrotate" else None)
         entry = SlimLayer(chosen.plan, chosen.rank, fits, chosen.dtype if choice.wider else cache_dtype)
@@ -186,15 +178,10 @@ class LayerConverter:
 
 
 def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """An ordinary layer's value projection: ``W_V = W_K M + W_E B``, and its bias.
+    """An ordinary layer's value projection ``W_V = W_K M + W_E B``, ``[e_v, d]``, and its bias ``[e_v]``, in fp64.
 
-    Args:
-        key: Weight of the key projection, ``[e, d]``.
-        key_bias: ``[e]`` or None.
-        tensors: Tensors of the slim attention, by their names below it.
-
-    Returns:
-        Weight ``[e_v, d]`` and bias ``[e_v]``, fp64; the bias is 0, apart from rounding, where the layer had none.
+    Of the key projection, ``[e, d]`` and ``[e]`` or None, and the tensors of the slim attention, by their names below
+    it. The bias is 0, apart from rounding, where the layer had none.
     """
 
     def matrix(name: str, shape: tuple[int, int]) -> Tensor:
@@ -204,20 +191,10 @@ def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, T
 
     W_K, constant = key.double().mT, tensors["slim.constant"].double()
     from_keys = matrix("from_keys", (W_K.shape[1], len(constant)))
-    exact = ValueCoordinates(
-        tensors["slim.key_offset"].double(),
-        from_keys,
-        matrix("from_inputs", (len(W_K), 0)),
-        matrix("directions", (0, len(constant))),
-        constant,
-    )
+    weight = W_K @ from_keys + matrix("from_inputs", (len(W_K), 0)) @ matrix("directions", (0, len(constant)))
     none = torch.zeros_like(constant)
-    bias = constant - value_constant(from_keys, exact.key_offset, bias_or_zero(key_bias, W_K), none)
-    return _value_weight(W_K, exact).mT.contiguous(), bias
-
-
-def _value_weight(W_K: Tensor, exact: ValueCoordinates) -> Tensor:
-    return W_K @ exact.from_keys + exact.from_inputs @ exact.directions
+    bias = constant - value_constant(from_keys, tensors["slim.key_offset"], bias_or_zero(key_bias, W_K), none)
+    return weight.mT.contiguous(), bias
 
 
 def _fits_float16(

@@ -59,11 +59,7 @@ class PlanChoice:
     rope: str = "raw"
 
     def __post_init__(self) -> None:
-        """Check.
-
-        Raises:
-            PlanError: Unknown plan, cache dtype or rope, a rank or tolerance out of bounds, or both a plan and a rank.
-        """
+        """Check; PlanError where a field is unknown or out of bounds, or both a plan and a rank are given."""
         if isinstance(self.plan, str):
             if self.plan not in NAMED:
                 raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
@@ -95,10 +91,9 @@ class PlanChoice:
         return None if self.eight_bits else CACHE_DTYPES[self.cache_dtype]
 
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
-        """Plan and rank asked for layer `index` of `layers`, which can have `plans`; ``auto`` has rank 0.
+        """Plan and rank asked for layer `index` of `layers`; ``auto`` has rank 0.
 
-        Raises:
-            PlanError: The layer cannot have the plan.
+        Raises PlanError where the layer, which can have `plans`, cannot have it.
         """
         asked = self._asked(index, layers)
         if asked[0] not in (AUTO, *plans):
@@ -131,8 +126,7 @@ def _checked(plan: Any) -> tuple[tuple[str, int], ...]:
 def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[str] = PLANS) -> CacheError:
     """The cache of layer `index` among those measured in `plan`; ``auto`` chooses from `plans`.
 
-    Raises:
-        PlanError: The layer cannot have the plan and rank that were asked for.
+    Raises PlanError where the layer cannot have the plan and rank that were asked for.
     """
     if asked[0] == AUTO:
         return next(one for one in plan.candidates if one.plan in plans and plan.accepts(one))
@@ -146,8 +140,7 @@ def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[st
 def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
     """Plans from a JSON file: a list with ``plan`` and ``rank`` per layer, a slim config.json, or a conversion report.
 
-    Raises:
-        PlanError: The file cannot be read, or holds no plan.
+    Raises PlanError where the file cannot be read, or holds no plan.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

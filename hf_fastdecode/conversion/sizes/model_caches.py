@@ -17,15 +17,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 from hf_fastdecode.cache.accounting import KVSizes
-from hf_fastdecode.cache.layout import Store
 from hf_fastdecode.patches.layers.slim_values import SlimValues
 
 from ...patches.layers.family import language_config
 from ..families import MULTIMODAL, UnconvertibleError, family_of
-from ..fit.inputs_cache import cross_cache_width
 from ..fit.layer_plan import RANK_SHARES, share_name
 from ..fit.rounding import matrix_dtype
-from ..fit.weights import AttentionWeights
 
 KV: Final = "keys and values"
 OPTION_1: Final = "keys (option 1)"
@@ -65,11 +62,7 @@ def _int8_size(numbers: int, matrices: int | None) -> CacheSize:
 def value_matrices(inputs: int, width: int, rank: int, dtype: torch.dtype) -> int:
     """Bytes of the matrices that replace ``W_V`` in a slim layer: ``W_KV``, and two for V-coordinates.
 
-    Args:
-        inputs: d, width of the projections' inputs.
-        width: e, width of keys and of values.
-        rank: r, V-coordinates.
-        dtype: Dtype of the matrices.
+    Of inputs of width d, keys and values of width e, and r V-coordinates, in the matrices' dtype.
     """
     with torch.device("meta"):
         values = SlimValues(inputs, width, width, rank, dtype)
@@ -88,14 +81,8 @@ def refusal(config: Any) -> str | None:
 def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int | None) -> list[CacheSize]:
     """Keys and values; slim caches, where the converter takes the model; keys and values in int8.
 
-    Args:
-        config: Config of a decoder-only model.
-        context: Tokens of a row.
-        dtype: Dtype of the model: float32, bfloat16 or float16.
-        matrices: Numbers in the matrices that a step reads, or None when unknown.
-
-    Raises:
-        ValueError: As `KVSizes.from_config`.
+    Of a decoder-only model of a dtype (float32, bfloat16 or float16), for a row of `context` tokens. `matrices` are
+    the numbers in the matrices that a step reads, or None when unknown. Raises ValueError as `KVSizes.from_config`.
     """
     counted = KVSizes.from_config(config)
     bytes_read = None if matrices is None else matrices * dtype.itemsize
@@ -127,24 +114,18 @@ def encoder_decoder_caches(
       memory by every layer.
     - Keys and values in int8.
 
-    Args:
-        config: Config of an encoder-decoder.
-        context: Tokens of a row in the decoder.
-        encoder_tokens: Tokens of a row in the encoder's output.
-        dtype: Dtype of the model: float32, bfloat16 or float16.
-        matrices: Numbers in the decoder's matrices, cross-attention's included, or None when unknown.
-
-    Raises:
-        ValueError: As `KVSizes.of_decoder`.
+    Arguments and errors are as of `decoder_caches`; `context` is the decoder's, `encoder_tokens` are those of E, and
+    `matrices` are the decoder's, cross-attention's included.
     """
     counted, size = KVSizes.of_decoder(config), dtype.itemsize
     shape = counted.same
     text = config.get_text_config(decoder=True)
-    layers = _cross_layers(text, shape) * counted.layers
     inputs, width = text.hidden_size, shape.query_heads * shape.head_dim
-    cross_kv, encoder = (encoder_tokens * cross_cache_width(layers, cache) * size for cache in ("kv", "encoder"))
+    encoder_width = getattr(text, "cross_attention_hidden_size", None) or inputs
+    kv_width = 2 * counted.layers * shape.kv_heads * shape.head_dim  # keys and values of a token, over all layers
+    cross_kv, encoder = encoder_tokens * kv_width * size, encoder_tokens * encoder_width * size
     self_kv = counted.kv_bytes(1, context, 0, size).stock
-    projections = sum(layer.key.numel() + layer.value.numel() for layer in layers) * size
+    projections = kv_width * encoder_width * size
     baseline = None if matrices is None else matrices * size - projections
 
     def cache(name: str, stored: int, read: int, more: int) -> CacheSize:
@@ -155,32 +136,18 @@ def encoder_decoder_caches(
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
     kept, own, change = KV, self_kv, 0
     if shape.attention == "MHA":
-        stored = encoder_tokens * cross_cache_width(layers, "k") * size + self_kv // 2
+        stored = (cross_kv + self_kv) // 2
         sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
         kept, own, change = "keys", self_kv // 2, self_change
     if inputs < width and getattr(text, "rope_parameters", None) is None:
         kept, own, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
-    for place, read in ((ON_CHIP, 0), (READ, len(layers) * encoder)):
+    for place, read in ((ON_CHIP, 0), (READ, counted.layers * encoder)):
         sizes.append(cache(f"{place}, {kept}", own + encoder, own + read, projections + change))
     return [*sizes, _int8_size((cross_kv + self_kv) // size, baseline)]
 
 
-def _cross_layers(config: Any, shape: Store) -> list[AttentionWeights]:
-    """Cross-attention of a layer of the decoder, without memory for the weights."""
-    encoder_width = getattr(config, "cross_attention_hidden_size", None) or config.hidden_size
-    width, kv_width = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    with torch.device("meta"):
-        key = torch.empty(kv_width, encoder_width)
-        query, output = torch.empty(width, config.hidden_size), torch.empty(config.hidden_size, width)
-    return [AttentionWeights(query, key, key, output, shape.query_heads, shape.kv_heads)]
-
-
 def empty_model(config: Any) -> PreTrainedModel:
-    """A model of a config on the meta device, in eval mode.
-
-    Raises:
-        Exception: Whatever the model's own code raises.
-    """
+    """A model of a config on the meta device, in eval mode; its own code may raise anything."""
     auto = AutoModelForMultimodalLM if config.model_type in MULTIMODAL else AutoModelForCausalLM
     if config.is_encoder_decoder:
         speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING

@@ -21,13 +21,9 @@ NAME: Final = "slim"
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache of one attention of a slim checkpoint.
+    """Plan, dtype and bytes per token of the cache of one attention of a slim checkpoint.
 
-    Attributes:
-        layer: Plan of the layer.
-        dtype: Dtype of the cache.
-        bytes_per_token: Bytes per token, including scales of 8 bits and cached positions; 0 for the encoder's output,
-            which all layers share.
+    Bytes include scales of 8 bits and cached positions, and are 0 for the encoder's output, which all layers share.
     """
 
     layer: SlimLayer
@@ -55,12 +51,8 @@ def checkpoint_caches(
 ) -> list[CacheSize]:
     """The caches of all layers; where layers read the encoder's output E, twice, as in `encoder_decoder_caches`.
 
-    Args:
-        config: Config of a slim model.
-        context: Tokens of a row, in the decoder.
-        encoder_tokens: Tokens of a row in the encoder's output; None for decoder-only models.
-        dtype: Dtype of the model: float32, bfloat16 or float16.
-        kv: Keys and values of the ordinary model.
+    Of a slim config, for rows of `context` tokens in the decoder and `encoder_tokens` in E, None for decoder-only
+    models, in a model's dtype; `kv` are keys and values of the ordinary model.
     """
     caches, language = layer_caches(config, dtype), language_config(config)
     sizes = KVSizes.of_decoder(ordinary_config(config))

@@ -12,7 +12,7 @@ from transformers.models.bart.modeling_bart import (
 from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimBartConfig
 from ..layers.decoder_attention import SlimDecoderAttention
-from ..layers.encoder_decoder import EncoderDecoder
+from ..layers.family import EncoderDecoder
 
 
 class SlimBartAttention(SlimDecoderAttention, BartAttention):
@@ -37,8 +37,8 @@ class SlimBartForConditionalGeneration(SlimBartPreTrainedModel, BartForCondition
 FAMILY = EncoderDecoder(
     "BartForConditionalGeneration",
     SlimBartForConditionalGeneration,
-    SlimBartModel,
     SlimBartConfig,
+    SlimBartModel,
     embedding="model.shared.weight",
     decoder="model.decoder.",
     renamed={start: f"model.{start}" for start in ("shared.", "encoder.", "decoder.")},

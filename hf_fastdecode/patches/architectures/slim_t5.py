@@ -13,7 +13,7 @@ from ..._compat import takes_cache
 from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention
-from ..layers.encoder_decoder import EncoderDecoder
+from ..layers.family import EncoderDecoder
 from ..layers.slim_attention import causal_mask
 from ..slim_layers import SlimLayer
 
@@ -123,8 +123,8 @@ def refusal(config: Any) -> str | None:
 FAMILY = EncoderDecoder(
     "T5ForConditionalGeneration",
     SlimT5ForConditionalGeneration,
-    SlimT5Model,
     SlimT5Config,
+    SlimT5Model,
     embedding="shared.weight",
     decoder="decoder.",
     scale=1.0,

@@ -16,7 +16,7 @@ from transformers.models.whisper.modeling_whisper import (
 from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimWhisperConfig
 from ..layers.decoder_attention import SlimDecoderAttention
-from ..layers.encoder_decoder import EncoderDecoder
+from ..layers.family import EncoderDecoder
 
 
 class SlimWhisperAttention(SlimDecoderAttention, WhisperAttention):
@@ -53,8 +53,8 @@ class SlimWhisperForConditionalGeneration(SlimWhisperPreTrainedModel, WhisperFor
 FAMILY = EncoderDecoder(
     "WhisperForConditionalGeneration",
     SlimWhisperForConditionalGeneration,
-    SlimWhisperModel,
     SlimWhisperConfig,
+    SlimWhisperModel,
     embedding="model.decoder.embed_tokens.weight",
     decoder="model.decoder.",
     auto=AutoModelForSpeechSeq2Seq,

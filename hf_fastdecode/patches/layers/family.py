@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
@@ -63,7 +63,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Embeddings of ids ``[tokens]``, ``[tokens, d]``, from the tensors outside layers and in their dtype."""
+    """Embeddings ``[tokens, d]`` of ids ``[tokens]``, from the tensors outside layers and in their dtype."""
     return tensors[embedding][ids]
 
 
@@ -76,17 +76,66 @@ def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Family:
-    """A family of architectures.
+class AnyFamily:
+    """What families of both kinds have.
 
     Attributes:
         architecture: Class of the ordinary models, as in ``config.architectures``.
-        slim_model: Class of the slim models.
+        slim_model: Class of the slim models; for encoder-decoders it knows the names of a decoder layer's modules.
         slim_config: Class of their configs, which takes all fields of the ordinary ones.
+        embedding: Name of the embedding's weight.
+        renamed: Beginnings of names in checkpoints, and their replacements in models.
+        auto: Auto class of the ordinary and of the slim models.
+    """
+
+    architecture: str
+    slim_model: Any
+    slim_config: type[SlimConfig]
+    embedding: str = field(default="model.embed_tokens.weight", kw_only=True)
+    renamed: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    auto: Any = field(default=AutoModelForCausalLM, kw_only=True)
+
+    def model_name(self, stored: str) -> str:
+        """Name that a model has for a checkpoint's tensor."""
+        for old, new in self.renamed.items():
+            if stored.startswith(old):
+                return new + stored.removeprefix(old)
+        return stored
+
+    def projection(self, part: str) -> str:
+        """Name of the separate projection of queries, keys, values or the output: ``q``, ``k``, ``v`` or ``o``."""
+        raise NotImplementedError
+
+    def heads(self, config: Any) -> tuple[int, int]:
+        """Query heads, and key and value heads."""
+        raise NotImplementedError
+
+    def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of an ordinary attention, by names below it, with separate projections."""
+        return dict(tensors)
+
+    def ordinary(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `plain`."""
+        return dict(plain)
+
+    def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
+        """The projections of attention `index`, from the tensors that `plain` returns."""
+        found: dict[str, Any] = {}
+        for name in ("query", "key", "value", "output"):
+            projection = self.projection(name[0])
+            found[name], found[f"{name}_bias"] = plain[f"{projection}.weight"], plain.get(f"{projection}.bias")
+        heads, kv_heads = self.heads(config)
+        return AttentionWeights(**found, heads=heads, kv_heads=kv_heads)
+
+
+@dataclass(frozen=True)
+class Family(AnyFamily):
+    """A family of decoder-only architectures.
+
+    Attributes:
         decoder_layer: Makes an ordinary layer from a config and an index.
         rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
         layout: Which coordinates RoPE pairs.
-        embedding: Name of the embedding's weight.
         layers: Prefix of the layers' weights, before the index.
         attention: Prefix of an attention's weights within a layer.
         fused: The fused projection of queries, keys and values; None where there are three.
@@ -102,17 +151,11 @@ class Family:
         run_layer: Runs an ordinary layer, see the function `run_layer`.
         buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
         left_out: Ends of names in old checkpoints that models no longer read.
-        renamed: Beginnings of names in checkpoints, and their replacements in models.
-        auto: Auto class of the ordinary and of the slim models.
     """
 
-    architecture: str
-    slim_model: Any
-    slim_config: type[SlimConfig]
     decoder_layer: Callable[[Any, int], nn.Module]
     rotary: Callable[[Any], Any] | None
     layout: RopeLayout = "half"
-    embedding: str = "model.embed_tokens.weight"
     layers: str = "model.layers."
     attention: str = "self_attn."
     fused: Fused | None = None
@@ -129,8 +172,6 @@ class Family:
     run_layer: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] = run_layer
     buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    auto: Any = AutoModelForCausalLM
 
     def register(self) -> None:
         """Register the slim models with the Auto classes."""
@@ -151,15 +192,15 @@ class Family:
         return [self.layer_prefix(index) + self.attention for index in range(config.num_hidden_layers)]
 
     def projection(self, part: str) -> str:
-        """Name of the separate projection of queries, keys, values or the output: ``q``, ``k``, ``v`` or ``o``."""
+        """As of `AnyFamily`."""
         return self.output if part == "o" else f"{part}_proj"
 
-    def model_name(self, stored: str) -> str:
-        """Name that a model has for a checkpoint's tensor."""
-        return model_name(self.renamed, stored)
+    def heads(self, config: Any) -> tuple[int, int]:
+        """As of `AnyFamily`."""
+        return config.num_attention_heads, kv_heads(config)
 
     def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of an ordinary layer's attention, by names below it, with separate projections."""
+        """The same, a fused projection split."""
         return dict(tensors) if self.fused is None else self.fused.split(config, tensors)
 
     def ordinary(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -167,20 +208,12 @@ class Family:
         return dict(plain) if self.fused is None else self.fused.join(config, plain)
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """The projections of layer `index`, from the tensors that `plain` returns."""
-        heads = config.num_attention_heads
-        output = plain[f"{self.output}.weight"]
-        return AttentionWeights(
-            query=plain["q_proj.weight"],
-            key=plain["k_proj.weight"],
-            value=plain["v_proj.weight"],
-            output=output.mT if self.output_conv1d else output,
-            heads=heads,
-            kv_heads=kv_heads(config),
-            query_bias=plain.get("q_proj.bias"),
-            key_bias=plain.get("k_proj.bias"),
-            value_bias=plain.get("v_proj.bias"),
-            output_bias=plain.get(f"{self.output}.bias"),
+        """As of `AnyFamily`, with the factor on the scores and QK-norm of a layer."""
+        if self.output_conv1d:
+            name = f"{self.output}.weight"
+            plain = {**plain, name: plain[name].mT}
+        return replace(
+            super().weights(config, plain, index),
             scale=None if self.scale is None else self.scale(config, index),
             query_norm=self._norm(config, self.norm_weight(plain, "q")),
             key_norm=self._norm(config, self.norm_weight(plain, "k")),
@@ -208,12 +241,67 @@ class Family:
                     setattr(part, name, self.buffers[name](config).to(device))
 
 
-def model_name(renamed: Mapping[str, str], stored: str) -> str:
-    """Name that a model has for a checkpoint's tensor."""
-    for old, new in renamed.items():
-        if stored.startswith(old):
-            return new + stored.removeprefix(old)
-    return stored
+@dataclass(frozen=True)
+class EncoderDecoder(AnyFamily):
+    """A family of encoder-decoder architectures.
+
+    Attributes:
+        slim_base: Class of the slim models without a head.
+        decoder: Prefix of the decoder's weights.
+        scale: Factor on the scores; None for ``head_dim ** -0.5``.
+        score_bias: Makes the bias of positions, ``[heads, tokens, tokens]``, from a model and a number of tokens; None
+            without such a bias.
+        audio: Whether the encoder reads features of a sound, ``[1, bands, frames]``, rather than a text.
+        other_refusal: Why a whole model of a config has no slim form, or None.
+    """
+
+    slim_base: type[PreTrainedModel]
+    decoder: str
+    scale: float | None = None
+    score_bias: Callable[[PreTrainedModel, int], Tensor] | None = None
+    audio: bool = False
+    other_refusal: Callable[[Any], str | None] = lambda config: None
+    auto: Any = field(default=AutoModelForSeq2SeqLM, kw_only=True)
+
+    def register(self) -> None:
+        """Register the slim models with the Auto classes."""
+        AutoModel.register(self.slim_config, self.slim_base, exist_ok=True)
+        self.auto.register(self.slim_config, self.slim_model, exist_ok=True)
+
+    def refusal(self, config: Any) -> str | None:
+        """Why a model of a config has no slim form, or None."""
+        if config.is_encoder_decoder:
+            return self.other_refusal(config)
+        return (
+            f"{config.model_type} without its encoder (is_encoder_decoder) has no slim form; convert the whole model"
+        )
+
+    def attentions(self, config: Any) -> list[str]:
+        """Prefixes of the weights of the decoder's attentions: self-attention, cross-attention, layer by layer."""
+        model = self.slim_model
+        layers = config.num_decoder_layers if hasattr(config, "num_decoder_layers") else config.decoder_layers
+        return [
+            f"{self.decoder}{model.blocks}.{index}.{path}."
+            for index in range(layers)  # `num_hidden_layers` are those of the encoder
+            for path in (model.self_attention, model.cross_attention)
+        ]
+
+    def projection(self, part: str) -> str:
+        """As of `AnyFamily`."""
+        name: str = self.slim_model.slim_attention.projections["qkvo".index(part)]
+        return name
+
+    def heads(self, config: Any) -> tuple[int, int]:
+        """As of `AnyFamily`; `num_attention_heads` may be those of the encoder."""
+        heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+        return heads, heads
+
+    def rotation(self, config: Any, tokens: int) -> None:
+        """None: there is no RoPE."""
+
+    def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
+        """As of `AnyFamily`; all attentions have one factor on the scores."""
+        return replace(super().weights(config, plain, index), scale=self.scale)
 
 
 def language_config(config: Any) -> Any:
@@ -246,3 +334,9 @@ def attention_inputs(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Inputs of an attention layer's projections, ``[tokens, d]``, from the arguments of a pass over one row."""
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return hidden[0]
+
+
+def longest_contexts(config: Any) -> tuple[int, int]:
+    """Most tokens of the decoder and of the encoder, for which a cache is counted."""
+    decoded = longest_text(config)
+    return decoded, getattr(config, "max_source_positions", None) or decoded

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.conversion.fit.key_to_value import solve_key_to_value
-from hf_fastdecode.conversion.fit.reference_attention import (
-    attention_output,
-    attention_weights,
-    key_heads,
-    query_heads,
-)
+from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads
 from hf_fastdecode.conversion.fit.value_coordinates import value_coordinates
-from hf_fastdecode.conversion.fit.weights import fold_into_output_bias, score_offset, value_constant
+from hf_fastdecode.conversion.fit.weights import score_offset, value_constant
 
 from .layers import IDENTICAL, layer, relative, rope, text
+from .references import attention_output, averaged_values, fold_into_output_bias
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
@@ -66,5 +62,5 @@ def test_keys_are_cached_from_before_qk_norm() -> None:
     assert score_offset(weights, found.key_offset, None) is found.key_offset
     keys = key_heads(weights, cached + found.key_offset, rotation)
     probabilities = attention_weights(query_heads(weights, X, rotation), keys, weights.score_scale)
-    out = found.averaged_values(probabilities, cached, found.coordinates(X)) @ weights.W_O
+    out = averaged_values(found, probabilities, cached, found.coordinates(X)) @ weights.W_O
     assert relative(out, attention_output(weights, X, rotation=rotation)) < IDENTICAL

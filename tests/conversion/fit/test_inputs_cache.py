@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.conversion.fit.inputs_cache import absorbed_queries, cross_cache_width, inputs_cache_output
-from hf_fastdecode.conversion.fit.reference_attention import attention_output
 from hf_fastdecode.conversion.fit.weights import require_linear_scores
 
 from .layers import IDENTICAL, layer, relative, rope, text
+from .references import absorbed_queries, attention_output, inputs_cache_output
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
@@ -49,11 +48,3 @@ def test_encoder_output_serves_every_cross_attention_layer(kv_heads: int) -> Non
         weights, X = layer(kv_heads=kv_heads, biases=True, seed=seed), text(7, seed=seed)
         expected = attention_output(weights, X, encoded, causal=False)
         assert relative(inputs_cache_output(weights, X, encoded, causal=False), expected) < IDENTICAL
-
-
-def test_widths_are_those_of_the_papers_whisper_table() -> None:
-    """Whisper tiny: 1500 encoder tokens, 4 layers, d = 384; the table gives 4.6M, half of it, and 0.6M."""
-    weight = torch.zeros(384, 384)
-    layers = [replace(layer(d=384, head_dim=96), query=weight, key=weight, value=weight, output=weight)] * 4
-    widths = {cache: 1500 * cross_cache_width(layers, cache) for cache in ("kv", "k", "encoder")}
-    assert widths == {"kv": 4_608_000, "k": 2_304_000, "encoder": 576_000}

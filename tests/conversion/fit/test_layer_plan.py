@@ -15,11 +15,12 @@ from torch import Tensor
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
 from hf_fastdecode.conversion.fit.layer_plan import LayerPlan, fit_layer
-from hf_fastdecode.conversion.fit.reference_attention import attention_output
 from hf_fastdecode.conversion.fit.rope import Rotation
 from hf_fastdecode.conversion.fit.weights import AttentionWeights
+from tools.unfitted_keys import ErrorsOfPaper
 
 from .layers import IDENTICAL, layer, relative, rope, spectrum, text
+from .references import attention_output
 
 
 def plan_layer(*arguments, **options) -> LayerPlan:
@@ -261,7 +262,7 @@ def test_inputs_of_a_model_are_exact_in_its_dtype() -> None:
 def test_keys_alone_err_by_what_the_map_makes_of_their_rounding() -> None:
     """Of the keys as they are, with their bias; the map is exact where they are not rounded."""
     weights, inputs = layer(biases=True), text(64)
-    errors = CacheErrors(weights, inputs, rotation=rope(64))
+    errors = ErrorsOfPaper(weights, inputs, rotation=rope(64))
     for dtype in (torch.bfloat16, torch.float16):
         noise = errors.keys.to(dtype).double() - errors.keys
         wrong = noise @ torch.linalg.solve(weights.W_K, weights.W_V)

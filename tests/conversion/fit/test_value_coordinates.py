@@ -7,16 +7,12 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.conversion.fit.key_to_value import solve_key_to_value
-from hf_fastdecode.conversion.fit.reference_attention import (
-    attention_output,
-    attention_weights,
-    key_heads,
-    query_heads,
-)
+from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads
 from hf_fastdecode.conversion.fit.value_coordinates import noisiest_directions, value_coordinates
-from hf_fastdecode.conversion.fit.weights import fold_into_output_bias, score_offset
+from hf_fastdecode.conversion.fit.weights import score_offset
 
 from .layers import IDENTICAL, layer, relative, rope, text
+from .references import attention_output, averaged_values, fold_into_output_bias
 
 RANKS = (0, 1, 6, 47, 48)
 
@@ -90,6 +86,6 @@ def test_attention_from_cached_keys(head_dim: int, rotated: bool) -> None:
     assert (offset is None) is not rotated
     keys = key_heads(weights, cached if offset is None else cached + offset, rotation)
     probabilities = attention_weights(query_heads(weights, X, rotation), keys, weights.score_scale)
-    averaged = found.averaged_values(probabilities, cached, coordinates)
+    averaged = averaged_values(found, probabilities, cached, coordinates)
     folded = (averaged - found.constant) @ weights.W_O + fold_into_output_bias(weights, found.constant)
     assert relative(folded, attention_output(weights, X, rotation=rotation)) < IDENTICAL

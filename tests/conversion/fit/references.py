@@ -1,0 +1,129 @@
+"""Attention of one layer in fp64 by other ways than the package's: what it is, and what its caches must give.
+
+Without RoPE, scores are bilinear in the inputs, ``(x_n W_Q,i + b_Q,i) W_K,i^T X^T``: the key's projection moves to the
+query, once per step, and the value's projection to the average over inputs (Slim attention, section 6, option 2, and
+figure 4). Heads of a group share ``W_K,i`` and ``W_V,i``, so grouped-query and multi-query layers are served too. For
+cross-attention (section 7, option 2) the inputs are the encoder's output, which serves all layers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_fastdecode.conversion.fit.reference_attention import (
+    attention_weights,
+    join_heads,
+    key_heads,
+    query_heads,
+    split_heads,
+    weighted_values,
+)
+from hf_fastdecode.conversion.fit.rope import Rotation
+from hf_fastdecode.conversion.fit.value_coordinates import ValueCoordinates
+from hf_fastdecode.conversion.fit.weights import AttentionWeights, bias_or_zero, require_linear_scores
+
+
+def attention_output(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    key_inputs: Tensor | None = None,
+    *,
+    rotation: Rotation | None = None,
+    causal: bool = True,
+    score_bias: Tensor | None = None,
+) -> Tensor:
+    """The layer's output ``[tokens, d_out]``, fp64 (Slim attention, equations 1.1 to 1.3), all biases included.
+
+    Inputs ``[tokens, d]`` are those of the projections, after the layer norm; of cross-attention, keys and values have
+    `key_inputs`, ``[keys, key_d]``. For `causal` and `score_bias` see `attention_weights`.
+    """
+    source = inputs if key_inputs is None else key_inputs
+    probabilities = attention_weights(
+        query_heads(weights, inputs, rotation),
+        key_heads(weights, weights.keys(source), rotation),
+        weights.score_scale,
+        causal=causal,
+        score_bias=score_bias,
+    )
+    averaged = weighted_values(probabilities, weights.values(source), weights.kv_heads)
+    return averaged @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
+
+
+def absorbed_queries(weights: AttentionWeights, inputs: Tensor) -> Tensor:
+    """Queries that are scored against inputs: ``(x W_Q,i + b_Q,i) W_K,i^T``.
+
+    The bias of the keys is left out: it adds a constant per query to the scores (section 5).
+
+    Returns:
+        ``[heads, queries, key_d]``, fp64, of inputs ``[queries, d]``.
+
+    Raises:
+        ValueError: QK-norm stands between the projections and the scores.
+    """
+    require_linear_scores(weights, None)
+    return query_heads(weights, inputs) @ _per_query_head(weights, weights.W_K).mT
+
+
+def inputs_cache_output(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    cached: Tensor,
+    *,
+    causal: bool = True,
+    score_bias: Tensor | None = None,
+) -> Tensor:
+    """The layer's output ``[queries, d_out]``, fp64, from cached inputs; it equals `attention_output`.
+
+    Of inputs ``[queries, d]`` and what is cached, ``[keys, key_d]``: the layer's inputs, or the encoder's output for
+    cross-attention. Relative position biases (`score_bias`) do not depend on keys, and stay.
+
+    Raises:
+        ValueError: QK-norm stands between the projections and the scores.
+    """
+    absorbed = absorbed_queries(weights, inputs)  # [heads, queries, key_d]
+    probabilities = attention_weights(
+        absorbed, cached.double()[None], weights.score_scale, causal=causal, score_bias=score_bias
+    )
+    averaged = (probabilities @ cached.double()) @ _per_query_head(weights, weights.W_V)
+    value_bias = bias_or_zero(weights.value_bias, weights.W_V)
+    return join_heads(averaged) @ weights.W_O + fold_into_output_bias(weights, value_bias)
+
+
+def _per_query_head(weights: AttentionWeights, matrix: Tensor) -> Tensor:
+    """``[key_d, kv_heads * dim]`` to ``[heads, key_d, dim]``."""
+    return split_heads(matrix, weights.kv_heads).repeat_interleave(weights.heads // weights.kv_heads, 0)
+
+
+def fold_into_output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:
+    """The output projection's bias with a constant of the values folded in: ``b_O + constant W_O``.
+
+    The constant is ``[kv_heads * value_dim]``, e.g. the bias of the values, or `value_constant`. Heads of a group
+    share their values, and so their part of it.
+
+    Returns:
+        ``[d_out]``, fp64.
+    """
+    group = weights.heads // weights.kv_heads
+    per_head = constant.double().unflatten(0, (weights.kv_heads, -1)).repeat_interleave(group, 0)
+    return per_head.flatten() @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
+
+
+def averaged_values(
+    found: ValueCoordinates, probabilities: Tensor, cached_keys: Tensor, coordinates: Tensor
+) -> Tensor:
+    """Values averaged per head, ``[queries, e_v]``, without making the values: Slim attention, eq. 2.1, option 2.
+
+    Averaged keys are as sensitive to rounding as keys: they must stay in fp32, or in two halves, up to their
+    product with M.
+
+    Args:
+        probabilities: ``[heads, queries, keys]``; each row sums to 1.
+        cached_keys: ``[keys, e]``.
+        coordinates: ``[keys, r]``.
+    """
+    heads = len(probabilities)
+    from_keys, directions = (
+        split_heads(matrix, heads) for matrix in (found.from_keys, found.directions)
+    )  # [heads, e or r, value_dim]
+    out = probabilities @ cached_keys.double() @ from_keys + probabilities @ coordinates.double() @ directions
+    return join_heads(out) + found.constant
