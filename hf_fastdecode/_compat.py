@@ -117,6 +117,11 @@ def dynamic_module_integers() -> AbstractContextManager[None]:
     return patch
 
 
+def maybe_dynamic(tensor: Tensor, dim: int) -> None:
+    """Compile a dimension of a tensor as a variable where that can be; replace it if ``torch.compiler`` has this."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
 def safe_globals() -> set[str]:
     """Names that ``torch.load(weights_only=True)`` knows; replace it if ``torch.serialization`` lists its defaults."""
     return set(_get_allowed_globals())

@@ -282,3 +282,24 @@ def test_models_share_their_compilations():
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+def test_one_compilation_serves_all_numbers_of_rows_but_one():
+    compiled: list[int] = []
+
+    def backend(graph, inputs, **options):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    model, counts = tiny_model("llama-gqa"), []
+    layers = CompiledLayers(backend)
+    torch._dynamo.reset()
+    for rows in (3, 5, 2, 64, 1, 7):
+        ids = torch.randint(1, 90, (rows, 1))
+        with layers.installed(model), torch.no_grad():
+            found = model(ids).logits
+        counts.append(len(compiled))
+        assert torch.allclose(found, model(ids).logits, atol=1e-5)
+    first, one = counts[0], counts[4] - counts[0]
+    assert counts == [first] * 4 + [first + one] * 2
+    assert first > 0

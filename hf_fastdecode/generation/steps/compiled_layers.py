@@ -9,7 +9,7 @@ be left to one operator, which runs them concurrently.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import get_ident
@@ -26,6 +26,7 @@ from ..._compat import (
     FakeTensor,
     dynamic_module_integers,
     lookup_backend,
+    maybe_dynamic,
     register_backend,
     tensor_version,
     uncompiled_call,
@@ -192,7 +193,20 @@ def _in_this_thread(compiled: Callable[..., Any], layer: nn.Module, before: Any)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if get_ident() == ours:
+            _mark_rows((*args, *kwargs.values()))
             return compiled(layer, *args, **kwargs)
         return before(*args, **kwargs) if before else uncompiled_call(layer, *args, **kwargs)
 
     return call
+
+
+def _mark_rows(arguments: Iterable[Any]) -> None:
+    """Have the number of rows compiled as a variable, so that the second one needs no compilation of its own.
+
+    One row stays a constant: its products are of vectors, for which there is faster code.
+    """
+    for one in arguments:
+        if isinstance(one, Tensor) and one.ndim > 1 and len(one) > 1:
+            maybe_dynamic(one, 0)
+        elif isinstance(one, tuple):  # cosines and sines
+            _mark_rows(one)

@@ -181,11 +181,10 @@ def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[in
         smaller: Rows of the smaller one.
         steps_left: Maximum remaining steps.
         known: Sizes already captured.
-        compiled: Whether layers are compiled, which happens for the first size, for the second (then with dynamic
-            shapes), and for one row.
+        compiled: Whether layers are compiled, which happens once for one row and once for all other numbers of rows.
     """
     if smaller >= current or smaller in known:
         return smaller < current
-    compiles = compiled and (smaller == 1 or len(known - {1}) < 2)
+    compiles = compiled and (smaller == 1 or not known - {1})
     cost = _STEPS_OF_A_COMPILATION if compiles else _STEPS_OF_A_CAPTURE
     return steps_left * (current - smaller) > cost * (128 + _ROWS_OF_A_STEP)
