@@ -19,31 +19,20 @@ from .sampling import Sampling
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion.
+    """One completion."""
 
-    Attributes:
-        prompt: Index of the prompt.
-        sample: Index among the samples of its prompt.
-        text: Without special tokens, up to the stop string if one ended it.
-        tokens: Number of tokens drawn, with the one that ended it.
-        mean_logp: Mean over these tokens of the natural log of the model's own probability: at temperature 1, before
-            top-p and top-k.
-        finish: ``stop`` (an end token or a stop string), or ``length``.
-    """
-
-    prompt: int
-    sample: int
-    text: str
-    tokens: int
-    mean_logp: float
-    finish: str
+    prompt: int  # its index
+    sample: int  # its index among those of the prompt
+    text: str  # without special tokens, up to the stop string if one ended it
+    tokens: int  # drawn, with the one that ended it
+    mean_logp: float  # natural log of the model's own probabilities: before temperature, top-p and top-k
+    finish: str  # "stop" (an end token or a stop string), or "length"
 
 
 def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
 
-    Raises:
-        InputError: A prompt has no tokens, one that the model does not know, or no room for the completion.
+    An InputError for a prompt without tokens, with one that the model does not know, or without room for a completion.
     """
     # The error names a prompt that is too long, so the tokenizer need not warn of it.
     ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
@@ -74,18 +63,10 @@ def draw(
     tokenizer: Any = None,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> Drawn:
-    """Draw samples of prompts, and keep the cache.
+    """Draw samples of prompts from `encode`, and keep the cache.
 
-    Args:
-        model: A causal language model, enabled or not.
-        inputs: The prompts, from `encode`.
-        sampling: What to draw.
-        stop: Strings that end a completion; they need the tokenizer.
-        tokenizer: The model's tokenizer.
-        on_step: Called at each step with the number of tokens drawn before it.
-
-    Raises:
-        InputError: The rows do not fit into memory, or the model's logits are not finite.
+    Stop strings need the tokenizer. `on_step` is called at each step with the number of tokens drawn before it. An
+    InputError where rows do not fit into memory, or logits are not finite.
     """
     options: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:

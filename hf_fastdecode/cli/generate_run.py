@@ -17,17 +17,11 @@ from .sampling import Sampling
 
 @dataclass(frozen=True)
 class Generated:
-    """Completions of a call.
+    """Completions of a call."""
 
-    Attributes:
-        completions: The samples of the first prompt, then those of the next.
-        seconds: Time of the `generate` call, without loading the model.
-        report: Which path ran and why; None for stock transformers.
-    """
-
-    completions: list[Completion]
-    seconds: float
-    report: Report | None
+    completions: list[Completion]  # the samples of the first prompt, then those of the next
+    seconds: float  # of the `generate` call, without loading the model
+    report: Report | None  # which path ran and why; None for stock transformers
 
 
 def run_generate(

@@ -40,15 +40,6 @@ def judge(
     same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
     each of these samples, in their order, and then one for each other sample that it had.
 
-    Args:
-        tasks: The samples' tasks.
-        samples: In any order.
-        path: The file.
-        sandbox: Where programs run.
-        limits: Limits of a program; by default those of its language.
-        workers: Programs at a time; by default one per CPU.
-        progress: Show a bar.
-
     Returns:
         A verdict per sample, in their order.
 

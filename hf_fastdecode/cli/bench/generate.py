@@ -165,10 +165,7 @@ def check_ways(ways: Sequence[str], known: Collection[str]) -> None:
 def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device) -> None:
     """Refuse models whose config cannot be read, cases longer than their model, and large shapes on a CPU.
 
-    Args:
-        cases: What is measured.
-        device: The device as it was asked for: a large shape runs on a CPU only if that was named.
-        place: The device that it is.
+    A large shape runs on a CPU only if that was named as the device, which `place` then is.
     """
     for shape in dict.fromkeys(case.shape for case in cases):
         if shape not in SHAPES and Path(shape).expanduser().is_file():

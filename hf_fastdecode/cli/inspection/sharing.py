@@ -27,50 +27,31 @@ _SHOWN: Final = 3  # of these, the longest that the model takes; the shortest wh
 
 @dataclass(frozen=True)
 class Measurement:
-    """One context length and number of samples.
+    """One context length and number of samples."""
 
-    Attributes:
-        context: Tokens that the samples share.
-        kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
-        step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6), if it
-            has no window; None where layers differ in heads.
-        step_bytes: Bytes of keys and values that all layers read in that step.
-        stock_reason: Why such a call runs stock, or None when it shares.
-        note: What else is to be known of such a call, or None.
-    """
-
-    context: int
+    context: int  # tokens that the samples share
     samples: int
-    kv_bytes: StockShared
-    step_elements: StockShared | None
-    step_bytes: StockShared
-    stock_reason: str | None
-    note: str | None
+    kv_bytes: StockShared  # at the end, when every row has its new tokens
+    step_elements: StockShared | None  # of K in a layer without a window, halfway: Bifurcated attention, eqs. 5 and 6
+    step_bytes: StockShared  # of keys and values that all layers read in that step
+    stock_reason: str | None  # why such a call runs stock
+    note: str | None  # what else is to be known of it
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Sizes with and without sharing, of one model.
-
-    Attributes:
-        bytes_per_token: Bytes of one token's keys and values, in all layers.
-        max_positions: Most tokens in a row, or None.
-        new_tokens: Tokens that each row adds.
-        can_share: Whether calls with this model can share context; None when that could not be found out.
-        reason: Why it cannot, or why that is unknown; empty when it can.
-        rows: For each context, each number of samples.
-    """
+    """Sizes with and without sharing, of one model."""
 
     model: str
     model_type: str
     sizes: KVSizes
     dtype: str
-    bytes_per_token: int
-    max_positions: int | None
-    new_tokens: int
-    can_share: bool | None
-    reason: str
-    rows: list[Measurement]
+    bytes_per_token: int  # of keys and values, in all layers
+    max_positions: int | None  # most tokens in a row
+    new_tokens: int  # of each row
+    can_share: bool | None  # None when that could not be found out
+    reason: str  # why it cannot, or why that is unknown
+    rows: list[Measurement]  # for each context, each number of samples
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionaries, with bytes as integers and ratios beside them."""

@@ -32,22 +32,8 @@ def generate_samples(
     """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
     An interrupted run loses the unit under way. Started again, it draws the same samples as an uninterrupted run on
-    the same device and versions.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer, padding on the left.
-        tasks: The run's tasks.
-        form: Writes the prompts.
-        settings: The run's settings.
-        folder: Where its files go.
-        shard: Which part of the units to draw.
-        provenance: See `claim_folder`.
-        progress: Show a bar.
-
-    Raises:
-        InputError: The folder belongs to another run, another process draws the same part, or the rows of a call do
-            not fit into memory.
+    the same device and versions. An InputError where the folder belongs to another run, another process draws the same
+    part, or the rows of a call do not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
     ids = [task.task_id for task in tasks]

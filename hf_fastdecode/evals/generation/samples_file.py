@@ -85,15 +85,10 @@ WHOLE = Shard()
 def open_samples(
     folder: Path, shard: Shard, units: Sequence[Unit], task_ids: Sequence[str]
 ) -> Iterator[tuple[JsonlWriter, list[Unit]]]:
-    """Open a process's file to append samples to.
+    """A process's file to append samples to, and the units of which the run's files lack samples.
 
-    Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones.
-
-    Yields:
-        The file, and the units of which the run's files lack samples.
-
-    Raises:
-        InputError: Another process writes to the file.
+    Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones. An InputError
+    where another process writes to the file.
     """
     path = folder / shard.file_name
     with exclusive(path, _held(path)):
@@ -134,9 +129,8 @@ def _places(unit: Unit, task_ids: Sequence[str]) -> list[tuple[Any, Any]]:
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
     """The samples of a run, `n` for each task, ordered by task and index; files of shards are merged into one.
 
-    Raises:
-        InputError: There are none, shards have not drawn all of theirs, or two files hold different samples of the
-            same number.
+    An InputError where there are none, shards have not drawn all of theirs, or two files hold different samples of
+    the same number.
     """
     files = sample_files(folder)
     samples: dict[tuple[str, int], Sample] = {}

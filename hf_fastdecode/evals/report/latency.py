@@ -24,10 +24,6 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
 
     The column ``way`` is ``stock``, ``shared``, or ``shared:MODE`` where a mode was asked for by name. Where two ways
     ran in the same mode, the later row that has numbers counts.
-
-    Raises:
-        InputError: A required column is missing (way, mode, n, device, last_sample_s), a value is not of its
-            column's kind, two rows are of the same measurement, or rows are of different models or tasks.
     """
     try:
         reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))

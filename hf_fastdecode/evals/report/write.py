@@ -22,11 +22,7 @@ CURVE: Final = "curve.csv"
 
 
 def write_report(found: Report, folder: Path) -> list[Path]:
-    """Write metrics.json, curve.csv, the pictures and report.html into a folder.
-
-    Each is written under a temporary name and renamed, so that an interruption leaves the old ones. The folder is made
-    if need be. Returns the files written.
-    """
+    """Write metrics.json, curve.csv, the pictures and report.html into a folder, and return their paths."""
     pictures: dict[str, Path] = {}
     for name, file, draw in (
         ("accuracy against latency", AGAINST_LATENCY, draw_against_latency),

@@ -39,23 +39,12 @@ def score(
     workers: int | None = None,
     progress: bool = True,
 ) -> list[Verdict]:
-    """Run samples on their tasks' tests.
+    """Run samples on their tasks' tests, by task id; a verdict per sample, in their order.
 
     Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
     runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
     the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
     Otherwise the status ``sandbox_error`` remains: it says nothing about the program.
-
-    Args:
-        tasks: By task id.
-        samples: In any order.
-        sandbox: From `hf_fastdecode.evals.sandbox.choose`.
-        limits: Limits of a program; by default those of its language.
-        workers: Programs at a time; by default one per CPU.
-        progress: Show a tqdm bar.
-
-    Returns:
-        A verdict per sample, in their order.
 
     Raises:
         ValueError: A sample's task is not among the tasks, or has tests that cannot be run.
