@@ -1,20 +1,29 @@
-"""Drawing completions with `model.generate`, their log-probabilities, and their texts."""
+"""Drawing completions with `model.generate`: whether they fit into memory, their log-probabilities and texts."""
 
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import torch
 from torch import Tensor
+
+from hf_fastdecode.api import enabled, explain
+from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.generation.report import Report
 
 from ..errors import InputError
 from ..measurement import draw as measurement
-from ..measurement.draw import Drawn, continuation, memory_and_logit_errors
+from ..measurement.draw import Drawn, continuation, end_tokens_of, memory_and_logit_errors
 from ..model_names import max_positions
-from .memory import memory_error
+from .console import bytes_text
 from .sampling import Sampling
+
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,8 @@ def draw(
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
     rows = len(inputs["input_ids"]) * sampling.n
-    with memory_and_logit_errors(model, lambda: memory_error(rows, sampling, model.device)):
+    too_large = f"{_rows(rows, sampling)} do not fit in the memory of {model.device}; lower --n or --max-new-tokens"
+    with memory_and_logit_errors(model, lambda: InputError(too_large)):
         return measurement.draw(
             model,
             inputs,
@@ -131,3 +141,101 @@ def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Seq
     if stop and stopped(length):
         return bisect.bisect_left(range(length), True, key=stopped), "stop"
     return length, "stop" if ended else "length"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Completions of a call."""
+
+    completions: list[Completion]  # the samples of the first prompt, then those of the next
+    seconds: float  # of the `generate` call, without loading the model
+    report: Report | None  # which path ran and why; None for stock transformers
+
+
+def run_generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    options: Mapping[str, str | bool] | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Generated:
+    """Draw completions with the model enabled with `options` for this call, or with stock transformers for None."""
+    inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
+    check_memory(model, inputs["input_ids"], sampling, shared=options is not None)
+    how: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
+    if options is None:
+        drawn, report = draw(model, inputs, sampling, **how), None
+    else:
+        with enabled(model, **options):
+            drawn, report = draw(model, inputs, sampling, **how), explain(model)
+    completions = read_completions(drawn, tokenizer, sampling, end_tokens=end_tokens_of(model), stop=stop)
+    return Generated(completions, drawn.total_s, report)
+
+
+def completion_heading(completion: Completion) -> str:
+    """One line that stands before a completion's text."""
+    return (
+        f"--- prompt {completion.prompt}, sample {completion.sample}: {_count(completion.tokens, 'token')}, "
+        f"mean log-p {completion.mean_logp:.3f}, ended by {completion.finish}"
+    )
+
+
+def summary(generated: Generated, *, machine: str, dtype: str) -> str:
+    """One line about a `generate` call."""
+    tokens = sum(completion.tokens for completion in generated.completions)
+    call = generated.report.last_call if generated.report is not None else None
+    path = "stock transformers, as asked" if call is None else f"{call.path} ({call.reason})"
+    return (
+        f"{_count(len(generated.completions), 'completion')}, {_count(tokens, 'token')} in {generated.seconds:.2f} s; "
+        f"{path}; {dtype}, {machine}"
+    )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: bool) -> None:
+    """Refuse rows that the memory cannot hold.
+
+    On a GPU only what the first step takes is counted, since rows that end early make room. On the CPU all keys and
+    values count: there the system ends a process that takes too much, without an error. `input_ids` are
+    ``[prompts, length]``; with `shared`, prompts are stored once.
+    """
+    prompts, length = input_ids.shape
+    rows = prompts * sampling.n
+    needed = rows * (8 * (length + sampling.max_new_tokens) + 4 * vocabulary_of(model))  # ids, and float32 logits
+    if model.device.type == "cpu":
+        needed += _kv_bytes(model, prompts, length, sampling, shared)
+    if needed > (memory := _memory(model.device)):
+        raise InputError(
+            f"{_rows(rows, sampling)} need up to {bytes_text(needed)} of memory, {model.device} has "
+            f"{bytes_text(memory)}; lower --n or --max-new-tokens"
+        )
+
+
+def _rows(rows: int, sampling: Sampling) -> str:
+    return f"{rows:,} completion{'' if rows == 1 else 's'} of up to {sampling.max_new_tokens:,} tokens"
+
+
+def _kv_bytes(model: Any, prompts: int, length: int, sampling: Sampling, shared: bool) -> int:
+    try:
+        shape = KVSizes.from_config(model.config)
+    except ValueError:  # not a cache of keys and values alone
+        return 0
+    stored = shape.kv_bytes(sampling.n, length, sampling.max_new_tokens, model.dtype.itemsize)
+    return prompts * (stored.shared if shared else stored.stock)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that there are, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return total

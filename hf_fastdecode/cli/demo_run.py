@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,8 @@ from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
 from ..measurement.draw import Drawn, end_tokens_of
-from .completions import Completion, draw, encode, read_completions
+from .completions import Completion, check_memory, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
-from .memory import check_memory
 from .sampling import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
@@ -85,14 +83,7 @@ class Demo:
         return sum(candidate.count for candidate in self.candidates if candidate.passed)
 
 
-def run_demo(
-    model: Any,
-    tokenizer: Any,
-    task: Task,
-    sampling: Sampling,
-    *,
-    shots: int,
-) -> Demo:
+def run_demo(model: Any, tokenizer: Any, task: Task, sampling: Sampling, *, shots: int) -> Demo:
     """Draw the same completions twice, compare them, rank them and run the task's tests on them."""
     inputs = encode(model, tokenizer, [few_shot_prompt(task, shots)], sampling.max_new_tokens)
     check_memory(model, inputs["input_ids"], sampling, shared=False)
@@ -192,7 +183,7 @@ def _rank(completions: Sequence[Completion], task: Task) -> tuple[list[Candidate
             Sample(known.task_id, index, completion.text.partition(DONE)[0])
             for index, completion in enumerate(distinct)
         ]
-        found = score({known.task_id: known}, samples, sandbox=choose(), progress=sys.stderr.isatty())
+        found = score({known.task_id: known}, samples, sandbox=choose())
     except SandboxError as error:
         not_tested = str(error)
     candidates = [

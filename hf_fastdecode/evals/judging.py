@@ -32,7 +32,6 @@ def judge(
     sandbox: Sandbox,
     limits: Limits | None = None,
     workers: int | None = None,
-    progress: bool = True,
 ) -> list[Verdict]:
     """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
 
@@ -60,7 +59,7 @@ def judge(
             initial=len(samples) - len(left),
             desc="score",
             unit="sample",
-            disable=None if progress else True,
+            disable=None,
         )
         with bar, JsonlWriter(path) as file:
             for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):

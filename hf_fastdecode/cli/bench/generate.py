@@ -31,7 +31,7 @@ from ..options import (
     Trees,
     points,
 )
-from .report import chosen, find_device, report, show_cases
+from .report import chosen, find_device, measured, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -143,15 +143,12 @@ def run_generate(
     with exit_on_interrupt():
         from ...bench.generate.measure import GenerateBench
         from ...bench.generate.ways import find_way
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
 
     with bad_input():
         for way in ways:  # numbers that options of ways cannot be, which takes torch to know
             find_way(way)
     bench = GenerateBench(device, repeats=repeats, check=check)
-    where = provenance(device, backend=backend_of_environment())
-    return run(cases, ways, bench.measure, provenance=where, out=out)
+    return measured(cases, ways, bench.measure, device, out, backend=backend_of_environment())
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> None:

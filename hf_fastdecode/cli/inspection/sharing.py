@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
-from hf_fastdecode.cache.layout import Store
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
@@ -22,6 +21,7 @@ from ...model_names import max_positions
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
 _PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made
+_HEADS: Final = ("query_heads", "kv_heads", "head_dim", "group_size", "attention")
 _SHOWN: Final = 3  # of these, the longest that the model takes; the shortest where it sets no bound
 
 
@@ -67,13 +67,7 @@ class Sharing:
         """Layers and heads; where layers differ in heads, each kind of layer beside nulls."""
         sizes = self.sizes
         alike = sizes.alike
-        heads = {
-            "query_heads": alike and alike.query_heads,
-            "kv_heads": alike and alike.kv_heads,
-            "head_dim": alike and alike.head_dim,
-            "group_size": alike and alike.group_size,
-            "attention": alike and alike.attention,
-        }
+        heads = {name: alike and getattr(alike, name) for name in _HEADS}
         windows = {"local_layers": sizes.local_layers, "window": sizes.window, "chunked": sizes.chunked}
         differ = {} if alike else {"kinds": [asdict(one) | {"layers": n} for one, n in Counter(sizes.stores).items()]}
         return {"layers": sizes.layers} | heads | windows | differ
@@ -102,12 +96,13 @@ def count_sharing(
     for context in contexts or _default_contexts(limit, new_tokens):
         for count in samples:
             halfway = new_tokens // 2
+            elements = None if alike is None else memory_io(alike.kv_heads, alike.head_dim, count, context, halfway)
             rows.append(
                 Measurement(
                     context=context,
                     samples=count,
                     kv_bytes=sizes.kv_bytes(count, context, new_tokens, dtype.itemsize),
-                    step_elements=_step_elements(alike, count, context, halfway),
+                    step_elements=elements,
                     step_bytes=sizes.step_bytes(count, context, halfway, dtype.itemsize),
                     stock_reason=reason
                     if can_share is False
@@ -151,10 +146,6 @@ def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:
     return [context for context in _CONTEXTS if context + new_tokens <= limit][-_SHOWN:] or [
         max(1, limit - new_tokens)
     ]
-
-
-def _step_elements(alike: Store | None, samples: int, context: int, decoded: int) -> StockShared | None:
-    return None if alike is None else memory_io(alike.kv_heads, alike.head_dim, samples, context, decoded)
 
 
 def _stock_reason(config: Any, sizes: KVSizes, context: int, new_tokens: int, samples: int) -> str | None:

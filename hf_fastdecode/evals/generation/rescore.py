@@ -31,8 +31,6 @@ def rescore_samples(
     tasks: Sequence[Task],
     samples: Sequence[Sample],
     out: Path,
-    *,
-    progress: bool = True,
 ) -> None:
     """Write samples with the model's own log-probabilities, see `rescored`.
 
@@ -49,7 +47,7 @@ def rescore_samples(
     with JsonlWriter(journal) as file:
         if not lines:
             file.write([head])
-        for task in tqdm(tasks, desc="rescore", unit="task", disable=None if progress else True):
+        for task in tqdm(tasks, desc="rescore", unit="task", disable=None):
             own = [sample for sample in samples if sample.task_id == task.task_id]
             if all((sample.task_id, sample.index) in kept for sample in own):
                 continue

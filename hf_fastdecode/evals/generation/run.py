@@ -27,7 +27,6 @@ def generate_samples(
     *,
     shard: Shard = WHOLE,
     provenance: dict[str, Any] | None = None,
-    progress: bool = True,
 ) -> int:
     """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
@@ -49,7 +48,7 @@ def generate_samples(
             initial=_samples(own) - todo,
             desc="samples",
             unit="sample",
-            disable=None if progress else True,
+            disable=None,
         )
         for unit in left:
             chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from types import TracebackType
 from typing import Protocol, Self
 
 from ..records import Status, Task
@@ -54,9 +53,7 @@ class Runner(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *raised: object) -> None: ...
 
 
 @dataclass(frozen=True)

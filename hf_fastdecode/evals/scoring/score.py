@@ -18,12 +18,7 @@ from .javascript import JAVASCRIPT
 from .python import PYTHON
 from .runner import BrokenServerError, LanguageSupport, Result, Runner
 
-LANGUAGES: Final[dict[Language, LanguageSupport]] = {
-    "python": PYTHON,
-    "java": JAVA,
-    "javascript": JAVASCRIPT,
-}
-
+LANGUAGES: Final[dict[Language, LanguageSupport]] = {"python": PYTHON, "java": JAVA, "javascript": JAVASCRIPT}
 
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 
@@ -61,7 +56,7 @@ def score(
     for task_id in sorted({task_id for task_id, _ in programs}):
         LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
     board = _Board(tasks, sandbox, limits)
-    with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
+    with tqdm(total=len(programs), desc="score", unit="program", disable=None if progress else True) as bar:
         results = board.check(list(programs), workers or usable_cpus(), bar.update)
     doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
     results |= board.check_alone(doubtful)

@@ -15,7 +15,7 @@ from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
 from hf_fastdecode.errors import InputError
 
 from ...files import Record, parse_records, read_bytes
-from ..records import Language, Task
+from ..records import Task
 from .published import difference, hub_records
 from .readers import apps_task, mbpp_task, mbxp_task, recognised
 
@@ -151,11 +151,6 @@ class TaskSet:
     tasks: tuple[Task, ...]  # the chosen ones, in the source's order; at least one
     examples: tuple[Task, ...] = ()  # solved, for few-shot prompts; none of them is in the default split
     note: str = ""  # a line for people where the data is not the published one
-
-    @property
-    def language(self) -> Language:
-        """The language of all tasks."""
-        return self.tasks[0].language
 
     @cached_property
     def digest(self) -> str:
