@@ -103,12 +103,9 @@ class PairRunner(ABC):
         return peer
 
     def _tested(self, program: Sequence[bytes | str], tests: Sequence[bytes | str]) -> Result:
-        """Load a program in a new process and run tests on it.
+        """Load a program in a new process and run tests on it; both are messages, the tests without their nonce.
 
-        Args:
-            program: The first message to the candidate, which answers ``ready``, or ``compile``, ``memory`` or
-                ``error`` and a text.
-            tests: The message to the server; a nonce is added to it.
+        The candidate answers ``ready``, or ``compile``, ``memory`` or ``error`` and a text.
         """
         candidate = self._start("candidate", self._limits)
         with candidate.process:
