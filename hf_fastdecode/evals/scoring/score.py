@@ -34,7 +34,7 @@ def score(
     workers: int | None = None,
     progress: bool = True,
 ) -> list[Verdict]:
-    """Run samples on their tasks' tests, by task id; a verdict per sample, in their order.
+    """Run samples on the tests of their tasks, which are given by id; returns a verdict per sample, in their order.
 
     Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
     runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
