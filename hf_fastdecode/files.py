@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
 
 from .errors import InputError
@@ -33,12 +32,7 @@ def partial_of(path: Path) -> Path:
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
     """Have a file written under a temporary name and rename it; when this returns, the disk has it.
 
-    Args:
-        path: The file; its folder is made if need be. If it is a link, what it names is replaced, not the link.
-        write: Writes to the path that it is given.
-
-    Returns:
-        `path`.
+    Its folder is made if need be. If it is a link, what it names is replaced, not the link.
     """
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,12 +75,8 @@ def write_json(path: Path, content: Any, indent: int = 1) -> Path:
 def exclusive(path: Path, held: Exception | None) -> Iterator[None]:
     """Keep other processes and threads away from a file or folder, as far as they use this function too.
 
-    Of a file, a hidden one beside it is locked, which stays: removing it could let two processes hold it at once. On
-    a file system without locks nothing is locked.
-
-    Args:
-        path: The file or folder; the folder of a file is made if need be.
-        held: Raised if another process or thread holds it; None waits for it.
+    Where one holds it, `held` is raised; None waits for it. Of a file, a hidden one beside it is locked, which stays:
+    removing it could let two processes hold it at once. On a file system without locks nothing is locked.
     """
     if os.name != "posix":
         yield
@@ -114,11 +104,7 @@ def exclusive(path: Path, held: Exception | None) -> Iterator[None]:
 
 
 def json_lines(records: Iterable[Any], *, ascii_only: bool = False) -> str:
-    """Mappings or dataclasses as JSON objects, one per line.
-
-    Raises:
-        ValueError: A number is NaN or infinite, which JSON does not have.
-    """
+    """Mappings or dataclasses as JSON objects, one per line; a ValueError for a number that is NaN or infinite."""
     lines = (record if isinstance(record, Mapping) else asdict(record) for record in records)
     return "".join(json.dumps(line, ensure_ascii=ascii_only, allow_nan=False) + "\n" for line in lines)
 
@@ -126,13 +112,8 @@ def json_lines(records: Iterable[Any], *, ascii_only: bool = False) -> str:
 class JsonlWriter:
     """Appends JSON objects to a file, one per line; a context manager.
 
-    A last line that an interruption cut off is removed first, so that no line is appended to it.
-
-    Args:
-        path: The file; it is made, with its folder, if need be.
-
-    Raises:
-        InputError: The file ends in something other than a JSON object; it is left as it is.
+    A last line that an interruption cut off is removed first, so that no line is appended to it. A file that ends in
+    something other than a JSON object is left as it is, with an InputError.
     """
 
     def __init__(self, path: Path):
@@ -152,8 +133,7 @@ class JsonlWriter:
     def write(self, records: Iterable[Any]) -> None:
         """Append a batch of mappings or dataclasses; when this returns, the disk has it.
 
-        Raises:
-            ValueError: A number is NaN or infinite; nothing of the batch is written.
+        A number that is NaN or infinite is a ValueError; nothing of the batch is written.
         """
         self._file.write(json_lines(records).encode("utf-8", errors="backslashreplace"))
         self._file.flush()
@@ -162,9 +142,7 @@ class JsonlWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._file.close()
 
 
@@ -184,8 +162,7 @@ def _start_of_last_line(file: BinaryIO) -> int:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of `JsonlWriter`; empty lines and a last line that was cut off are skipped.
 
-    Raises:
-        InputError: Another line is not a JSON object.
+    Another line that is not a JSON object is an InputError.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -208,22 +185,13 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object that others wrote.
-
-    Attributes:
-        fields: Its fields.
-        place: File and line, or position in the array, for errors.
-    """
+    """A JSON object that others wrote."""
 
     fields: dict[str, Any]
-    place: str
+    place: str  # file and line, or position in the array, for errors
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string field, or the default where it is missing or null; without a default it is required.
-
-        Raises:
-            InputError: It is missing, or not a string.
-        """
+        """A string field, or the default where it is missing or null; else an InputError."""
         value = self.fields.get(name)
         if value is None and default is not None:
             return default
@@ -251,11 +219,7 @@ class Record:
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content, decompressed if its name ends in `.gz`.
-
-    Raises:
-        InputError: It cannot be read, or is not gzipped.
-    """
+    """A file's content, decompressed if its name ends in `.gz`."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
@@ -268,11 +232,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_records(content: bytes, path: Path) -> list[Record]:
-    """The records of a file that others wrote: one array if it begins with a bracket, else one object per line.
-
-    Raises:
-        InputError: It is not UTF-8, not JSON, holds something other than objects, or nothing.
-    """
+    """The records of a file that others wrote: one array if it begins with a bracket, else one object per line."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

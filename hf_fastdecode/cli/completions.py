@@ -1,49 +1,47 @@
-"""Drawing completions with `model.generate`, their log-probabilities, and their texts."""
+"""Drawing completions with `model.generate`: whether they fit into memory, their log-probabilities and texts."""
 
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+import torch
 from torch import Tensor
+
+from hf_fastdecode.api import enabled, explain
+from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.generation.report import Report
 
 from ..errors import InputError
 from ..measurement import draw as measurement
-from ..measurement.draw import Drawn, continuation, memory_and_logit_errors
+from ..measurement.draw import Drawn, continuation, end_tokens_of, memory_and_logit_errors
 from ..model_names import max_positions
-from .memory import memory_error
+from .console import bytes_text
 from .sampling import Sampling
+
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion.
+    """One completion."""
 
-    Attributes:
-        prompt: Index of the prompt.
-        sample: Index among the samples of its prompt.
-        text: Without special tokens, up to the stop string if one ended it.
-        tokens: Number of tokens drawn, with the one that ended it.
-        mean_logp: Mean over these tokens of the natural log of the model's own probability: at temperature 1, before
-            top-p and top-k.
-        finish: ``stop`` (an end token or a stop string), or ``length``.
-    """
-
-    prompt: int
-    sample: int
-    text: str
-    tokens: int
-    mean_logp: float
-    finish: str
+    prompt: int  # its index
+    sample: int  # its index among those of the prompt
+    text: str  # without special tokens, up to the stop string if one ended it
+    tokens: int  # drawn, with the one that ended it
+    mean_logp: float  # natural log of the model's own probabilities: before temperature, top-p and top-k
+    finish: str  # "stop" (an end token or a stop string), or "length"
 
 
 def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
 
-    Raises:
-        InputError: A prompt has no tokens, one that the model does not know, or no room for the completion.
+    An InputError for a prompt without tokens, with one that the model does not know, or without room for a completion.
     """
     # The error names a prompt that is too long, so the tokenizer need not warn of it.
     ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
@@ -74,18 +72,10 @@ def draw(
     tokenizer: Any = None,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> Drawn:
-    """Draw samples of prompts, and keep the cache.
+    """Draw samples of prompts from `encode`, and keep the cache.
 
-    Args:
-        model: A causal language model, enabled or not.
-        inputs: The prompts, from `encode`.
-        sampling: What to draw.
-        stop: Strings that end a completion; they need the tokenizer.
-        tokenizer: The model's tokenizer.
-        on_step: Called at each step with the number of tokens drawn before it.
-
-    Raises:
-        InputError: The rows do not fit into memory, or the model's logits are not finite.
+    Stop strings need the tokenizer. `on_step` is called at each step with the number of tokens drawn before it. An
+    InputError where rows do not fit into memory, or logits are not finite.
     """
     options: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
@@ -98,7 +88,8 @@ def draw(
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
     rows = len(inputs["input_ids"]) * sampling.n
-    with memory_and_logit_errors(model, lambda: memory_error(rows, sampling, model.device)):
+    too_large = f"{_rows(rows, sampling)} do not fit in the memory of {model.device}; lower --n or --max-new-tokens"
+    with memory_and_logit_errors(model, lambda: InputError(too_large)):
         return measurement.draw(
             model,
             inputs,
@@ -150,3 +141,101 @@ def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Seq
     if stop and stopped(length):
         return bisect.bisect_left(range(length), True, key=stopped), "stop"
     return length, "stop" if ended else "length"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Completions of a call."""
+
+    completions: list[Completion]  # the samples of the first prompt, then those of the next
+    seconds: float  # of the `generate` call, without loading the model
+    report: Report | None  # which path ran and why; None for stock transformers
+
+
+def run_generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    options: Mapping[str, str | bool] | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Generated:
+    """Draw completions with the model enabled with `options` for this call, or with stock transformers for None."""
+    inputs = encode(model, tokenizer, prompts, sampling.max_new_tokens)
+    check_memory(model, inputs["input_ids"], sampling, shared=options is not None)
+    how: dict[str, Any] = {"stop": stop, "tokenizer": tokenizer, "on_step": on_step}
+    if options is None:
+        drawn, report = draw(model, inputs, sampling, **how), None
+    else:
+        with enabled(model, **options):
+            drawn, report = draw(model, inputs, sampling, **how), explain(model)
+    completions = read_completions(drawn, tokenizer, sampling, end_tokens=end_tokens_of(model), stop=stop)
+    return Generated(completions, drawn.total_s, report)
+
+
+def completion_heading(completion: Completion) -> str:
+    """One line that stands before a completion's text."""
+    return (
+        f"--- prompt {completion.prompt}, sample {completion.sample}: {_count(completion.tokens, 'token')}, "
+        f"mean log-p {completion.mean_logp:.3f}, ended by {completion.finish}"
+    )
+
+
+def summary(generated: Generated, *, machine: str, dtype: str) -> str:
+    """One line about a `generate` call."""
+    tokens = sum(completion.tokens for completion in generated.completions)
+    call = generated.report.last_call if generated.report is not None else None
+    path = "stock transformers, as asked" if call is None else f"{call.path} ({call.reason})"
+    return (
+        f"{_count(len(generated.completions), 'completion')}, {_count(tokens, 'token')} in {generated.seconds:.2f} s; "
+        f"{path}; {dtype}, {machine}"
+    )
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: bool) -> None:
+    """Refuse rows that the memory cannot hold.
+
+    On a GPU only what the first step takes is counted, since rows that end early make room. On the CPU all keys and
+    values count: there the system ends a process that takes too much, without an error. `input_ids` are
+    ``[prompts, length]``; with `shared`, prompts are stored once.
+    """
+    prompts, length = input_ids.shape
+    rows = prompts * sampling.n
+    needed = rows * (8 * (length + sampling.max_new_tokens) + 4 * vocabulary_of(model))  # ids, and float32 logits
+    if model.device.type == "cpu":
+        needed += _kv_bytes(model, prompts, length, sampling, shared)
+    if needed > (memory := _memory(model.device)):
+        raise InputError(
+            f"{_rows(rows, sampling)} need up to {bytes_text(needed)} of memory, {model.device} has "
+            f"{bytes_text(memory)}; lower --n or --max-new-tokens"
+        )
+
+
+def _rows(rows: int, sampling: Sampling) -> str:
+    return f"{rows:,} completion{'' if rows == 1 else 's'} of up to {sampling.max_new_tokens:,} tokens"
+
+
+def _kv_bytes(model: Any, prompts: int, length: int, sampling: Sampling, shared: bool) -> int:
+    try:
+        shape = KVSizes.from_config(model.config)
+    except ValueError:  # not a cache of keys and values alone
+        return 0
+    stored = shape.kv_bytes(sampling.n, length, sampling.max_new_tokens, model.dtype.itemsize)
+    return prompts * (stored.shared if shared else stored.stock)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that there are, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return total

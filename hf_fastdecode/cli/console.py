@@ -183,11 +183,7 @@ def forced_options() -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
-    """Within, transformers shows no progress bars and hf_fastdecode does not log warnings; undone on leaving.
-
-    Args:
-        warnings: Let transformers' warnings through.
-    """
+    """Within, transformers shows no progress bars and, unless `warnings`, no warnings; hf_fastdecode logs none."""
     with exit_on_interrupt():
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
         from transformers.utils import logging as transformers_logging

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,8 @@ from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
 from ..measurement.draw import Drawn, end_tokens_of
-from .completions import Completion, draw, encode, read_completions
+from .completions import Completion, check_memory, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
-from .memory import check_memory
 from .sampling import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
@@ -36,38 +34,23 @@ _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two `generate` calls.
+    """One of the two `generate` calls."""
 
-    Attributes:
-        path: ``stock`` or ``shared``.
-        reason: Why this path.
-        prompt_tokens: Tokens that went through the embedding layer until the logits of the first token.
-        kv_bytes: Bytes of the keys and values at the end of the call, with what is allocated for them.
-        first_token_s: Seconds until the logits of the first token.
-        total_s: Seconds of the call.
-    """
-
-    path: str
-    reason: str
-    prompt_tokens: int
-    kv_bytes: int
-    first_token_s: float
+    path: str  # "stock" or "shared"
+    reason: str  # why this path
+    prompt_tokens: int  # that went through the embedding layer until the logits of the first token
+    kv_bytes: int  # at the end of the call, with what is allocated for them
+    first_token_s: float  # until the logits of the first token
     total_s: float
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A distinct completion.
+    """A distinct completion."""
 
-    Attributes:
-        completion: One of the equal completions, the one with the highest mean log-probability.
-        count: How many samples have this text.
-        verdict: Outcome of the task's tests; None where they were not run.
-    """
-
-    completion: Completion
-    count: int
-    verdict: Verdict | None
+    completion: Completion  # of the equal ones, that with the highest mean log-probability
+    count: int  # samples with this text
+    verdict: Verdict | None  # of the task's tests; None where they were not run
 
     @property
     def passed(self) -> bool:
@@ -77,27 +60,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Demo:
-    """Results of the demo.
-
-    Attributes:
-        task: The task, in MBPP's schema.
-        shots: Solved examples in the prompt.
-        prompt_length: Tokens of the prompt.
-        steps: Tokens drawn per row, with padding behind the end.
-        drawn_tokens: Tokens of all completions, without that padding.
-        candidates: The distinct completions, best mean log-probability first.
-        not_tested: Why the tests were not run, with the remedy; empty where they were.
-    """
+    """Results of the demo."""
 
     task: Task
-    shots: int
+    shots: int  # solved examples in the prompt
     prompt_length: int
-    steps: int
-    drawn_tokens: int
+    steps: int  # tokens drawn per row, with padding behind the end
+    drawn_tokens: int  # of all completions, without that padding
     stock: Side
     shared: Side
-    candidates: list[Candidate]
-    not_tested: str
+    candidates: list[Candidate]  # best mean log-probability first
+    not_tested: str  # why the tests were not run, with the remedy; empty where they were
 
     @property
     def samples(self) -> int:
@@ -110,14 +83,7 @@ class Demo:
         return sum(candidate.count for candidate in self.candidates if candidate.passed)
 
 
-def run_demo(
-    model: Any,
-    tokenizer: Any,
-    task: Task,
-    sampling: Sampling,
-    *,
-    shots: int,
-) -> Demo:
+def run_demo(model: Any, tokenizer: Any, task: Task, sampling: Sampling, *, shots: int) -> Demo:
     """Draw the same completions twice, compare them, rank them and run the task's tests on them."""
     inputs = encode(model, tokenizer, [few_shot_prompt(task, shots)], sampling.max_new_tokens)
     check_memory(model, inputs["input_ids"], sampling, shared=False)
@@ -217,7 +183,7 @@ def _rank(completions: Sequence[Completion], task: Task) -> tuple[list[Candidate
             Sample(known.task_id, index, completion.text.partition(DONE)[0])
             for index, completion in enumerate(distinct)
         ]
-        found = score({known.task_id: known}, samples, sandbox=choose(), progress=sys.stderr.isatty())
+        found = score({known.task_id: known}, samples, sandbox=choose())
     except SandboxError as error:
         not_tested = str(error)
     candidates = [

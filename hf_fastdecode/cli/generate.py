@@ -103,7 +103,7 @@ def generate(
         texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
     with quiet_libraries(warnings=True):
         with exit_on_interrupt():
-            from .generate_run import completion_heading, run_generate, summary
+            from .completions import completion_heading, run_generate, summary
             from .models import load_model, machine
 
         place = pick_device(device)

@@ -27,14 +27,9 @@ def load_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     """A decoder-only model in eval mode and its tokenizer, which pads on the left.
 
     Sampling defaults that come with a checkpoint are dropped, its special tokens kept: what `generate` does is what
-    the command line says.
-
-    Args:
-        name: As for `load_config`, but not a config.json; or ``shape:`` and one of `SHAPES`: random weights, which are
-            as fast as trained ones, and the embedded tokenizer.
-        dtype: One of `DTYPES`, or ``auto``: float32 for the embedded model, of a shape bfloat16 on a GPU and float32
-            elsewhere, what the checkpoint says for others.
-        device: Where the parameters go.
+    the command line says. Names are those of `load_config`, but not a config.json; or ``shape:`` and one of `SHAPES`:
+    random weights, which are as fast as trained ones, and the embedded tokenizer. The dtype ``auto`` is float32 for
+    the embedded model, for a shape bfloat16 on a GPU and float32 elsewhere, what the checkpoint says for others.
     """
     check_dtype(dtype)
     if name.startswith(SHAPE):

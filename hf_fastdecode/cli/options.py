@@ -21,6 +21,14 @@ from .checks import check_enable_options
 HELP_NAMES: Final[dict[str, Any]] = {"help_option_names": ["-h", "--help"]}
 """Context settings of the apps."""
 
+
+def command_group() -> typer.Typer:
+    """An app for the commands of one subject, which come behind its name."""
+    return typer.Typer(
+        add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", context_settings=HELP_NAMES
+    )
+
+
 # Models
 MODEL: Final = "`embedded`, a folder, or an id on the Hugging Face Hub."
 Model = Annotated[str, typer.Option(help=MODEL)]

@@ -51,18 +51,13 @@ def lm_eval(context: typer.Context) -> None:
         hf-fastdecode lm-eval --tasks TASK --include_path FOLDER --batch_size 16 --log_samples --output_path results
         hf-fastdecode lm-eval ls tasks
     """
-    run_lm_eval(context.args)
-
-
-def run_lm_eval(words: Sequence[str]) -> None:
-    """Run lm-eval's command line with these words."""
     check_installed()
     with exit_on_interrupt():
         from lm_eval.__main__ import cli_evaluate
 
         from ..evals.harness import MODEL_NAME
     given = sys.argv
-    sys.argv = ["lm-eval", *with_model(words, MODEL_NAME)]
+    sys.argv = ["lm-eval", *with_model(context.args, MODEL_NAME)]
     try:
         cli_evaluate()
     finally:

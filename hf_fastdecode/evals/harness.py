@@ -22,16 +22,9 @@ MODEL_NAME: Final = "hf-fastdecode"
 class FastDecodeLM(HFLM):
     """lm-eval's `HFLM` with its model enabled: repeats share their prompt, and problems the examples in front of them.
 
-    Args:
-        pretrained: As for `HFLM`, or ``embedded``.
-        mode: As for `hf_fastdecode.enable`.
-        sampler: As for `hf_fastdecode.enable`.
-        reuse_prefix: As for `hf_fastdecode.enable`. By default on for batches of 1, whose calls have nothing else to
-            share.
-        arguments: Further arguments of `HFLM`.
-
-    Raises:
-        InputError: `mode`, `sampler` or `reuse_prefix` has a value that `hf_fastdecode.enable` refuses.
+    `pretrained` and further arguments are those of `HFLM`, or ``embedded``; `mode`, `sampler` and `reuse_prefix` those
+    of `hf_fastdecode.enable`, and a value that it refuses is an InputError. `reuse_prefix` is by default on for
+    batches of 1, whose calls have nothing else to share.
     """
 
     def __init__(

@@ -32,22 +32,12 @@ def judge(
     sandbox: Sandbox,
     limits: Limits | None = None,
     workers: int | None = None,
-    progress: bool = True,
 ) -> list[Verdict]:
     """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
 
     Existing lines are kept where program, tests, limits, the language's version and the meaning of verdicts are the
     same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
     each of these samples, in their order, and then one for each other sample that it had.
-
-    Args:
-        tasks: The samples' tasks.
-        samples: In any order.
-        path: The file.
-        sandbox: Where programs run.
-        limits: Limits of a program; by default those of its language.
-        workers: Programs at a time; by default one per CPU.
-        progress: Show a bar.
 
     Returns:
         A verdict per sample, in their order.
@@ -69,7 +59,7 @@ def judge(
             initial=len(samples) - len(left),
             desc="score",
             unit="sample",
-            disable=None if progress else True,
+            disable=None,
         )
         with bar, JsonlWriter(path) as file:
             for part in _parts(left, programs, _PROGRAMS_AT_ONCE * workers):

@@ -25,28 +25,16 @@ Mode = Literal["eager", "graph", "compile"]
 
 @dataclass(frozen=True)
 class Task:
-    """A programming task with tests.
+    """A programming task with tests."""
 
-    Attributes:
-        task_id: As published, e.g. ``"11"`` (MBPP), ``"MBJP/3"`` (MBXP), ``"HumanEval/0"``.
-        language: The program's language.
-        description: The task in English.
-        stem: Code that a completion continues, such as a signature and a docstring; empty where the completion is a
-            whole program (MBPP).
-        tests: Test code: asserts (MBPP), or one program that checks the entry point (MBXP, HumanEval).
-        entry_point: Name of the function under test; empty where the task does not name it.
-        setup: Code that runs before the tests: imports, test data.
-        reference: A completion that passes the tests, if one is published.
-    """
-
-    task_id: str
+    task_id: str  # as published, e.g. "11" (MBPP), "MBJP/3" (MBXP), "HumanEval/0"
     language: Language
-    description: str
-    stem: str
-    tests: tuple[str, ...]
-    entry_point: str = ""
-    setup: str = ""
-    reference: str | None = None
+    description: str  # in English
+    stem: str  # what a completion continues, such as a signature; empty where that is a whole program (MBPP)
+    tests: tuple[str, ...]  # asserts (MBPP), or one program that checks the entry point (MBXP, HumanEval)
+    entry_point: str = ""  # name of the function under test, if the task names it
+    setup: str = ""  # code that runs before the tests: imports, test data
+    reference: str | None = None  # a completion that passes the tests, if one is published
 
     def program(self, completion: str) -> str:
         """The program that a completion makes."""
@@ -57,22 +45,16 @@ class Task:
 class Sample:
     """A completion of a task.
 
-    Attributes:
-        task_id: The task's id.
-        index: Number of the sample among those of its task, from 0.
-        completion: The text that continues the task's stem, truncated by the stop rules of the prompt format.
-        tokens: Tokens that the log-probabilities are over; None where unknown.
-        sum_logp: Sum of the model's log-probabilities of these tokens (natural logarithm, before temperature and
-            nucleus); None where unknown.
-        sum_processed_logp: The same after temperature and nucleus, as the tokens were drawn; None where not asked for.
+    Log-probabilities are natural logarithms of the model's own probabilities, summed over `tokens` tokens; None where
+    unknown.
     """
 
     task_id: str
-    index: int
-    completion: str
+    index: int  # among the samples of its task, from 0
+    completion: str  # what continues the task's stem, truncated by the stop rules of the prompt format
     tokens: int | None = None
-    sum_logp: float | None = None
-    sum_processed_logp: float | None = None
+    sum_logp: float | None = None  # before temperature and nucleus
+    sum_processed_logp: float | None = None  # after them, as the tokens were drawn; None where not asked for
 
     @property
     def mean_logp(self) -> float | None:
@@ -84,22 +66,16 @@ class Sample:
 class Verdict:
     """The outcome of a sample's tests.
 
-    Attributes:
-        task_id: The sample's task.
-        index: The sample's number.
-        status: Outcome.
-        detail: One line for people: the exception, the limit that was hit; empty for ``pass``.
-        outputs: A hash of the program's answers to the tests, up to the first failed test: returned values, classes of
-            raised exceptions, and how arguments were changed. Equal for equal answers, such as 1 and 1.0; an object
-            that is not plain data, such as a generator, counts by what the tests learn from it. Empty where the
-            program was asked for nothing, such as one that does not load, where it met a limit, and for other
-            languages than Python.
+    `outputs` is a hash of the program's answers to the tests, up to the first failed test: returned values, classes of
+    raised exceptions, and how arguments were changed. It is equal for equal answers, such as 1 and 1.0; an object that
+    is not plain data, such as a generator, counts by what the tests learn from it. Empty where the program was asked
+    for nothing, such as one that does not load, where it met a limit, and for other languages than Python.
     """
 
     task_id: str
-    index: int
+    index: int  # the sample's
     status: Status
-    detail: str = ""
+    detail: str = ""  # one line for people: the exception, the limit that was hit; empty for a pass
     outputs: str = ""
 
     @property
@@ -114,42 +90,24 @@ class Latency:
 
     Times are medians (p50) over prompts, each timed once, or their 90th percentile where the name says so; NaN (an
     empty cell) where unknown. They are measured in runs of their own and say nothing about which samples pass.
-
-    Attributes:
-        way: ``shared`` (hf_fastdecode) or ``stock`` (transformers).
-        mode: How decode steps run.
-        n: Samples drawn at once.
-        device: Such as ``NVIDIA H200`` or ``x86_64 CPU, 2 threads``.
-        prefill_s: Seconds to the first token.
-        ms_per_step_p50: Milliseconds of a decode step.
-        ms_per_step_p90: The same, 90th percentile.
-        first_sample_s: Seconds from the call to the first finished sample.
-        median_sample_s: To the median finished sample.
-        last_sample_s: To the last one, when all can be ranked: what accuracy is set against.
-        first_sample_s_p90: 90th percentile over prompts.
-        median_sample_s_p90: 90th percentile over prompts.
-        last_sample_s_p90: 90th percentile over prompts.
-        peak_bytes: Highest memory in use; None where unknown.
-        runs: Prompts that were timed, after a warm-up.
-        status: ``ok``, or why there are no numbers, such as ``out of memory``.
     """
 
     way: Way
     mode: Mode
-    n: int
-    device: str
-    prefill_s: float = math.nan
+    n: int  # samples drawn at once
+    device: str  # such as NVIDIA H200, or x86_64 CPU, 2 threads
+    prefill_s: float = math.nan  # until the first token
     ms_per_step_p50: float = math.nan
     ms_per_step_p90: float = math.nan
-    first_sample_s: float = math.nan
+    first_sample_s: float = math.nan  # from the call until the first sample is finished
     median_sample_s: float = math.nan
-    last_sample_s: float = math.nan
+    last_sample_s: float = math.nan  # when all can be ranked: what accuracy is set against
     first_sample_s_p90: float = math.nan
     median_sample_s_p90: float = math.nan
     last_sample_s_p90: float = math.nan
-    peak_bytes: int | None = None
-    runs: int = 0
-    status: str = "ok"
+    peak_bytes: int | None = None  # of memory in use; None where unknown
+    runs: int = 0  # prompts that were timed, after a warm-up
+    status: str = "ok"  # or why there are no numbers, such as out of memory
 
 
 SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)

@@ -31,23 +31,16 @@ def sample_files(folder: Path) -> list[Path]:
 class Drawing:
     """How samples are drawn.
 
-    Attributes:
-        temperature: Divides the logits; 0 for greedy.
-        top_p: Draw from the smallest set of tokens of this probability; 1 is off.
-        max_new_tokens: Most tokens of a sample.
-        way: ``shared`` (hf_fastdecode) or ``stock``.
-        mode: As for `hf_fastdecode.enable`.
-        sampler: As for `hf_fastdecode.enable`.
-        processed: Gather log-probabilities after temperature and nucleus too. Samples are then drawn by transformers'
-            own sampler, from other random numbers than those of the sampling kernel.
+    With `processed`, log-probabilities after temperature and top-p are gathered too. Samples are then drawn by
+    transformers' own sampler, from other random numbers than those of the sampling kernel.
     """
 
-    temperature: float = 0.8
-    top_p: float = 0.95
-    max_new_tokens: int = 128
+    temperature: float = 0.8  # divides the logits; 0 is greedy
+    top_p: float = 0.95  # of the smallest set of tokens of this probability; 1 is off
+    max_new_tokens: int = 128  # of a sample
     way: Way = "shared"
-    mode: str = "auto"
-    sampler: str = "auto"
+    mode: str = "auto"  # as for `hf_fastdecode.enable`
+    sampler: str = "auto"  # as for `hf_fastdecode.enable`
     processed: bool = False
 
     def options(self) -> dict[str, Any]:
@@ -59,32 +52,18 @@ class Drawing:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides which samples a run draws, except versions.
+    """What decides which samples a run draws, except versions."""
 
-    Attributes:
-        model: Name or folder of the checkpoint.
-        weights: Digest of weights, config and tokenizer, see `hf_fastdecode.evals.generation.weights`.
-        dtype: The parameters' dtype.
-        device: Its type.
-        task: Name of the tasks.
-        prompts: Digest of task ids and prompts, in order, see `prompts_digest`.
-        format: Name of the prompt format.
-        n: Samples of each task.
-        seed: From which the seed of every call is derived.
-        rows: Most rows of a call, see `units_of`. Which rows share a call decides rounding and random numbers.
-        drawing: How samples are drawn.
-    """
-
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    task: str
-    prompts: str
-    format: str
-    n: int
-    seed: int
-    rows: int
+    model: str  # name or folder of the checkpoint
+    weights: str  # digest of weights, config and tokenizer: `generation.weights`
+    dtype: str  # of the parameters
+    device: str  # its type
+    task: str  # name of the tasks
+    prompts: str  # `prompts_digest`
+    format: str  # name of the prompt format
+    n: int  # samples of each task
+    seed: int  # from which that of every call is derived
+    rows: int  # most of a call: which rows share one decides rounding and random numbers
     drawing: Drawing = Drawing()
 
     def flat(self) -> dict[str, Any]:
@@ -101,14 +80,9 @@ def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) ->
 def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]) -> None:
     """Write the run's settings into its folder, which is made if need be, or check that it has the same ones.
 
-    Args:
-        folder: The run's folder.
-        settings: The run's settings.
-        provenance: Versions, which must not change within a run, and what else is kept for people.
-
-    Raises:
-        InputError: The folder holds a run with other settings or versions, settings that cannot be read, or samples
-            or verdicts without settings.
+    The provenance has versions, which must not change within a run, and what else is kept for people. An InputError
+    where the folder holds a run with other settings or versions, settings that cannot be read, or samples or verdicts
+    without settings.
     """
     path = folder / SETTINGS
     deciding = settings.flat() | {name: provenance[name] for name in _VERSIONS if name in provenance}
@@ -134,11 +108,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `claim_folder` wrote: the settings by name, a fingerprint and the provenance.
-
-    Raises:
-        InputError: The folder has none, or something else in their place.
-    """
+    """What `claim_folder` wrote: the settings by name, a fingerprint and the provenance; else an InputError."""
     path = folder / SETTINGS
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from hf_fastdecode import model_names
 from hf_fastdecode.cli.checks import pick_device
+from hf_fastdecode.cli.completions import run_generate
 from hf_fastdecode.cli.console import quiet_libraries
-from hf_fastdecode.cli.generate_run import run_generate
 from hf_fastdecode.cli.models import load_model
 from hf_fastdecode.cli.sampling import Sampling
 from hf_fastdecode.errors import InputError

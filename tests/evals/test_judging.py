@@ -69,7 +69,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 
 
 def run(path: Path, tasks: list[Task] = TASKS, samples: list[Sample] = SAMPLES, **options: Any) -> list[str]:
-    verdicts = judge(tasks, samples, path, sandbox=NONE, workers=1, progress=False, **options)
+    verdicts = judge(tasks, samples, path, sandbox=NONE, workers=1, **options)
     assert [(one.task_id, one.index) for one in verdicts] == [(one.task_id, one.index) for one in samples]
     return [one.status for one in verdicts]
 
@@ -125,7 +125,7 @@ def test_one_process_at_a_time(tmp_path: Path, recorder: type[Recorder], monkeyp
         if not found:
             found.append("asked")
             try:
-                found.append(judge(TASKS, SAMPLES[:1], path, sandbox=NONE, workers=1, progress=False))
+                found.append(judge(TASKS, SAMPLES[:1], path, sandbox=NONE, workers=1))
             except InputError as error:
                 found.append(str(error))
         return Result("pass")
@@ -221,5 +221,5 @@ def test_batches_follow_the_cpus_that_may_be_used(
     recorder.ending = {"z": KeyboardInterrupt()}
     samples = [Sample("a", 0, "x"), Sample("a", 1, "y"), Sample("a", 2, "z")]
     with pytest.raises(KeyboardInterrupt):
-        judge(TASKS, samples, path, sandbox=NONE, progress=False)
+        judge(TASKS, samples, path, sandbox=NONE)
     assert len(lines(path)) == 2

@@ -18,7 +18,7 @@ from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, ShapeDtype, Shapes, Trees, points
 from .generate import check_models, check_ways, parse_point
-from .report import find_device, report, show_cases
+from .report import find_device, measured, report, show_cases
 
 _LEFT_OUT = ("generate_batch", "stock-beams", "beams")
 
@@ -88,13 +88,10 @@ def completions(
     with exit_on_interrupt():
         from ...bench.generate.completions import CompletionBench
         from ...bench.generate.table import completions_table
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
 
     check_models([case.call for case in cases], device, place)
     bench = CompletionBench(place, check=check, budget_s=seconds)
-    where = provenance(place, backend=backend_of_environment())
-    rows = run(cases, ways, bench.measure, provenance=where, out=out)
+    rows = measured(cases, ways, bench.measure, place, out, backend=backend_of_environment())
     report(rows, out, completions_table, plot=plot)
 
 

@@ -31,7 +31,7 @@ from ..options import (
     Trees,
     points,
 )
-from .report import chosen, find_device, report, show_cases
+from .report import chosen, find_device, measured, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -143,15 +143,12 @@ def run_generate(
     with exit_on_interrupt():
         from ...bench.generate.measure import GenerateBench
         from ...bench.generate.ways import find_way
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
 
     with bad_input():
         for way in ways:  # numbers that options of ways cannot be, which takes torch to know
             find_way(way)
     bench = GenerateBench(device, repeats=repeats, check=check)
-    where = provenance(device, backend=backend_of_environment())
-    return run(cases, ways, bench.measure, provenance=where, out=out)
+    return measured(cases, ways, bench.measure, device, out, backend=backend_of_environment())
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> None:
@@ -165,10 +162,7 @@ def check_ways(ways: Sequence[str], known: Collection[str]) -> None:
 def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device) -> None:
     """Refuse models whose config cannot be read, cases longer than their model, and large shapes on a CPU.
 
-    Args:
-        cases: What is measured.
-        device: The device as it was asked for: a large shape runs on a CPU only if that was named.
-        place: The device that it is.
+    A large shape runs on a CPU only if that was named as the device, which `place` then is.
     """
     for shape in dict.fromkeys(case.shape for case in cases):
         if shape not in SHAPES and Path(shape).expanduser().is_file():

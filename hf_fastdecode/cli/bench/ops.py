@@ -19,7 +19,7 @@ from ...measurement.tables import show as show_table
 from ..checks import check_choice, check_device, check_dtype
 from ..interrupts import exit_on_interrupt
 from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
-from .report import C, chosen, find_device, refuse_red, report, show_cases
+from .report import C, chosen, find_device, measured, refuse_red, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +113,8 @@ def run_ops(
     """Measure operators into `out`."""
     with exit_on_interrupt():
         from ...bench.ops.measure import OpBench
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
 
-    return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
+    return measured(cases, ways, OpBench(device, check=check).measure, device, out)
 
 
 def check_backend() -> None:
@@ -158,10 +156,8 @@ def sampling(
     with exit_on_interrupt():
         from ...bench.sampling.measure import SamplingBench
         from ...bench.sampling.table import sampling_table
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
 
-    rows = run(cases, ways, SamplingBench(place, check=check).measure, provenance=provenance(place), out=out)
+    rows = measured(cases, ways, SamplingBench(place, check=check).measure, place, out)
     report(rows, out, sampling_table, plot=False)
 
 
@@ -202,10 +198,8 @@ def slim(
     with exit_on_interrupt():
         from ...bench.slim.measure import SlimBench
         from ...bench.slim.table import slim_table
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
 
-    rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
+    rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
     show_table(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
     refuse_red(rows, out)

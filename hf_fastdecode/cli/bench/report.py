@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -52,6 +52,22 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device must be cpu or a CUDA device, got {name!r}")
     return device
+
+
+def measured(
+    cases: Sequence[C],
+    ways: Sequence[str],
+    measure: Callable[[C, str], dict[str, Any]],
+    device: torch.device,
+    out: Path,
+    *,
+    backend: str | None = None,
+) -> list[Measurement]:
+    """The rows of cases and ways: those that the file has already, and those that are measured now."""
+    from ...measurement.rows import provenance
+    from ...measurement.runner import run
+
+    return run(cases, ways, measure, provenance=provenance(device, backend=backend), out=out)
 
 
 def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool) -> None:

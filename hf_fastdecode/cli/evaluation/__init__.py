@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import typer
-
-from ..options import HELP_NAMES
+from ..options import command_group
 from . import generate, latency, run, score, stored, workloads
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    context_settings=HELP_NAMES,
-)
+app = command_group()
 
 
 @app.callback()

@@ -49,23 +49,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A loaded model with tasks and prompts that suit it.
-
-    Attributes:
-        tokenizer: The model's, padding on the left.
-        form: Format of the prompts.
-        prompts: Tokens of the prompt of each task.
-        counts: Numbers of samples, rising.
-    """
+    """A loaded model with tasks and prompts that suit it."""
 
     options: Options
     model: Any
-    tokenizer: Any
+    tokenizer: Any  # pads on the left
     tasks: TaskSet
-    form: PromptFormat
-    prompts: list[list[int]]
+    form: PromptFormat  # of the prompts
+    prompts: list[list[int]]  # tokens of that of each task
     drawing: Drawing
-    counts: list[int]
+    counts: list[int]  # numbers of samples, rising
 
 
 @expand_option_groups

@@ -107,13 +107,7 @@ def report(
 
 
 def write_and_show(
-    folder: Path,
-    out: Path,
-    options: ReportOptions,
-    *,
-    ns: list[int] | None = None,
-    rank: bool = True,
-    seed: int = 0,
+    folder: Path, out: Path, options: ReportOptions, *, ns: list[int] | None = None, rank: bool = True, seed: int = 0
 ) -> None:
     """Write the report of a run and show its tables."""
     from rich.console import Console

@@ -108,11 +108,8 @@ def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
 
 def check_references(tasks: Sequence[Task], place: Sandbox, options: SandboxOptions) -> list[Verdict]:
     """Verdicts on the reference solutions of the tasks that have one."""
-    from tqdm import tqdm
-
     from ...evals.scoring import score
 
-    shown = not tqdm(disable=None).disable  # as bars are by themselves: on a terminal
     samples = [Sample(task.task_id, 0, task.reference) for task in tasks if task.reference is not None]
     by_id, limits = {task.task_id: task for task in tasks}, options.limits(tasks)
-    return score(by_id, samples, sandbox=place, limits=limits, workers=options.workers, progress=shown)
+    return score(by_id, samples, sandbox=place, limits=limits, workers=options.workers)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,26 +16,18 @@ from ...bench.workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_po
 from ...errors import InputError, one_line
 from ...evals.prompts import SHOTS
 from ...evals.tasks import load_tasks
-from ..bench.report import report_workload
+from ..bench.report import C, measured, report_workload
 from ..checks import check_choice, check_enable_options, parse_counts, pick_device
 from ..console import quiet_libraries
 from ..interrupts import exit_on_interrupt
-from ..options import HELP_NAMES, CsvFile, Mode, Repeats, Sampler, expand_option_groups, repeatable
+from ..options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups, repeatable
 from .options import ModelOptions, TaskFile
 
 if TYPE_CHECKING:
     from ...bench.workloads.calls import Timing
     from ...measurement.rows import Measurement
-    from ...measurement.runner import Case
 
-C = TypeVar("C", bound="Case")
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    context_settings=HELP_NAMES,
-)
+app = command_group()
 
 _TOKENS: Final = 1024
 _QUESTION_SHOTS: Final = 5
@@ -218,11 +210,8 @@ class _Prepared:
         self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]
     ) -> list[Measurement]:
         """Rows of the cases and ways, those of an earlier run or measured now."""
-        from ...measurement.rows import provenance
-        from ...measurement.runner import run
-
-        where = provenance(self.model.device, backend=backend_of_environment())
-        return run(cases, ways, measure, provenance=where, out=self.out)
+        backend = backend_of_environment()
+        return measured(cases, ways, measure, self.model.device, self.out, backend=backend)
 
 
 @contextmanager

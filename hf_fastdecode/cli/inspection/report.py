@@ -31,17 +31,11 @@ _UNLIMITED: Final = 512  # tokens, where a config sets no bound
 
 @dataclass(frozen=True)
 class ContextCaches:
-    """The caches that one row of a context may have.
+    """The caches that one row of a context may have."""
 
-    Attributes:
-        context: Tokens of the row.
-        encoder_tokens: Tokens of the encoder's output; None for decoder-only models.
-        sizes: Keys and values first.
-    """
-
-    context: int
-    encoder_tokens: int | None
-    sizes: list[CacheSize]
+    context: int  # tokens of the row
+    encoder_tokens: int | None  # of the encoder's output; None for decoder-only models
+    sizes: list[CacheSize]  # keys and values first
 
     def speedup(self, size: CacheSize, rows: int) -> float | None:
         """Reads per token of keys and values, divided by those of another cache; None when unknown."""
@@ -78,22 +72,15 @@ class ContextCaches:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What `inspect` counts for one model.
-
-    Attributes:
-        sharing: With and without shared context; None for encoder-decoders and slim checkpoints.
-        refused: Why `convert-checkpoint` refuses the model, or None.
-        caches: For each context.
-        slim_layers: What each layer of a slim checkpoint caches; None for ordinary models.
-    """
+    """What `inspect` counts for one model."""
 
     model: str
     model_type: str
     dtype: str
-    sharing: Sharing | None
-    refused: str | None
-    caches: list[ContextCaches]
-    slim_layers: list[LayerCache] | None = None
+    sharing: Sharing | None  # None for encoder-decoders and slim checkpoints
+    refused: str | None  # why `convert-checkpoint` refuses the model
+    caches: list[ContextCaches]  # for each context
+    slim_layers: list[LayerCache] | None = None  # what each layer of a slim checkpoint caches
 
     def to_json(self, batches: Sequence[int]) -> dict[str, Any]:
         """Plain dictionaries."""

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
-from hf_fastdecode.cache.layout import Store
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
@@ -22,55 +21,37 @@ from ...model_names import max_positions
 
 _CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
 _PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made
+_HEADS: Final = ("query_heads", "kv_heads", "head_dim", "group_size", "attention")
 _SHOWN: Final = 3  # of these, the longest that the model takes; the shortest where it sets no bound
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One context length and number of samples.
+    """One context length and number of samples."""
 
-    Attributes:
-        context: Tokens that the samples share.
-        kv_bytes: Bytes of keys and values at the end, when every row has its new tokens.
-        step_elements: Elements of K that one layer reads in a step halfway (Bifurcated attention, eqs. 5 and 6), if it
-            has no window; None where layers differ in heads.
-        step_bytes: Bytes of keys and values that all layers read in that step.
-        stock_reason: Why such a call runs stock, or None when it shares.
-        note: What else is to be known of such a call, or None.
-    """
-
-    context: int
+    context: int  # tokens that the samples share
     samples: int
-    kv_bytes: StockShared
-    step_elements: StockShared | None
-    step_bytes: StockShared
-    stock_reason: str | None
-    note: str | None
+    kv_bytes: StockShared  # at the end, when every row has its new tokens
+    step_elements: StockShared | None  # of K in a layer without a window, halfway: Bifurcated attention, eqs. 5 and 6
+    step_bytes: StockShared  # of keys and values that all layers read in that step
+    stock_reason: str | None  # why such a call runs stock
+    note: str | None  # what else is to be known of it
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Sizes with and without sharing, of one model.
-
-    Attributes:
-        bytes_per_token: Bytes of one token's keys and values, in all layers.
-        max_positions: Most tokens in a row, or None.
-        new_tokens: Tokens that each row adds.
-        can_share: Whether calls with this model can share context; None when that could not be found out.
-        reason: Why it cannot, or why that is unknown; empty when it can.
-        rows: For each context, each number of samples.
-    """
+    """Sizes with and without sharing, of one model."""
 
     model: str
     model_type: str
     sizes: KVSizes
     dtype: str
-    bytes_per_token: int
-    max_positions: int | None
-    new_tokens: int
-    can_share: bool | None
-    reason: str
-    rows: list[Measurement]
+    bytes_per_token: int  # of keys and values, in all layers
+    max_positions: int | None  # most tokens in a row
+    new_tokens: int  # of each row
+    can_share: bool | None  # None when that could not be found out
+    reason: str  # why it cannot, or why that is unknown
+    rows: list[Measurement]  # for each context, each number of samples
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionaries, with bytes as integers and ratios beside them."""
@@ -86,13 +67,7 @@ class Sharing:
         """Layers and heads; where layers differ in heads, each kind of layer beside nulls."""
         sizes = self.sizes
         alike = sizes.alike
-        heads = {
-            "query_heads": alike and alike.query_heads,
-            "kv_heads": alike and alike.kv_heads,
-            "head_dim": alike and alike.head_dim,
-            "group_size": alike and alike.group_size,
-            "attention": alike and alike.attention,
-        }
+        heads = {name: alike and getattr(alike, name) for name in _HEADS}
         windows = {"local_layers": sizes.local_layers, "window": sizes.window, "chunked": sizes.chunked}
         differ = {} if alike else {"kinds": [asdict(one) | {"layers": n} for one, n in Counter(sizes.stores).items()]}
         return {"layers": sizes.layers} | heads | windows | differ
@@ -121,12 +96,13 @@ def count_sharing(
     for context in contexts or _default_contexts(limit, new_tokens):
         for count in samples:
             halfway = new_tokens // 2
+            elements = None if alike is None else memory_io(alike.kv_heads, alike.head_dim, count, context, halfway)
             rows.append(
                 Measurement(
                     context=context,
                     samples=count,
                     kv_bytes=sizes.kv_bytes(count, context, new_tokens, dtype.itemsize),
-                    step_elements=_step_elements(alike, count, context, halfway),
+                    step_elements=elements,
                     step_bytes=sizes.step_bytes(count, context, halfway, dtype.itemsize),
                     stock_reason=reason
                     if can_share is False
@@ -170,10 +146,6 @@ def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:
     return [context for context in _CONTEXTS if context + new_tokens <= limit][-_SHOWN:] or [
         max(1, limit - new_tokens)
     ]
-
-
-def _step_elements(alike: Store | None, samples: int, context: int, decoded: int) -> StockShared | None:
-    return None if alike is None else memory_io(alike.kv_heads, alike.head_dim, samples, context, decoded)
 
 
 def _stock_reason(config: Any, sizes: KVSizes, context: int, new_tokens: int, samples: int) -> str | None:

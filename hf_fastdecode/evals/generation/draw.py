@@ -28,17 +28,11 @@ def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """What a call drew.
-
-    Attributes:
-        call: Prompts, tokens, raw log-probabilities and times.
-        processed: ``[rows, steps]`` float32: log-probabilities after temperature and nucleus; None unless asked for.
-        finished_at: When each row finished, by `time.perf_counter`.
-    """
+    """What a call drew."""
 
     call: Drawn
-    processed: Tensor | None
-    finished_at: list[float]
+    processed: Tensor | None  # [rows, steps] float32: log-probabilities after temperature and nucleus, if asked for
+    finished_at: list[float]  # when each row finished, by `time.perf_counter`
 
 
 def draw_rows(
@@ -51,17 +45,7 @@ def draw_rows(
     *,
     seed: int,
 ) -> DrawnRows:
-    """Draw samples of some tasks in one call, from a seed; torch's generators are left as they were.
-
-    Args:
-        model: A causal language model, within `sharing` of the same drawing.
-        tokenizer: Its tokenizer, padding on the left.
-        form: Writes prompts, and says where samples end.
-        tasks: The tasks of the call.
-        count: Samples of each task.
-        drawing: How to draw.
-        seed: Seed of torch's generators.
-    """
+    """Draw so many samples of each task in one call, within `sharing`; torch's generators are left as they were."""
     texts = [form.prompt(task) for task in tasks]
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=form.special_tokens, verbose=False)
     prompts = batch["input_ids"].repeat_interleave(count, dim=0)
@@ -92,15 +76,7 @@ def samples_of(
     """The samples of a call, in row order: completions as the format cuts them, and log-probabilities of what is kept.
 
     The kept tokens are the fewest whose text holds the completion: an end token, and what a stop rule cuts off, do not
-    count.
-
-    Args:
-        drawn: The call, from `draw_rows`.
-        model: The model that drew.
-        tokenizer: Its tokenizer.
-        form: The format of the prompts.
-        tasks: The tasks of the call.
-        first: Index of each task's first sample.
+    count. `first` is the index of each task's first sample.
     """
     call = drawn.call
     count = len(call.tokens) // len(tasks)

@@ -37,22 +37,8 @@ def measure_latency(
 
     Rows end by their stop rules, as when samples are drawn for scoring. On a GPU each call is made once before it is
     timed: cuDNN's attention, which stock transformers gets from PyTorch, takes tens of milliseconds to plan for each
-    length that it has not met.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        form: The format of the prompts.
-        tasks: A call is timed for each.
-        n: Samples of a call.
-        drawing: How to draw; its way and mode are what is compared.
-        device: The device in words, for the measurement.
-        seed: Seed of each call.
-
-    Returns:
-        A measurement; its status says why where there are no numbers. The way ``shared`` is what `enable` does: calls
-        that gain nothing from it, such as one sample of one prompt, run stock. Peak memory is what a CUDA device
-        allocated over what it held before the call, else unknown.
+    length that it has not met. The way ``shared`` is what `enable` does: calls that gain nothing from it, such as one
+    sample of one prompt, run stock. Peak memory is what a CUDA device allocated over what it held before the call.
     """
     asked = drawing.mode if drawing.way == "shared" and drawing.mode != "auto" else "eager"
     row = Latency(drawing.way, cast(Mode, asked), n, device)

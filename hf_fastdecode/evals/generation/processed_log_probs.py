@@ -9,12 +9,7 @@ from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 
 
 class ProcessedLogProbs(TokenLogProbs):
-    """Gathers the log-probability of every drawn token after temperature and nucleus.
-
-    Args:
-        temperature: Sampling temperature; 0 for greedy, whose tokens have log-probability 0.
-        top_p: Nucleus probability.
-    """
+    """Gathers the log-probability of every drawn token after temperature and nucleus: 0 at temperature 0, greedy."""
 
     def __init__(self, temperature: float, top_p: float):
         super().__init__()

@@ -31,21 +31,10 @@ def rescore_samples(
     tasks: Sequence[Task],
     samples: Sequence[Sample],
     out: Path,
-    *,
-    progress: bool = True,
 ) -> None:
     """Write samples with the model's own log-probabilities, see `rescored`.
 
     Finished tasks are kept in a hidden file beside `out`, from which an interrupted call continues.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        form: Writes the prompts.
-        tasks: The samples' tasks.
-        samples: In any order.
-        out: The file to write.
-        progress: Show a bar.
     """
     content = [model_digest(model, tokenizer), *map(form.prompt, tasks), *map(repr, samples)]
     head = {"rescored": hashlib.sha256("\0".join(content).encode(errors="surrogatepass")).hexdigest()[:16]}
@@ -58,7 +47,7 @@ def rescore_samples(
     with JsonlWriter(journal) as file:
         if not lines:
             file.write([head])
-        for task in tqdm(tasks, desc="rescore", unit="task", disable=None if progress else True):
+        for task in tqdm(tasks, desc="rescore", unit="task", disable=None):
             own = [sample for sample in samples if sample.task_id == task.task_id]
             if all((sample.task_id, sample.index) in kept for sample in own):
                 continue
@@ -76,9 +65,6 @@ def rescored(
 
     The completion is tokenized behind its prompt, so its tokens may differ from those that were drawn. At most `rows`
     samples go through the model at once; fewer if they are long, because logits are large.
-
-    Raises:
-        InputError: The model's logits are not finite, or those of one sample do not fit into memory.
     """
     prompt = _tokens(tokenizer, form, form.prompt(task))
     texts = [_tokens(tokenizer, form, form.prompt(task) + sample.completion) for sample in samples]

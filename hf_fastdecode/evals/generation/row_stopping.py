@@ -23,16 +23,8 @@ class RowStopping(StoppingCriteria):
     """Ends each row by its own stop rule, once nothing that may follow belongs to the completion.
 
     Text is decoded after every step; with ``k * 128`` rows after every ``k``-th one, because decoding makes the host
-    wait for the device. A row then ends some tokens late, which does not change its completion.
-
-    Args:
-        tokenizer: A fast tokenizer.
-        rules: A new rule for each row.
-        prompts: ``[rows, width]`` int64.
-        end_tokens: Ids that end a row, for `finished_at`.
-
-    Attributes:
-        finished_at: When each row finished, by `time.perf_counter`; None for active rows.
+    wait for the device. A row then ends some tokens late, which does not change its completion. `prompts` are
+    ``[rows, width]``; `end_tokens` count for `finished_at`: when each row finished, by `time.perf_counter`.
     """
 
     def __init__(self, tokenizer: Any, rules: Sequence[StopRule], prompts: Tensor, end_tokens: Sequence[int]):

@@ -27,27 +27,12 @@ def generate_samples(
     *,
     shard: Shard = WHOLE,
     provenance: dict[str, Any] | None = None,
-    progress: bool = True,
 ) -> int:
     """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
     An interrupted run loses the unit under way. Started again, it draws the same samples as an uninterrupted run on
-    the same device and versions.
-
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer, padding on the left.
-        tasks: The run's tasks.
-        form: Writes the prompts.
-        settings: The run's settings.
-        folder: Where its files go.
-        shard: Which part of the units to draw.
-        provenance: See `claim_folder`.
-        progress: Show a bar.
-
-    Raises:
-        InputError: The folder belongs to another run, another process draws the same part, or the rows of a call do
-            not fit into memory.
+    the same device and versions. An InputError where the folder belongs to another run, another process draws the same
+    part, or the rows of a call do not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
     ids = [task.task_id for task in tasks]
@@ -63,7 +48,7 @@ def generate_samples(
             initial=_samples(own) - todo,
             desc="samples",
             unit="sample",
-            disable=None if progress else True,
+            disable=None,
         )
         for unit in left:
             chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)

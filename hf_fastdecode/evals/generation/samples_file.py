@@ -33,9 +33,9 @@ class Unit:
         text = "\n".join([str(run_seed), str(self.first), *(task_ids[task] for task in self.tasks)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
-    def samples(self) -> Iterator[tuple[int, int]]:
-        """Task number and index of each sample, in the order of the call's rows."""
-        return ((task, self.first + offset) for task in self.tasks for offset in range(self.count))
+    def places(self, task_ids: Sequence[str]) -> list[tuple[str, int]]:
+        """Task and index of each sample, in the order of the call's rows."""
+        return [(task_ids[task], self.first + offset) for task in self.tasks for offset in range(self.count)]
 
 
 def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
@@ -85,15 +85,10 @@ WHOLE = Shard()
 def open_samples(
     folder: Path, shard: Shard, units: Sequence[Unit], task_ids: Sequence[str]
 ) -> Iterator[tuple[JsonlWriter, list[Unit]]]:
-    """Open a process's file to append samples to.
+    """A process's file to append samples to, and the units of which the run's files lack samples.
 
-    Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones.
-
-    Yields:
-        The file, and the units of which the run's files lack samples.
-
-    Raises:
-        InputError: Another process writes to the file.
+    Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones. An InputError
+    where another process writes to the file.
     """
     path = folder / shard.file_name
     with exclusive(path, _held(path)):
@@ -101,7 +96,7 @@ def open_samples(
             _remove_incomplete(path, units, task_ids)
         done = {_place(line) for file in sample_files(folder) for line in read_jsonl(file)}
         with JsonlWriter(path) as file:
-            yield file, [unit for unit in units if not done.issuperset(_places(unit, task_ids))]
+            yield file, [unit for unit in units if not done.issuperset(unit.places(task_ids))]
 
 
 def _held(path: Path) -> InputError:
@@ -115,7 +110,7 @@ def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str
     for line in lines:
         found.setdefault(_place(line), line)
     whole: set[tuple[Any, Any]] = set()
-    for places in (_places(unit, task_ids) for unit in units):
+    for places in (unit.places(task_ids) for unit in units):
         if found.keys() >= set(places):
             whole.update(places)
     kept = [line for place, line in found.items() if place in whole]
@@ -127,16 +122,11 @@ def _place(line: dict[str, Any]) -> tuple[Any, Any]:
     return line.get("task_id"), line.get("index")
 
 
-def _places(unit: Unit, task_ids: Sequence[str]) -> list[tuple[Any, Any]]:
-    return [(task_ids[task], index) for task, index in unit.samples()]
-
-
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
     """The samples of a run, `n` for each task, ordered by task and index; files of shards are merged into one.
 
-    Raises:
-        InputError: There are none, shards have not drawn all of theirs, or two files hold different samples of the
-            same number.
+    An InputError where there are none, shards have not drawn all of theirs, or two files hold different samples of
+    the same number.
     """
     files = sample_files(folder)
     samples: dict[tuple[str, int], Sample] = {}

@@ -20,16 +20,10 @@ SHOTS: Final = 3
 def prompt_format(
     tasks: TaskSet, name: str | None = None, *, shots: int = SHOTS, chat_tokenizer: Any = None
 ) -> PromptFormat:
-    """The format in which tasks are put to a model.
+    """The format in which tasks are put to a model; an InputError where it does not suit them.
 
-    Args:
-        tasks: With the solved examples that few-shot prompts show.
-        name: One of `FORMAT_NAMES`; None for `mbxp` where tasks begin with a signature, else `austin`.
-        shots: Solved examples of `austin`.
-        chat_tokenizer: The tokenizer of a chat model, whose template then replaces a named format.
-
-    Raises:
-        InputError: There is no such format, it does not suit the tasks, or both a name and a tokenizer are given.
+    Without a name, `mbxp` where tasks begin with a signature, else `austin`, with so many `shots` of the tasks' solved
+    examples. The template of a chat model's tokenizer takes the place of a named format.
     """
     if chat_tokenizer is not None:
         if name is not None:

@@ -24,19 +24,12 @@ from .stop_rules import StopRule, StopWords
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How tasks are put to a model.
+    """How tasks are put to a model."""
 
-    Attributes:
-        name: As on the command line.
-        prompt: The prompt of a task.
-        stop_rule: A new stop rule for one completion of a task; it also cuts the completion out of a text.
-        special_tokens: Whether the tokenizer adds its special tokens; a chat template has written them already.
-    """
-
-    name: str
+    name: str  # as on the command line
     prompt: Callable[[Task], str]
-    stop_rule: Callable[[Task], StopRule]
-    special_tokens: bool = True
+    stop_rule: Callable[[Task], StopRule]  # a new one for each completion; it also cuts the completion out of a text
+    special_tokens: bool = True  # of the tokenizer; a chat template has written them already
 
 
 def stem_format() -> PromptFormat:

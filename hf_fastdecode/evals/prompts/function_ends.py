@@ -21,10 +21,6 @@ class PythonFunctionEnd(StopRule):
 
     Definitions that the text uses by name may still follow, such as a helper function; and, before the body, imports
     and the function's own definition where a model writes it again.
-
-    Args:
-        stem: The code that the text continues.
-        entry_point: The function's name.
     """
 
     def __init__(self, stem: str, entry_point: str):
@@ -112,15 +108,10 @@ _LONGEST_HEADER: Final = 40  # tokens; prose has no end of a header
 
 
 class BraceEnd(StopRule):
-    """Ends once the brace that the stem's last line opened is closed.
+    """Ends once the brace that the stem's last line opened is closed; a ValueError for a stem that leaves none open.
 
     The braces that close the stem's other blocks may still follow, such as the class around a Java method, and
     definitions that the text uses by name: methods, fields and classes in Java, functions and classes in JavaScript.
-
-    Args:
-        language: Java or JavaScript.
-        stem: The code that the text continues; a ValueError if it leaves no brace open.
-        entry_point: The function's name.
     """
 
     def __init__(self, language: Language, stem: str, entry_point: str):

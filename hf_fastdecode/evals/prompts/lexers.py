@@ -19,17 +19,11 @@ Kind = Literal["word", "punctuation", "string", "comment"]
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of a program; white space is not a token.
+    """A piece of a program; white space is not a token."""
 
-    Attributes:
-        kind: Numbers are words; regular expressions and pieces of template literals are strings.
-        text: As written.
-        start: Its first character's position in the text.
-    """
-
-    kind: Kind
+    kind: Kind  # numbers are words; regular expressions and pieces of template literals are strings
     text: str
-    start: int
+    start: int  # position in the text
 
     @property
     def end(self) -> int:

@@ -57,10 +57,8 @@ class StopRule(ABC):
 class StopWords(StopRule):
     """Ends before the first of some words.
 
-    Args:
-        words: None within another, past its beginning, so that more text cannot bring an earlier end; else a
-            ValueError.
-        repaired: Whether Python that does not parse, such as a cut-off text, loses its last lines until it does.
+    Python that does not parse, such as a cut-off text, may be `repaired`: it loses its last lines until it does. A
+    word within another, past its beginning, is a ValueError: more text could bring an earlier end.
     """
 
     def __init__(self, words: Sequence[str], *, repaired: bool = False):

@@ -11,10 +11,4 @@ from .latency import read_latency
 from .words import report_text
 from .write import write_report
 
-__all__ = [
-    "Report",
-    "read_latency",
-    "report",
-    "report_text",
-    "write_report",
-]
+__all__ = ["Report", "read_latency", "report", "report_text", "write_report"]

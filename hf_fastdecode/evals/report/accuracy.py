@@ -17,21 +17,13 @@ SHOWN: Final[tuple[Ranker, ...]] = ("oracle", "mean_logp")
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy of one ranker against n.
+    """Accuracy of one ranker against n: means over tasks, one for each n of the `Accuracy`."""
 
-    Attributes:
-        ranker: Who chooses the candidates that are run.
-        values: Means over tasks, one for each n of the `Accuracy`.
-        lows: Lower ends of the 95 % bootstrap interval over tasks; NaN with a single task.
-        highs: Upper ends.
-        errors: Standard errors of the Monte Carlo estimate on these tasks; None where the values are exact.
-    """
-
-    ranker: Ranker
+    ranker: Ranker  # who chooses the candidates that are run
     values: tuple[float, ...]
-    lows: tuple[float, ...]
+    lows: tuple[float, ...]  # of the 95 % bootstrap interval over tasks; NaN with a single task
     highs: tuple[float, ...]
-    errors: tuple[float, ...] | None = None
+    errors: tuple[float, ...] | None = None  # standard errors of Monte Carlo estimates; None for exact values
 
 
 @dataclass(frozen=True)
@@ -47,21 +39,13 @@ class TaskCounts:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the samples and their verdicts say.
+    """What the samples and their verdicts say."""
 
-    Attributes:
-        m: Candidates that are run; None where samples were not ranked.
-        ns: Numbers of samples.
-        curves: By ranker; ``oracle`` is pass@n.
-        tasks: Counts for each task.
-        statuses: Verdicts by status, of all samples.
-    """
-
-    m: int | None
-    ns: tuple[int, ...]
-    curves: dict[Ranker, Curve]
+    m: int | None  # candidates that are run; None where samples were not ranked
+    ns: tuple[int, ...]  # numbers of samples
+    curves: dict[Ranker, Curve]  # `oracle` is pass@n
     tasks: tuple[TaskCounts, ...]
-    statuses: dict[str, int]
+    statuses: dict[str, int]  # verdicts by status, of all samples
 
     def label(self, ranker: Ranker) -> str:
         """A curve's name in tables and pictures."""
@@ -91,11 +75,7 @@ def measure_accuracy(
     statuses: Counter[str],
     seed: int = 0,
 ) -> Accuracy:
-    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one.
-
-    Raises:
-        ValueError: A number is out of bounds, or a log-probability is missing.
-    """
+    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one."""
     curves: dict[Ranker, Curve] = {}
     for ranker in rankers:
         found = [pass_at_ranker(pool, ranker, ns, m=m or 1, seed=seed) for pool in pools]

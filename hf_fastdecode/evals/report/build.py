@@ -21,19 +21,12 @@ from .latency import read_latency, read_subject
 
 @dataclass(frozen=True)
 class Report:
-    """What a run folder shows.
+    """What a run folder shows."""
 
-    Attributes:
-        settings: Settings of the report, and those of the run where ``settings.json`` has them.
-        accuracy: None where no sample was judged.
-        latency: Rows of ``latency.csv``; none where nothing was timed.
-        notes: What a reader must know to trust the numbers, one sentence each.
-    """
-
-    settings: dict[str, Any]
-    accuracy: Accuracy | None
-    latency: tuple[Latency, ...]
-    notes: tuple[str, ...]
+    settings: dict[str, Any]  # of the report, and those of the run where settings.json has them
+    accuracy: Accuracy | None  # None where no sample was judged
+    latency: tuple[Latency, ...]  # rows of latency.csv; none where nothing was timed
+    notes: tuple[str, ...]  # what a reader must know to trust the numbers, one sentence each
 
     @property
     def lines(self) -> list[Line]:
@@ -68,17 +61,9 @@ def report(
     - ``latency.csv``: rows of `Latency`; without it, accuracy only.
     - ``settings.json``: an object with the settings of the run; ``model`` and ``task`` stand in titles.
 
-    Args:
-        folder: The run's folder.
-        m: Candidates that a ranking may run; None to leave rankings out, as for samples without log-probabilities.
-        ks: Numbers of samples to show; by default the powers of two up to the smallest pool, its size, and the n that
-            were timed.
-        seed: Seed of the bootstrap and of Monte Carlo estimates.
-        deduplicate: What makes samples duplicates.
-
-    Raises:
-        InputError: There is nothing to report on, a file is not as described, files are of different runs, samples
-            lack log-probabilities, or a number is out of bounds.
+    A ranking may run `m` candidates; without `m` there are no rankings, as for samples without log-probabilities. By
+    default `ks` are the powers of two up to the smallest pool, its size, and the n that were timed. An InputError says
+    what is missing or wrong.
     """
     if m is not None and m < 1:
         raise InputError(f"m must be at least 1, got {m}; it counts the candidates that are run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
@@ -59,118 +60,105 @@ def draw_against_latency(found: Report, path: Path) -> Path | None:
         lines = [line for line in found.lines if line.device == device]
         where = f" on {device}" if len(devices) > 1 else ""
         if accuracy is not None:
-            panels += [_figure_8(accuracy, ranker, lines, where) for ranker in SHOWN if ranker in accuracy.curves]
-            panels += [_within_panel(accuracy, lines, where)]
-        panels += [_latency_panel(lines, where)]
+            panels += [
+                partial(_figure_8, accuracy, ranker, lines, where) for ranker in SHOWN if ranker in accuracy.curves
+            ]
+            panels += [partial(_within_panel, accuracy, lines, where)]
+        panels += [partial(_latency_panel, lines, where)]
         if accuracy is None:
-            panels += [_step_panel(lines, where)]
+            panels += [partial(_step_panel, lines, where)]
     title = f"{found.title}; {devices[0]}" if len(devices) == 1 else found.title
     return _draw(panels, title, path) if panels else None
 
 
 def draw_against_n(found: Report, path: Path) -> Path | None:
     """Draw accuracy against n, a curve for each ranker; returns None where no sample was judged."""
-    return None if found.accuracy is None else _draw([_rankers_panel(found.accuracy)], found.title, path)
+    return None if found.accuracy is None else _draw([partial(_rankers_panel, found.accuracy)], found.title, path)
 
 
-def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Mark]:
-        curve, marks = accuracy.curves[ranker], []
-        drawn = [(line, joined) for line in lines if (joined := points(accuracy, ranker, line))]
-        scale, unit = unit_of(seconds for _, joined in drawn for _, seconds, _ in joined)
-        best = [fastest(lines, way, lines[0].device) for way in ("shared", "stock")]
-        for line, joined in drawn:
-            look = _look(line, lines)
-            axis.plot([scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined], **look)
-            if line in best:
-                intervals = [
-                    (scale * seconds, curve.lows[place], curve.highs[place])
-                    for n, seconds, _ in joined
-                    for place in [accuracy.ns.index(n)]
-                ]
-                axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
-                at = [(n, scale * seconds, value) for n, seconds, value in joined]
-                marks.append(marks_of(axis, at, look["color"], "AlabrB" if line.way == "shared" else "BrbalA"))
-        _time_axis(axis, [seconds for _, joined in drawn for _, seconds, _ in joined], scale, unit)
-        _share_axis(axis, accuracy.short_label(ranker))
-        axis.set_title(f"{accuracy.short_label(ranker)} against latency{where}", fontsize=10)
-        return [mark for row in zip_longest(*marks) for mark in row if mark is not None]
-
-    return draw
+def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
+    curve, marks = accuracy.curves[ranker], []
+    drawn = [(line, joined) for line in lines if (joined := points(accuracy, ranker, line))]
+    scale, unit = unit_of(seconds for _, joined in drawn for _, seconds, _ in joined)
+    best = [fastest(lines, way, lines[0].device) for way in ("shared", "stock")]
+    for line, joined in drawn:
+        look = _look(line, lines)
+        axis.plot([scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined], **look)
+        if line in best:
+            intervals = [
+                (scale * seconds, curve.lows[place], curve.highs[place])
+                for n, seconds, _ in joined
+                for place in [accuracy.ns.index(n)]
+            ]
+            axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
+            at = [(n, scale * seconds, value) for n, seconds, value in joined]
+            marks.append(marks_of(axis, at, look["color"], "AlabrB" if line.way == "shared" else "BrbalA"))
+    _time_axis(axis, [seconds for _, joined in drawn for _, seconds, _ in joined], scale, unit)
+    _share_axis(axis, accuracy.short_label(ranker))
+    axis.set_title(f"{accuracy.short_label(ranker)} against latency{where}", fontsize=10)
+    return [mark for row in zip_longest(*marks) for mark in row if mark is not None]
 
 
-def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Mark]:
-        best = [line for way in ("shared", "stock") if (line := fastest(lines, way, lines[0].device)) is not None]
-        times = [seconds for line in best for _, seconds, _ in points(accuracy, "oracle", line)]
-        scale, unit = unit_of(times)
-        for line in best:
-            for ranker, style in zip(SHOWN, ("-", "--")):
-                steps = accuracy_within(accuracy, ranker, line) if ranker in accuracy.curves else []
-                if steps:
-                    x = [scale * step.seconds for step in steps] + [scale * max(times) * 2]
-                    y = [step.value for step in steps] + [steps[-1].value]
-                    look = _look(line, lines) | {"linestyle": style, "marker": "", "label": "_"}
-                    axis.step(x, y, where="post", **look)
-        _time_axis(axis, times, scale, unit, "time budget")
-        _share_axis(axis, "best accuracy in time")
-        if "mean_logp" in accuracy.curves:
-            keys = [axis.plot([], [], color="#444444", linestyle=style, label="_")[0] for style in ("-", "--")]
-            axis.legend(keys, [accuracy.short_label(name) for name in SHOWN], fontsize=8, frameon=False, loc="best")
-        axis.set_title(f"accuracy within a time budget{where}", fontsize=10)
-        return []
-
-    return draw
+def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
+    best = [line for way in ("shared", "stock") if (line := fastest(lines, way, lines[0].device)) is not None]
+    times = [seconds for line in best for _, seconds, _ in points(accuracy, "oracle", line)]
+    scale, unit = unit_of(times)
+    for line in best:
+        for ranker, style in zip(SHOWN, ("-", "--")):
+            steps = accuracy_within(accuracy, ranker, line) if ranker in accuracy.curves else []
+            if steps:
+                x = [scale * step.seconds for step in steps] + [scale * max(times) * 2]
+                y = [step.value for step in steps] + [steps[-1].value]
+                look = _look(line, lines) | {"linestyle": style, "marker": "", "label": "_"}
+                axis.step(x, y, where="post", **look)
+    _time_axis(axis, times, scale, unit, "time budget")
+    _share_axis(axis, "best accuracy in time")
+    if "mean_logp" in accuracy.curves:
+        keys = [axis.plot([], [], color="#444444", linestyle=style, label="_")[0] for style in ("-", "--")]
+        axis.legend(keys, [accuracy.short_label(name) for name in SHOWN], fontsize=8, frameon=False, loc="best")
+    axis.set_title(f"accuracy within a time budget{where}", fontsize=10)
+    return []
 
 
-def _latency_panel(lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Mark]:
-        scale, unit = unit_of(row.last_sample_s for line in lines for row in line.rows)
-        for line in lines:
-            look, n = _look(line, lines), [row.n for row in line.rows]
-            middle = [scale * row.last_sample_s for row in line.rows]
-            late = [scale * row.last_sample_s_p90 for row in line.rows]
-            axis.plot(n, middle, **look)
-            axis.fill_between(n, middle, late, color=look["color"], alpha=0.25, linewidth=0)
-        _samples_axis(axis, [row.n for line in lines for row in line.rows])
-        axis.set_yscale("log")
-        axis.set_ylabel(f"until the last sample, {unit} (p50, shaded to p90)", fontsize=9)
-        plain_numbers(axis.yaxis)
-        axis.set_title(f"latency against n{where}", fontsize=10)
-        return []
-
-    return draw
+def _latency_panel(lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
+    scale, unit = unit_of(row.last_sample_s for line in lines for row in line.rows)
+    for line in lines:
+        look, n = _look(line, lines), [row.n for row in line.rows]
+        middle = [scale * row.last_sample_s for row in line.rows]
+        late = [scale * row.last_sample_s_p90 for row in line.rows]
+        axis.plot(n, middle, **look)
+        axis.fill_between(n, middle, late, color=look["color"], alpha=0.25, linewidth=0)
+    _samples_axis(axis, [row.n for line in lines for row in line.rows])
+    axis.set_yscale("log")
+    axis.set_ylabel(f"until the last sample, {unit} (p50, shaded to p90)", fontsize=9)
+    plain_numbers(axis.yaxis)
+    axis.set_title(f"latency against n{where}", fontsize=10)
+    return []
 
 
-def _step_panel(lines: Sequence[Line], where: str) -> Panel:
-    def draw(axis: Any) -> list[Mark]:
-        for line in lines:
-            axis.plot([row.n for row in line.rows], [row.ms_per_step_p50 for row in line.rows], **_look(line, lines))
-        _samples_axis(axis, [row.n for line in lines for row in line.rows])
-        axis.set_yscale("log")
-        axis.set_ylabel("a decode step, ms (p50)", fontsize=9)
-        plain_numbers(axis.yaxis)
-        axis.set_title(f"time of a step against n{where}", fontsize=10)
-        return []
-
-    return draw
+def _step_panel(lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
+    for line in lines:
+        axis.plot([row.n for row in line.rows], [row.ms_per_step_p50 for row in line.rows], **_look(line, lines))
+    _samples_axis(axis, [row.n for line in lines for row in line.rows])
+    axis.set_yscale("log")
+    axis.set_ylabel("a decode step, ms (p50)", fontsize=9)
+    plain_numbers(axis.yaxis)
+    axis.set_title(f"time of a step against n{where}", fontsize=10)
+    return []
 
 
-def _rankers_panel(accuracy: Accuracy) -> Panel:
-    def draw(axis: Any) -> list[Mark]:
-        for ranker, (colour, style) in _RANKERS.items():
-            curve = accuracy.curves.get(ranker)
-            if curve is not None:
-                look = {"color": colour, "linestyle": style, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
-                axis.plot(accuracy.ns, curve.values, **look, label=accuracy.label(ranker))
-                if ranker in SHOWN:
-                    axis.fill_between(accuracy.ns, curve.lows, curve.highs, color=colour, alpha=0.12, linewidth=0)
-        _samples_axis(axis, accuracy.ns)
-        _share_axis(axis, "tasks solved")
-        axis.set_title("accuracy against n (shaded: 95 % interval over tasks)", fontsize=10)
-        return []
-
-    return draw
+def _rankers_panel(accuracy: Accuracy, axis: Any) -> list[Mark]:
+    for ranker, (colour, style) in _RANKERS.items():
+        curve = accuracy.curves.get(ranker)
+        if curve is not None:
+            look = {"color": colour, "linestyle": style, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
+            axis.plot(accuracy.ns, curve.values, **look, label=accuracy.label(ranker))
+            if ranker in SHOWN:
+                axis.fill_between(accuracy.ns, curve.lows, curve.highs, color=colour, alpha=0.12, linewidth=0)
+    _samples_axis(axis, accuracy.ns)
+    _share_axis(axis, "tasks solved")
+    axis.set_title("accuracy against n (shaded: 95 % interval over tasks)", fontsize=10)
+    return []
 
 
 def _look(line: Line, lines: Sequence[Line]) -> dict[str, Any]:

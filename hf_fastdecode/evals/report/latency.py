@@ -13,6 +13,7 @@ from typing import Any, Final, get_args
 from ...errors import InputError
 from ..records import Latency, Mode, Way
 
+_COUNTS: Final = ("n", "peak_bytes", "runs")
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
 _REQUIRED: Final = ("way", "mode", "n", "device", "last_sample_s")
 _ONE_OF_EACH: Final = ("model", "dtype", "task", "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
@@ -24,10 +25,6 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
 
     The column ``way`` is ``stock``, ``shared``, or ``shared:MODE`` where a mode was asked for by name. Where two ways
     ran in the same mode, the later row that has numbers counts.
-
-    Raises:
-        InputError: A required column is missing (way, mode, n, device, last_sample_s), a value is not of its
-            column's kind, two rows are of the same measurement, or rows are of different models or tasks.
     """
     try:
         reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
@@ -74,18 +71,12 @@ def _row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
         if values[name] not in known:
             raise wrong(name, f"one of {', '.join(known)}")
     values["status"] = line.get("status") or "ok"
-    for name in ("n", "peak_bytes", "runs"):
+    for name in (*_COUNTS, *_SECONDS):
         if line.get(name):
             try:
-                values[name] = int(line[name])
+                values[name] = int(line[name]) if name in _COUNTS else float(line[name])
             except ValueError:
-                raise wrong(name, "a whole number") from None
-    for name in _SECONDS:
-        if line.get(name):
-            try:
-                values[name] = float(line[name])
-            except ValueError:
-                raise wrong(name, "a number") from None
+                raise wrong(name, "a whole number" if name in _COUNTS else "a number") from None
     if values.get("n", 0) < 1:
         raise wrong("n", "a whole number of at least 1")
     if values["status"] == "ok" and not 0 < values.get("last_sample_s", 0) < math.inf:

@@ -45,23 +45,14 @@ def log_limits(values: Iterable[float], share: float = 0.12) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Mark:
-    """A number that is to stand beside a point.
-
-    Attributes:
-        axis: Where.
-        point: In data coordinates.
-        text: The number.
-        colour: Colour of the text.
-        sides: Where it may stand, best first.
-        needed: Whether it must stand somewhere, even upon a line.
-    """
+    """A number that is to stand beside a point."""
 
     axis: Any
-    point: tuple[float, float]
+    point: tuple[float, float]  # in data coordinates
     text: str
     colour: str
-    sides: str
-    needed: bool
+    sides: str  # where it may stand, best first
+    needed: bool  # it must stand somewhere, even upon a line
 
 
 def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str, sides: str) -> list[Mark]:

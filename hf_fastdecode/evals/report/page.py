@@ -6,10 +6,8 @@ import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from html import escape
-from pathlib import Path
 from typing import Final
 
-from ...files import write_text
 from .build import Report
 from .words import accuracy_table, growth_lines, latency_tables, status_line, task_table
 
@@ -39,12 +37,6 @@ pre {{ background: #f5f5f5; padding: 0.6rem; overflow-x: auto; font-size: 0.82re
 </head>
 <body>
 """
-
-
-def write_page(found: Report, pictures: Mapping[str, Path], path: Path) -> Path:
-    """Write the page; `pictures` are PNG files by what they show."""
-    text = page(found, {name: picture.read_bytes() for name, picture in pictures.items()})
-    return write_text(path, text)
 
 
 def page(found: Report, pictures: Mapping[str, bytes]) -> str:

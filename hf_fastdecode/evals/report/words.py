@@ -12,7 +12,7 @@ from rich.text import Text
 from ..records import Latency
 from .accuracy import SHOWN, Accuracy, Curve
 from .build import Report
-from .join import largest_n_within, lines_of
+from .join import largest_n_within
 
 Cells = tuple[list[str], list[list[str]]]
 """A table's head, where lines may break, and its rows."""
@@ -55,7 +55,7 @@ def growth_lines(found: Report) -> list[str]:
     """How many samples fit into twice the latency of one, a sentence for each line."""
     return [
         f"{line.label} on {line.device}: {n:,} samples within twice the latency of one"
-        for line in lines_of(found.latency)
+        for line in found.lines
         if (n := largest_n_within(line)) is not None
     ]
 

@@ -15,18 +15,14 @@ from .accuracy import SHOWN, Accuracy
 from .build import Report
 from .figures import AGAINST_LATENCY, AGAINST_N, draw_against_latency, draw_against_n
 from .join import Line, accuracy_within, fastest, largest_n_within
-from .page import PAGE, write_page
+from .page import PAGE, page
 
 METRICS: Final = "metrics.json"
 CURVE: Final = "curve.csv"
 
 
 def write_report(found: Report, folder: Path) -> list[Path]:
-    """Write metrics.json, curve.csv, the pictures and report.html into a folder.
-
-    Each is written under a temporary name and renamed, so that an interruption leaves the old ones. The folder is made
-    if need be. Returns the files written.
-    """
+    """Write metrics.json, curve.csv, the pictures and report.html into a folder, and return their paths."""
     pictures: dict[str, Path] = {}
     for name, file, draw in (
         ("accuracy against latency", AGAINST_LATENCY, draw_against_latency),
@@ -38,9 +34,9 @@ def write_report(found: Report, folder: Path) -> list[Path]:
             (folder / file).unlink(missing_ok=True)  # of an earlier report, which had something to draw
     return [
         write_metrics(found, folder / METRICS),
-        write_curve(found, folder / CURVE),
+        write_rows(folder / CURVE, list(curve_rows(found)), columns=("n", "device"), line_end="\n"),
         *pictures.values(),
-        write_page(found, pictures, folder / PAGE),
+        write_text(folder / PAGE, page(found, {name: picture.read_bytes() for name, picture in pictures.items()})),
     ]
 
 
@@ -106,11 +102,6 @@ def _known(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_known(own) for own in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_curve(found: Report, path: Path) -> Path:
-    """Write accuracy beside latency for each n as CSV; empty where unknown."""
-    return write_rows(path, list(curve_rows(found)), columns=("n", "device"), line_end="\n")
 
 
 def curve_rows(found: Report) -> Iterator[dict[str, Any]]:

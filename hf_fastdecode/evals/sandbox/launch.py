@@ -36,17 +36,11 @@ _PACKAGES: Final = ("lib*/python*/site-packages", "lib*/python*/dist-packages", 
 
 @dataclass(frozen=True)
 class View:
-    """A read-only part of the host's file system.
+    """A read-only part of the host's file system."""
 
-    Attributes:
-        readable: Folders and files, at the paths that they have on the host.
-        links: Symbolic links to folders among them: path and target.
-        hidden: Folders below them that appear empty.
-    """
-
-    readable: tuple[Path, ...]
-    links: tuple[tuple[Path, str], ...]
-    hidden: tuple[Path, ...]
+    readable: tuple[Path, ...]  # folders and files, at the paths that they have on the host
+    links: tuple[tuple[Path, str], ...]  # symbolic links to folders among them: path and target
+    hidden: tuple[Path, ...]  # folders below them that appear empty
 
 
 @cache
@@ -117,25 +111,15 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line that sets a sandbox up and runs a program in it.
-
-    Attributes:
-        command: The host's command line.
-        environment: Complete.
-        folder: Working directory on the host.
-        holder: The host's process whose descendants are those of the sandbox; None for the command's own process.
-        kills_for_memory: Whether something else enforces the memory limit, by SIGKILL.
-        stop: Ends what remains after the command is killed, such as a container.
-        clean: Removes what was made for it.
-    """
+    """A command line that sets a sandbox up and runs a program in it."""
 
     command: list[str]
-    environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
-    folder: Path = Path("/")
-    holder: Callable[[], int | None] = lambda: None
-    kills_for_memory: bool = False
-    stop: Callable[[], None] = lambda: None
-    clean: Callable[[], None] = lambda: None
+    environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)  # complete
+    folder: Path = Path("/")  # working directory on the host
+    holder: Callable[[], int | None] = lambda: None  # whose descendants are the sandbox's; None: the command
+    kills_for_memory: bool = False  # something else enforces the memory limit, by SIGKILL
+    stop: Callable[[], None] = lambda: None  # ends what a killed command leaves, such as a container
+    clean: Callable[[], None] = lambda: None  # removes what was made for it
 
 
 class Backend(Protocol):

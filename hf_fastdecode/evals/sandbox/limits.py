@@ -22,10 +22,7 @@ _LEAST_AVAILABLE: Final = 0.03  # of the machine's memory
 class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an error of the caller
     """A sandboxed program exceeded a limit and has been killed.
 
-    Args:
-        status: The kind of limit.
-        detail: A line about it.
-        load: Whether other programs may be the cause: it waited for a CPU, or the machine has no memory left.
+    `load` says whether other programs may be the cause: it waited for a CPU, or the machine has no memory left.
     """
 
     def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
@@ -35,30 +32,17 @@ class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one sandboxed program.
+    """Bounds of one sandboxed program."""
 
-    Attributes:
-        cpu_seconds: User and system time of all its processes.
-        wall_seconds: Time that it is waited for; generous, because it depends on the load of the machine.
-        memory_bytes: Data segment of each process (RLIMIT_DATA), and resident memory of all together.
-        address_bytes: Address space of each process (RLIMIT_AS), which counts shared mappings as well; None for
-            runtimes that reserve far more than they use, such as the JVM.
-        file_bytes: Size of each file (RLIMIT_FSIZE).
-        open_files: Descriptors of each process (RLIMIT_NOFILE).
-        processes: Processes and threads together (RLIMIT_NPROC).
-        output_bytes: What it may write to its standard output and standard error, each.
-        scratch_bytes: Size of its writable folder, a tmpfs.
-    """
-
-    cpu_seconds: float = 10.0
-    wall_seconds: float = 60.0
-    memory_bytes: int = 1 << 30
-    address_bytes: int | None = None
-    file_bytes: int = 16 << 20
-    open_files: int = 64
-    processes: int = 64
-    output_bytes: int = 16 << 20
-    scratch_bytes: int = 64 << 20
+    cpu_seconds: float = 10.0  # user and system time of all its processes
+    wall_seconds: float = 60.0  # it is waited for so long; generous, because it depends on the load of the machine
+    memory_bytes: int = 1 << 30  # data segment of each process (RLIMIT_DATA), resident memory of all together
+    address_bytes: int | None = None  # of each process (RLIMIT_AS); None where more is reserved than used: the JVM
+    file_bytes: int = 16 << 20  # of each file (RLIMIT_FSIZE)
+    open_files: int = 64  # of each process (RLIMIT_NOFILE)
+    processes: int = 64  # and threads, together (RLIMIT_NPROC)
+    output_bytes: int = 16 << 20  # to standard output and standard error, each
+    scratch_bytes: int = 64 << 20  # of its writable folder, a tmpfs
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

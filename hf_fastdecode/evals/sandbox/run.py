@@ -36,14 +36,8 @@ class Sandbox:
     ) -> SandboxedProcess:
         """Start a program in a new sandbox, in an empty writable folder and with a cleared environment.
 
-        Args:
-            argv: The program, as an absolute path or a name found in the system's folders, and its arguments.
-            readable: Absolute folders and files of the host that it may read beside `/usr`, at the same paths.
-            limits: The program's limits; by default `Limits()`.
-
-        Raises:
-            SandboxError: The sandbox could not be set up.
-            ValueError: A readable path is relative, does not exist, or would show the whole machine.
+        The program is an absolute path or a name found in the system's folders. Beside `/usr` it may read the given
+        absolute folders and files of the host, at the same paths. A SandboxError if the sandbox cannot be set up.
         """
         limits = limits or Limits()
         return SandboxedProcess(self.backend.launch(argv, view_of(tuple(readable)), limits), limits)
@@ -69,15 +63,10 @@ _DENIES_USER_NAMESPACES: Final = (
 
 
 def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
-    """A sandbox that has been proved to isolate.
+    """A sandbox that has been proved to isolate: a back end by name, or for ``auto`` the first that passes the proof.
 
-    Args:
-        name: A back end, or ``auto`` for the first of `BACKENDS` that passes the proof.
-        allow_unsafe: Permit ``none``, under which a program has all rights of this user.
-
-    Raises:
-        SandboxError: No back end passes, the named one does not, or it is ``none`` and not permitted.
-        ValueError: There is no back end of this name.
+    `allow_unsafe` permits ``none``, under which a program has all rights of this user. A SandboxError where no back
+    end passes, the named one does not, or it is ``none`` and not permitted; a ValueError for another name.
     """
     if name == "none":
         if not allow_unsafe:

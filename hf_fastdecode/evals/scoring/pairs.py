@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, Final, Literal, Self
 
 from ..records import Status, Task
@@ -76,9 +75,7 @@ class PairRunner(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _running_server(self, cpu_seconds: float, wall_seconds: float) -> Peer:
@@ -106,12 +103,9 @@ class PairRunner(ABC):
         return peer
 
     def _tested(self, program: Sequence[bytes | str], tests: Sequence[bytes | str]) -> Result:
-        """Load a program in a new process and run tests on it.
+        """Load a program in a new process and run tests on it; both are messages, the tests without their nonce.
 
-        Args:
-            program: The first message to the candidate, which answers ``ready``, or ``compile``, ``memory`` or
-                ``error`` and a text.
-            tests: The message to the server; a nonce is added to it.
+        The candidate answers ``ready``, or ``compile``, ``memory`` or ``error`` and a text.
         """
         candidate = self._start("candidate", self._limits)
         with candidate.process:

@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from types import TracebackType
 from typing import Protocol, Self
 
 from ..records import Status, Task
@@ -16,26 +15,17 @@ from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxError
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a completion's tests.
-
-    Attributes:
-        status: As in `Verdict`.
-        detail: As in `Verdict`.
-        load: Whether a busy machine may have caused it: then it is tried once more, alone and with more time.
-        status_if_at_fault: With ``sandbox_error``: the status if the program turns out to be the cause; None where it
-            cannot be.
-        outputs: As in `Verdict`.
-    """
+    """The outcome of a completion's tests; status, detail and outputs as in `Verdict`."""
 
     status: Status
     detail: str = ""
-    load: bool = False
-    status_if_at_fault: Status | None = None
+    load: bool = False  # a busy machine may have caused it: it is tried once more, alone and with more time
+    status_if_at_fault: Status | None = None  # of a sandbox_error, if the program can be the cause
     outputs: str = field(default="", compare=False)  # results are equal by their outcome
 
     @classmethod
     def exceeded(cls, error: LimitExceeded) -> Result:
-        """The result of a program that exceeded a limit."""
+        """Of a program that exceeded a limit."""
         return cls(error.status, error.detail, error.load)
 
 
@@ -63,33 +53,21 @@ class Runner(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *raised: object) -> None: ...
 
 
 @dataclass(frozen=True)
 class LanguageSupport:
-    """How programs of a language are checked.
-
-    Attributes:
-        runner: Makes a runner for one worker.
-        limits: Default limits of each program.
-        missing: Why programs cannot be checked on this machine, with the remedy; None where they can.
-        check_task: Raises ValueError for a task whose tests cannot be run.
-        version: Version of the program that runs them, on which verdicts may depend; empty where it is missing.
-    """
+    """How programs of a language are checked."""
 
     runner: Callable[[Sandbox, Limits], Runner]
-    limits: Limits
-    missing: Callable[[], str | None] = lambda: None
-    check_task: Callable[[Task], object] = lambda task: None
-    version: Callable[[], str] = lambda: ""
+    limits: Limits  # by default
+    missing: Callable[[], str | None] = lambda: None  # why programs cannot be checked here, with the remedy
+    check_task: Callable[[Task], object] = lambda task: None  # a ValueError if its tests cannot run
+    version: Callable[[], str] = lambda: ""  # of what runs programs; empty where that is missing
 
     def limits_of(self, cpu_seconds: float | None = None, wall_seconds: float | None = None) -> Limits:
-        """The limits of each program, with other times where they are given. The wall-clock limit is by default at
-        least three times the CPU time.
-        """
+        """Limits with other times where they are given; the wall-clock limit is at least three times the CPU time."""
         own = self.limits
         cpu = cpu_seconds or own.cpu_seconds
         wall = wall_seconds or max(own.wall_seconds, 3 * cpu)

@@ -18,12 +18,7 @@ from .javascript import JAVASCRIPT
 from .python import PYTHON
 from .runner import BrokenServerError, LanguageSupport, Result, Runner
 
-LANGUAGES: Final[dict[Language, LanguageSupport]] = {
-    "python": PYTHON,
-    "java": JAVA,
-    "javascript": JAVASCRIPT,
-}
-
+LANGUAGES: Final[dict[Language, LanguageSupport]] = {"python": PYTHON, "java": JAVA, "javascript": JAVASCRIPT}
 
 _PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
 
@@ -39,23 +34,12 @@ def score(
     workers: int | None = None,
     progress: bool = True,
 ) -> list[Verdict]:
-    """Run samples on their tasks' tests.
+    """Run samples on the tests of their tasks, which are given by id; returns a verdict per sample, in their order.
 
     Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
     runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
     the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
     Otherwise the status ``sandbox_error`` remains: it says nothing about the program.
-
-    Args:
-        tasks: By task id.
-        samples: In any order.
-        sandbox: From `hf_fastdecode.evals.sandbox.choose`.
-        limits: Limits of a program; by default those of its language.
-        workers: Programs at a time; by default one per CPU.
-        progress: Show a tqdm bar.
-
-    Returns:
-        A verdict per sample, in their order.
 
     Raises:
         ValueError: A sample's task is not among the tasks, or has tests that cannot be run.
@@ -72,7 +56,7 @@ def score(
     for task_id in sorted({task_id for task_id, _ in programs}):
         LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
     board = _Board(tasks, sandbox, limits)
-    with tqdm(total=len(programs), desc="score", unit="program", disable=not progress) as bar:
+    with tqdm(total=len(programs), desc="score", unit="program", disable=None if progress else True) as bar:
         results = board.check(list(programs), workers or usable_cpus(), bar.update)
     doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
     results |= board.check_alone(doubtful)

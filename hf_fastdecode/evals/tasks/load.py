@@ -15,7 +15,7 @@ from hf_fastdecode.assets import embedded_tasks, fewshot_tasks
 from hf_fastdecode.errors import InputError
 
 from ...files import Record, parse_records, read_bytes
-from ..records import Language, Task
+from ..records import Task
 from .published import difference, hub_records
 from .readers import apps_task, mbpp_task, mbxp_task, recognised
 
@@ -55,9 +55,6 @@ def load_tasks(
             (the papers of MBXP and HumanEval use all).
         limit: Only the first so many, at least 1.
         task_ids: Only these, in this order, of any split.
-
-    Raises:
-        InputError: The name, an id, the split or the limit is wrong, or the data cannot be read.
     """
     if name not in _READERS:
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
@@ -147,26 +144,13 @@ _MBPP: Final = "mbpp"  # tools write MBPP's ids as 11, Mbpp/11 and MBPP/11
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Tasks of one source.
+    """Tasks of one source."""
 
-    Attributes:
-        name: The source's name, such as ``mbpp``.
-        origin: Where the tasks were read.
-        tasks: The chosen tasks, in the source's order; at least one.
-        examples: Solved tasks for few-shot prompts, none of them among the tasks of the default split.
-        note: A line for people where the data is not the published one, else empty.
-    """
-
-    name: str
-    origin: str
-    tasks: tuple[Task, ...]
-    examples: tuple[Task, ...] = ()
-    note: str = ""
-
-    @property
-    def language(self) -> Language:
-        """The language of all tasks."""
-        return self.tasks[0].language
+    name: str  # of the source, such as mbpp
+    origin: str  # where the tasks were read
+    tasks: tuple[Task, ...]  # the chosen ones, in the source's order; at least one
+    examples: tuple[Task, ...] = ()  # solved, for few-shot prompts; none of them is in the default split
+    note: str = ""  # a line for people where the data is not the published one
 
     @cached_property
     def digest(self) -> str:
@@ -183,9 +167,7 @@ class TaskIds:
         self._prefixes = {prefix for prefix, _ in self._tasks}
 
     def find(self, given: object) -> Task | None:
-        """The task with an id, which is an integer or a text with or without the data set's name; None if there is
-        none.
-        """
+        """The task with an integer or a text, with or without the data set's name, for its id."""
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             return None
         prefix, number = _key(str(given).strip())

@@ -18,22 +18,13 @@ _GOOGLE: Final = "https://raw.githubusercontent.com/google-research/google-resea
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a data set.
+    """A file of a data set."""
 
-    Attributes:
-        task_name: The source that reads it.
-        url: Where it is published; the repository's name is part of it.
-        problems: Number of problems.
-        sha256: Hash of the decompressed content.
-        hub: Repository and configuration on the Hugging Face hub; None where the hub has only a loading script, which
-            `datasets` no longer runs.
-    """
-
-    task_name: str
+    task_name: str  # the source that reads it
     url: str
     problems: int
-    sha256: str
-    hub: tuple[str, str] | None = None
+    sha256: str  # of the decompressed content
+    hub: tuple[str, str] | None = None  # repository and configuration; `datasets` runs no loading scripts
 
     @property
     def name(self) -> str:
@@ -111,8 +102,7 @@ def difference(task_name: str, path: Path, content: bytes, problems: int) -> str
 def hub_records(task_name: str) -> tuple[list[Record], str, str]:
     """All records of a published data set in order of their ids, their origin, and a note on an unexpected number.
 
-    Raises:
-        InputError: They cannot be loaded, e.g. without a network; the remedy is a local file.
+    An InputError where they cannot be loaded, e.g. without a network; the remedy is a local file.
     """
     file = published_file(task_name)
     origin = f"{file.hub[0]} ({file.hub[1]})" if file.hub else file.url

@@ -65,7 +65,7 @@ def test_rescoring_goes_on_after_an_interruption(small, drawn_once, tmp_path, mo
     _, samples = drawn_once
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     arguments = (small.model, small.tokenizer, small.form, small.tasks, samples)
-    rescore.rescore_samples(*arguments, whole, progress=False)
+    rescore.rescore_samples(*arguments, whole)
     calls, once = [], rescore.rescored
 
     def interrupted(*args, **kwargs):
@@ -76,9 +76,9 @@ def test_rescoring_goes_on_after_an_interruption(small, drawn_once, tmp_path, mo
 
     monkeypatch.setattr(rescore, "rescored", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        rescore.rescore_samples(*arguments, broken, progress=False)
+        rescore.rescore_samples(*arguments, broken)
     assert not broken.exists()
-    rescore.rescore_samples(*arguments, broken, progress=False)
+    rescore.rescore_samples(*arguments, broken)
     assert len(calls) == 1 + len(small.tasks)  # the first task is not computed again
     assert broken.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "whole.jsonl"]

@@ -32,7 +32,6 @@ def generate(small, folder, settings=None, **options):
         small.form,
         settings or small.settings,
         folder,
-        progress=False,
         **options,
     )
 

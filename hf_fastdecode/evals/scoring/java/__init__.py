@@ -127,25 +127,16 @@ _BOXED: Final = {
 
 @dataclass(frozen=True)
 class StandIn:
-    """A class that tests call instead of the program's: the static method of a stem, passing its arguments on.
+    """A class that tests call instead of the program's: the static method of a stem, passing its arguments on."""
 
-    Attributes:
-        holder: The class.
-        name: The method.
-        types: Its parameters' types, without type arguments.
-        source: The class with the method.
-    """
-
-    holder: str
-    name: str
-    types: tuple[str, ...]
-    source: str
+    holder: str  # the class
+    name: str  # of the method
+    types: tuple[str, ...]  # of its parameters, without type arguments
+    source: str  # of the class with the method
 
     @classmethod
     def of_stem(cls, stem: str) -> Self:
-        """The stand-in for the method that a stem leaves open: imports, a class and the signature of a static method
-        up to its brace. A ValueError for another stem.
-        """
+        """For the method that a stem leaves open: imports, a class and a static method's signature up to its brace."""
         found = _SIGNATURE.search(_COMMENT.sub(" ", stem))
         if found is None:
             raise ValueError(f"a stem in Java must end with the signature of a static method, got {stem[-80:]!r}")

@@ -173,14 +173,9 @@ def _is_decorated(node: ast.AST) -> bool:
 
 
 def _unused(sources: Sequence[Sequence[ast.AST]], trees: Sequence[ast.Module], used: set[str]) -> str:
-    """The first definition that looks like a test and that nothing uses; empty if there is none.
+    """The first definition in the sources that looks like a test and that nothing in the trees uses; or empty.
 
     Beside other statements that is one with a test's name, since helpers may be unused; otherwise any.
-
-    Args:
-        sources: Nodes that run, of each source.
-        trees: Where names are used.
-        used: Names that are used elsewhere.
     """
     nodes = [node for tree in trees for node in ast.walk(tree)]
     if _finds_definitions(nodes):
