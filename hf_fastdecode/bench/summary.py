@@ -50,6 +50,7 @@ def table(rows: list[Measurement]) -> str:
 _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     None: table,
     "first calls": generate.first_calls_table,
+    "commits": generate.commits_table,
     "trees": generate.trees_table,
     "beams": generate.beams_table,
     "steps and memory": generate.steps_and_memory_table,
