@@ -18,7 +18,6 @@ OPTIONS: Final = {
         )
     },
     "allow_unsafe": "--allow-unsafe-code",
-    "model_args": "--model_args",
     "prompt_format": "--format",
 }
 """The option of each argument that messages name."""

@@ -39,7 +39,7 @@ class FastDecodeLM(HFLM):
         try:
             Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix or False)
         except ValueError as error:
-            raise InputError(f"`model_args`: {error}") from error
+            raise InputError(f"--model_args: {error}") from error
         super().__init__(str(embedded_folder()) if pretrained == EMBEDDED else pretrained, **arguments)
         reuse = self.batch_size == 1 if reuse_prefix is None else reuse_prefix
         enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)
