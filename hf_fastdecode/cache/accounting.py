@@ -69,7 +69,7 @@ class KVSizes:
     """Sizes of the keys and values that a decoder's layers store.
 
     Attributes:
-        stores: Of each layer that stores keys and values.
+        stores: The stores of each layer that stores keys and values.
     """
 
     stores: tuple[Store, ...]

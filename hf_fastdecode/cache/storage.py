@@ -68,9 +68,9 @@ class TokenStorage:
         """Suffix tokens in the layout of nodes.
 
         Args:
-            parts: Of suffixes, each ``[rows, heads, tokens, width]``.
+            parts: Tensors of the suffixes, each ``[rows, heads, tokens, width]``.
             starts: ``[rows]`` int64: position of each suffix's first token.
-            dtype: Of nodes made from another layout; None for that of the nodes held, or else of the model.
+            dtype: Dtype of nodes made from another layout; None for that of the nodes held, or else of the model.
         """
         return parts
 

@@ -89,7 +89,7 @@ def nodes_attention(query: Tensor, forest: Forest, segments: Segments, scale: fl
 
     Args:
         query: ``[rows, heads, queries, head_dim]``.
-        forest: Of so many rows, with at least one node.
+        forest: Forest of that many rows, with at least one node.
         segments: Keys and values in the query's dtype, on its device.
 
     Returns:

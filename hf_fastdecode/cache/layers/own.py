@@ -47,7 +47,7 @@ class AttendsByItself(Protocol):
             keys: ``[rows, 1, tokens, width]``: the first part of suffix tokens, as cached.
             coordinates: ``[rows, 1, tokens, width]``: the second.
             positions: ``[rows, tokens]`` int64, for layers that cache none.
-            dtype: Of the result; the model's when None.
+            dtype: Dtype of the result; the model's when None.
         """
         ...
 
