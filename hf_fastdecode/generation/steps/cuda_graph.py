@@ -30,6 +30,7 @@ from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
+from ..fused.sums import WaitingSums
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..structure import Structure
@@ -112,6 +113,8 @@ class CapturedStep:
                     stack.enter_context(structure.passing(lengths))
                     if fused:
                         stack.enter_context(FusedProjections(model))
+                    if structure.fused is not None:
+                        stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None

@@ -14,11 +14,14 @@ GELU = tl.constexpr(1)
 @triton.jit
 def normalize(
     x,  # [rows, COLUMNS], contiguous
+    addend,  # as x; not read without ADDS
+    total,  # as x: x + addend, rounded; not written without ADDS
     weight,  # [COLUMNS]
     out,  # as x
     rows,
     eps,
     COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr,
     ROUNDING: tl.constexpr,  # of NormForm
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -28,6 +31,10 @@ def normalize(
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     numbers = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    if ADDS:
+        numbers = (numbers + tl.load(addend + at, mask=kept, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, numbers, mask=kept)
+        numbers = numbers.to(tl.float32)
     factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     mean = tl.sum(numbers * numbers, 1) / COLUMNS
     numbers = numbers * tl.rsqrt(mean + eps)[:, None]
