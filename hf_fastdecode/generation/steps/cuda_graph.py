@@ -12,15 +12,16 @@ moves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Hashable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...attention.interface import RowLengths, active
+from ...attention.interface import RowLengths
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import Alike, TablesByShape
@@ -32,9 +33,9 @@ from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
 from ..identity import captured_state
 from ..instance_patch import own_method
-from .capture_memory import CAPTURING, capture_stream, free_memory, free_workspaces, reserve, unowned
+from .capture_memory import free_memory, free_workspaces
 from .compiled_layers import CompiledLayers
-from .projections import FusedProjections
+from .graph_capture import CapturedGraph, pass_context
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
@@ -84,7 +85,6 @@ class CapturedStep:
     ):
         device = model.device
         self.rows, self.options = rows, options
-        fused = rows <= options.fused_rows
         self.in_place = storages_in_place(cache)
         self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -96,37 +96,22 @@ class CapturedStep:
 
         ids, positions = self.ids, self.positions
 
-        def step() -> Tensor:  # no reference to self, so that memory is freed without a cycle
+        # The passes of a capture write keys and values that the first real step overwrites.
+        def step() -> tuple[Tensor]:  # no reference to self, so that memory is freed without a cycle
             view.begin()
             output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **dict(options.arguments))
-            return output.logits[:, -1].contiguous()
+            return (output.logits[:, -1].contiguous(),)
 
-        @contextmanager
-        def ours() -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.enter_context(active(configs, lengths))
-                if options.compiled:
-                    stack.enter_context(compiled.installed(model, options.fused_rows))
-                elif fused:
-                    stack.enter_context(FusedProjections(model))
-                yield
-
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":  # tests with interpreted kernels run uncaptured
-            self._step, self._ours = step, ours
-        else:
-            # The passes below write keys and values that the first real step overwrites.
-            with CAPTURING, ours(), torch.cuda.device(device):
-                stream = capture_stream(device)
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    size = step().nbytes  # warm-up: compiles kernels and creates library handles
-                torch.cuda.current_stream().wait_stream(stream)
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    reserve(size, device)
-                    logits = step()
-            self.logits = unowned(logits)
+        ours = partial(
+            pass_context,
+            model,
+            configs,
+            lengths,
+            rows=rows,
+            fused_rows=options.fused_rows,
+            compiled=compiled if options.compiled else None,
+        )
+        self._graph = CapturedGraph(step, ours, device, pool)
 
     def fits(self, cache: SharedContextCache) -> bool:
         """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
@@ -171,12 +156,8 @@ class CapturedStep:
         self._follow(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            with self._ours():
-                self.logits = self._step()
-        return self.logits[:count]
+        (logits,) = self._graph.replay()
+        return logits[:count]
 
     def _follow(self, cache: SharedContextCache) -> None:
         layers = {layer.index: layer for layer in cache.attention_layers}
