@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...attention.forest import Forest
 from ...attention.interface import RowLengths
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
@@ -34,6 +35,7 @@ from ..forward_pass import forward_pass
 from ..identity import captured_state
 from ..instance_patch import own_method
 from .capture_memory import free_memory, free_workspaces
+from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
 from .compiled_layers import CompiledLayers
 from .graph_capture import CapturedGraph, pass_context
 
@@ -168,15 +170,16 @@ class CapturedStep:
 
 
 class Captures:
-    """The captured steps of one model.
+    """The captured steps and prefill passes of one model.
 
-    One call at a time uses them and holds `lock` while it decodes. Concurrent calls run eagerly in ``mode="auto"``,
+    One call at a time uses them and holds `lock` until it ends. Concurrent calls run eagerly in ``mode="auto"``,
     and wait in forced modes. The 32 most recently used steps are kept. They share one memory pool, including logits,
     so together they hold a few times the memory of the largest one.
 
     Attributes:
         owner: The thread that holds the lock.
-        count: Number of captures made.
+        prefills: The captured prefill passes.
+        count: Number of steps captured.
         steps_asked: Steps requested by the model's calls so far, including the current one.
     """
 
@@ -184,6 +187,7 @@ class Captures:
         self.lock = threading.Lock()
         self.owner: int | None = None
         self.compiled = CompiledLayers()
+        self.prefills = CapturedPrefills()
         self.count = 0
         self.steps_asked = 0
         self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
@@ -215,17 +219,38 @@ class Captures:
             if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):
                 self._steps.append(self._steps.pop(index))
                 return step
-        if self._pool is None and model.device.type == "cuda":
-            self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            step = CapturedStep(model, rows, cache, configs, options, self.compiled, self._pool)
+            pool = self._pool_on(model.device)
+            step = CapturedStep(model, rows, cache, configs, options, self.compiled, pool)
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
         del self._steps[:-_MOST_STEPS]
         self.count += 1
         return step
+
+    def capture_prefill(
+        self,
+        model: PreTrainedModel,
+        shape: PrefillShape,
+        cache: SharedContextCache,
+        forest: Forest | None,
+        longest: int,
+        configs: list[PreTrainedConfig],
+    ) -> CapturedPrefill:
+        """Capture a prefill pass over the cache's current items, and keep it; see `CapturedPrefill`."""
+        with torch.inference_mode(False), torch.no_grad():
+            pool = self._pool_on(model.device)
+            made = CapturedPrefill(model, shape, cache, forest, longest, configs, pool)
+        self.prefills.keep(made)
+        return made
+
+    def _pool_on(self, device: torch.device) -> Any:
+        """The memory pool of all captures; None where nothing is captured."""
+        if self._pool is None and device.type == "cuda":
+            self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
+        return self._pool
 
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
@@ -253,10 +278,12 @@ class Captures:
     def retry(self) -> None:
         """Reset the recorded failures."""
         self._failure = self._free_then = self.own_nodes_failure = self.compile_failure = None
+        self.prefills.failures.clear()
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
         self._steps, self._pool, self._state = [], None, None
+        self.prefills.clear()
         self.retry()
 
     def release(self) -> None:
