@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
-from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport
+from .structure import Structure
 
 
 class Positions(NamedTuple):
@@ -57,24 +57,6 @@ def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Posit
     if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[-1] == position_ids.shape[-1]:
         equal = equal | (attention_mask == 0)
     return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
-
-
-class Structure:
-    """What passes with shared context need to know of a model, whose modules may change between calls.
-
-    Attributes:
-        configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self._model = model
-        found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-        self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
-
-    @cached_property
-    def layout(self) -> ModelLayout:
-        """What each layer stores; passes over a cache that has met the model do not need it."""
-        return ModelLayout.of(self._model)
 
 
 # Options that a stock call fulfils anyway.

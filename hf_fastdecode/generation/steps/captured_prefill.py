@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
 from ...attention.forest import Forest
@@ -27,6 +27,7 @@ from ...cache.captured_prefill import CapturedPrefillCache, ContextTables
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass
+from ..structure import Structure
 from .graph_capture import CapturedGraph, pass_context
 
 _SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
@@ -87,7 +88,7 @@ class CapturedPrefill:
         cache: SharedContextCache,
         forest: Forest | None,
         longest: int,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
         pool: Any,
     ):
         device, tokens = model.device, shape.tokens
@@ -107,7 +108,7 @@ class CapturedPrefill:
             logits = forward_pass(model, view, positions, **arguments).logits[0]
             return ((logits if keeps else logits[wanted]).contiguous(), *view.take())
 
-        ours = partial(pass_context, model, configs, self.lengths, rows=tokens, fused_rows=shape.fused_rows)
+        ours = partial(pass_context, model, structure, self.lengths, rows=tokens, fused_rows=shape.fused_rows)
         if device.type != "cuda":  # as before a capture: the first run finds the shapes of buffers
             with ours():
                 run()

@@ -34,6 +34,7 @@ from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
 from ..identity import captured_state
 from ..instance_patch import own_method
+from ..structure import Structure
 from .capture_memory import free_memory, free_workspaces
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
 from .compiled_layers import CompiledLayers
@@ -80,7 +81,7 @@ class CapturedStep:
         model: PreTrainedModel,
         rows: int,
         cache: SharedContextCache,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
         options: CaptureOptions,
         compiled: CompiledLayers,
         pool: Any,
@@ -107,7 +108,7 @@ class CapturedStep:
         ours = partial(
             pass_context,
             model,
-            configs,
+            structure,
             lengths,
             rows=rows,
             fused_rows=options.fused_rows,
@@ -210,7 +211,7 @@ class Captures:
         self,
         model: PreTrainedModel,
         cache: SharedContextCache,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
         options: CaptureOptions,
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
@@ -222,7 +223,7 @@ class Captures:
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             pool = self._pool_on(model.device)
-            step = CapturedStep(model, rows, cache, configs, options, self.compiled, pool)
+            step = CapturedStep(model, rows, cache, structure, options, self.compiled, pool)
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
@@ -237,12 +238,12 @@ class Captures:
         cache: SharedContextCache,
         forest: Forest | None,
         longest: int,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
     ) -> CapturedPrefill:
         """Capture a prefill pass over the cache's current items, and keep it; see `CapturedPrefill`."""
         with torch.inference_mode(False), torch.no_grad():
             pool = self._pool_on(model.device)
-            made = CapturedPrefill(model, shape, cache, forest, longest, configs, pool)
+            made = CapturedPrefill(model, shape, cache, forest, longest, structure, pool)
         self.prefills.keep(made)
         return made
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
+from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
 from .compiled_layers import CompiledLayers
 from .projections import FusedProjections
@@ -19,7 +20,7 @@ from .projections import FusedProjections
 @contextmanager
 def pass_context(
     model: PreTrainedModel,
-    configs: list[PreTrainedConfig],
+    structure: Structure,
     lengths: RowLengths,
     *,
     rows: int,
@@ -28,14 +29,17 @@ def pass_context(
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
-    Projections of the same input run concurrently for up to `fused_rows` rows, and layers compiled, if given.
+    Projections of the same input run concurrently for up to `fused_rows` rows. Layers run compiled, if given, or else
+    with fused modules.
     """
     with ExitStack() as stack:
-        stack.enter_context(active(configs, lengths))
         if compiled is not None:
+            stack.enter_context(active(structure.configs, lengths))
             stack.enter_context(compiled.installed(model, fused_rows))
-        elif rows <= fused_rows:
-            stack.enter_context(FusedProjections(model))
+        else:
+            stack.enter_context(structure.passing(lengths))
+            if rows <= fused_rows:
+                stack.enter_context(FusedProjections(model))
         yield
 
 

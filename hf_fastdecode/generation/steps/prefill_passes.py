@@ -61,7 +61,7 @@ class PrefillPasses:
         if found is not None or not captures.prefills.pays(shape):
             return found
         try:
-            return captures.capture_prefill(call.model, shape, cache, forest, longest, call.structure.configs)
+            return captures.capture_prefill(call.model, shape, cache, forest, longest, call.structure)
         except Exception as error:  # out of memory, or an operation not allowed during capture
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if not ran_out_of_memory(error):
