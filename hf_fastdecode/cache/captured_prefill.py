@@ -92,17 +92,27 @@ def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:
     )
 
 
-def takes_captured_passes(cache: SharedContextCache, items: Sequence[PrefillItem]) -> bool:
-    """Whether all layers store plain keys and values of every token that a pass over these items needs."""
-    for layer in cache.layers:
-        if isinstance(layer, EmptyLayer):
-            continue
+def takes_captured_passes(
+    cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether all layers store plain keys and values, which a pass over these items in this dtype can add to.
+
+    Stored contexts need one head_dim of keys and values, as the kernels that read them do.
+    """
+    if cache.state.suffix_rows or cache.state.places_of_pass is not None:
+        return False
+    contexts = any(item.context for item in items)
+    for layer in cache.attention_layers:
+        held = layer.storage.node_example
         if type(layer.storage) is not TokenStorage:
             return False
-        held = layer.storage.node_example
-        if held is not None and any(item.context for item in items) and held.keys.shape[-1] != held.values.shape[-1]:
-            return False  # the kernels, which read contexts, have one head_dim
-    return not cache.state.suffix_rows
+        if held is None:
+            continue
+        if (held.keys.dtype, held.keys.device) != (dtype, device):
+            return False
+        if contexts and held.keys.shape[-1] != held.values.shape[-1]:
+            return False
+    return True
 
 
 class CapturedPrefillCache(Cache):

@@ -41,7 +41,9 @@ class PrefillPasses:
             return None
         cache.meet(call.structure.layout)
         window, longest = call.structure.layout.smallest_window, cache.longest_row(len(tokens))
-        if not takes_captured_passes(cache, items) or (window is not None and longest > window):
+        if not takes_captured_passes(cache, items, call.model.dtype, call.model.device) or (
+            window is not None and longest > window
+        ):
             return None
         self._refresh()
         forest = context_forest(items, shape.tokens) if shape.contexts else None
@@ -58,7 +60,8 @@ class PrefillPasses:
         """The captured pass for the cache's current items; captured now where that pays and does not fail."""
         call, captures = self._call, self._call.state.captures
         found = captures.prefills.find(shape, forest, longest)
-        if found is not None or not captures.prefills.pays(shape):
+        forced = call.options.needs_capture is not None
+        if found is not None or not captures.prefills.pays(shape, forced=forced):
             return found
         try:
             return captures.capture_prefill(call.model, shape, cache, forest, longest, call.structure)
