@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
+from ..forward_pass import forward_pass, input_device
 from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
 from .packed import node_logits, prefill_nodes, stacked
@@ -79,15 +81,32 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     suffix_tokens = input_ids[:, width - rerun_last_token :]
     positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if rerun_last_token or logits is None:
-        logits = _last_token_again(passes, cache, suffix_tokens[:, 0], positions)
+        logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
         return Start(cache, logits, positions + 1, suffix_tokens)
     counts = torch.tensor([group.count for group in groups], device=logits.device)
     return Start(cache, logits.repeat_interleave(counts, dim=0), positions, suffix_tokens)
 
 
-def _last_token_again(passes: CallPasses, cache: SharedContextCache, tokens: Tensor, positions: Tensor) -> Tensor:
+def _last_token_again(
+    call: CallContext, passes: CallPasses, cache: SharedContextCache, tokens: Tensor, positions: Tensor
+) -> Tensor:
     """Logits ``[rows, vocabulary]`` of the prompts' last tokens, computed as the first decode step."""
-    return passes.make_steps(cache)(tokens, positions).clone()  # which the next step would overwrite
+    steps = None
+    if passes.prefill is not None:
+        with suppress(torch.OutOfMemoryError):  # the loop, which makes steps again, can split the rows
+            steps = passes.make_steps(cache)
+    if steps is not None:
+        return steps(tokens, positions).clone()  # which the next step would overwrite
+    device = input_device(call.model)
+    output = forward_pass(
+        call.model,
+        cache,
+        positions[:, None].to(device),
+        input_ids=tokens[:, None].to(device),
+        use_cache=True,
+        return_dict=True,
+    )
+    return output.logits[:, -1]
 
 
 def _start_with_unshared(

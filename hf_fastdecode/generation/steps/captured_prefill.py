@@ -33,7 +33,7 @@ from .graph_capture import CapturedGraph, pass_context
 _SIZES = (64, 128, 192, 256, 384, 512)
 """Numbers of tokens of captured passes.
 
-Sizes in between would save little (H200, 7B, unfused modules: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
+Sizes in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
 9.5 for 160, 9.8 for 192, 10.4 for 224 and for 256, 12.8 for 320, 13.2 for 384, 14.9 for 448, 15.7 for 512).
 """
 
