@@ -17,6 +17,7 @@ from hf_fastdecode.attention.launch.own_nodes import (
     with_own_nodes,
 )
 from hf_fastdecode.attention.launch.plan import HeadShape
+from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import Captures
 

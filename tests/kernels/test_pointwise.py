@@ -50,6 +50,18 @@ def test_rms_norm(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", NormForm)
+@pytest.mark.parametrize("shape", [(3, 5, 1000), (2, 7, 3, 80)])
+def test_rms_norm_of_a_sum(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> None:
+    """The sum is that of PyTorch, to the bit, and the norm that of the rounded sum."""
+    x, addend, weight = (random(*size, seed=len(size), dtype=dtype) for size in (shape, shape, shape[-1:]))
+    plus = api.Plus(addend, torch.empty_like(x))
+    found = api.rms_norm(x, weight, 1e-5, form, plus)
+    assert torch.equal(plus.total, x + addend)
+    assert torch.equal(found, api.rms_norm(x + addend, weight, 1e-5, form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", RotaryForm)
 @pytest.mark.parametrize(("heads", "width", "rotary"), [((4, 4), 64, 64), ((12, 3), 80, 80), ((9, 1), 64, 16)])
 @pytest.mark.parametrize(("batch", "length", "of_angles"), [(3, 1, 3), (1, 9, 1), (2, 5, 1)])
@@ -100,6 +112,8 @@ def test_refused() -> None:
     x = random(2, 8, seed=1, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"contiguous x .* got \(8, 2\)"):
         api.rms_norm(x.mT, x[:, 0], 1e-5, NormForm.WHOLE)
+    with pytest.raises(ValueError, match=r"contiguous x .* got \(2, 8\)"):
+        api.rms_norm(x, x[0], 1e-5, NormForm.WHOLE, api.Plus(x[:1], x))
     with pytest.raises(ValueError, match="up to 16384 columns"):
         api.rms_norm(x.new_ones(16385), x.new_ones(16385), 1e-5, NormForm.WHOLE)
     with pytest.raises(ValueError, match="equal shapes and dtypes"):

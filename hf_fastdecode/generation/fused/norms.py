@@ -14,6 +14,7 @@ from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, rms_norm
 from ...kernels.pointwise.forms import NormForm
 from .runs import runs_fused
+from .sums import waiting_sums
 from .trial import matching, random, settings, twin
 
 WHAT = "norms"
@@ -49,20 +50,24 @@ def replacement(module: nn.Module, form: NormForm) -> Any:
 
 
 def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    weight, eps = module._parameters.get("weight"), _eps(module)
+    sums, weight, eps = waiting_sums(), module._parameters.get("weight"), _eps(module)
+    waits = sums is not None and sums.waits(x)
     if (
         args
         or kwargs
         or weight is None
         or eps is None
         or not runs_fused(x)
-        or not x.is_contiguous()
+        or not (waits or x.is_contiguous())
         or weight.shape != x.shape[-1:]
-        or len(weight) > MOST_COLUMNS
+        or weight.shape[0] > MOST_COLUMNS
         or (form is NormForm.ROUNDED and weight.dtype != x.dtype)
     ):
         return uncompiled_call(module, x, *args, **kwargs)
     try:
+        if sums is not None and waits:
+            with sums.taken() as (first, plus):
+                return rms_norm(first, weight, eps, form, plus)
         return rms_norm(x, weight, eps, form)
     except KernelFailedError:
         return uncompiled_call(module, x)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
+from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
 from .compiled_layers import CompiledLayers
@@ -40,6 +41,8 @@ def pass_context(
             stack.enter_context(structure.passing(lengths))
             if rows <= fused_rows:
                 stack.enter_context(FusedProjections(model))
+            if structure.fused is not None:
+                stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
         yield
 
 

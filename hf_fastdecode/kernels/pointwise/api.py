@@ -6,6 +6,8 @@ pass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -21,7 +23,19 @@ _NUMBERS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gat
 _HEADS = 8  # of a program of `rotate`
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+class Plus(NamedTuple):
+    """A sum on the way.
+
+    Attributes:
+        addend: Of the shape and dtype of what it is added to, contiguous.
+        total: Memory for the sum, likewise.
+    """
+
+    addend: Tensor
+    total: Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus | None = None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` along the last axis, times the weight.
 
     Args:
@@ -29,6 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         weight: ``[columns]``, of the same dtype for `NormForm.ROUNDED`.
         eps: Added to the mean.
         form: Where the result is rounded.
+        plus: What is added to `x` before, and where the sum is written.
 
     Returns:
         As `x`, in its dtype.
@@ -37,8 +52,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         ValueError: Shapes or strides are others.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    columns = x.shape[-1]
-    if not x.is_contiguous() or weight.shape != (columns,) or not weight.is_contiguous() or columns > MOST_COLUMNS:
+    columns, (addend, total) = x.shape[-1], plus or (x, x)
+    contiguous = all(part.is_contiguous() for part in (x, weight, addend, total))
+    alike = weight.shape == (columns,) and addend.shape == x.shape == total.shape
+    if not contiguous or not alike or columns > MOST_COLUMNS:
         raise ValueError(
             f"rms_norm takes contiguous x [..., columns] and weight [columns] of up to {MOST_COLUMNS} columns, got "
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
@@ -49,12 +66,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     with launching(Kernel.POINTWISE, x.device):
         kernel.normalize[(triton.cdiv(rows, at_once),)](
             x,
+            addend,
+            total,
             weight,
             out,
             rows,
             eps,
             COLUMNS=columns,
-            FORM=form.value,
+            ADDS=plus is not None,
+            ROUNDING=form.value,
             BLOCK_R=at_once,
             BLOCK_C=block,
             num_warps=min(16, max(4, at_once * block // 512)),
@@ -107,7 +127,7 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
             KEY_HEADS=key_heads,
             HEAD_DIM=head_dim,
             ROTARY=rotary,
-            FORM=form.value,
+            ROUNDING=form.value,
             BLOCK_H=_HEADS,
             BLOCK_D=triton.next_power_of_2(rotary // 2),
             BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rotary)),

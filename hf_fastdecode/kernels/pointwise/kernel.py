@@ -14,12 +14,15 @@ GELU = tl.constexpr(1)
 @triton.jit
 def normalize(
     x,  # [rows, COLUMNS], contiguous
+    addend,  # as x; not read without ADDS
+    total,  # as x: x + addend, rounded; not written without ADDS
     weight,  # [COLUMNS]
     out,  # as x
     rows,
     eps,
     COLUMNS: tl.constexpr,
-    FORM: tl.constexpr,  # of NormForm
+    ADDS: tl.constexpr,
+    ROUNDING: tl.constexpr,  # of NormForm
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -28,12 +31,16 @@ def normalize(
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     numbers = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    if ADDS:
+        numbers = (numbers + tl.load(addend + at, mask=kept, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, numbers, mask=kept)
+        numbers = numbers.to(tl.float32)
     factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     mean = tl.sum(numbers * numbers, 1) / COLUMNS
     numbers = numbers * tl.rsqrt(mean + eps)[:, None]
-    if FORM == ROUNDED:
+    if ROUNDING == ROUNDED:
         numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
-    if FORM == PLUS_ONE:
+    if ROUNDING == PLUS_ONE:
         factor = factor + 1.0
     tl.store(out + at, (factor * numbers).to(out.dtype.element_ty), mask=kept)
 
@@ -59,7 +66,7 @@ def rotate(
     KEY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,  # the first numbers of a head are rotated, the others copied
-    FORM: tl.constexpr,  # of RotaryForm
+    ROUNDING: tl.constexpr,  # of RotaryForm
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # at least ROTARY / 2
     BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
@@ -80,7 +87,7 @@ def rotate(
             QUERY_HEADS,
             HEAD_DIM,
             ROTARY,
-            FORM,
+            ROUNDING,
             BLOCK_D,
             BLOCK_REST,
         )
@@ -96,7 +103,7 @@ def rotate(
             KEY_HEADS,
             HEAD_DIM,
             ROTARY,
-            FORM,
+            ROUNDING,
             BLOCK_D,
             BLOCK_REST,
         )
@@ -113,7 +120,7 @@ def rotate_heads(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
-    FORM: tl.constexpr,
+    ROUNDING: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
@@ -131,7 +138,7 @@ def rotate_heads(
     second_sin = tl.load(sin + HALF + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
     one, two = first * first_cos, -second * first_sin
     three, four = second * second_cos, first * second_sin
-    if FORM == ROUNDED:
+    if ROUNDING == ROUNDED:
         dtype: tl.constexpr = out.dtype.element_ty
         one, two = one.to(dtype).to(tl.float32), two.to(dtype).to(tl.float32)
         three, four = three.to(dtype).to(tl.float32), four.to(dtype).to(tl.float32)
