@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.autocast import cast
+from ..attention.autocast import autocast_dtype, cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
 from .origins import SuffixOrigins
@@ -50,6 +50,8 @@ class TokenStorage:
         Returns:
             Each part ``[rows, heads, tokens, width]``.
         """
+        if autocast_dtype(keys.device) is None:
+            return Segment(keys, values)
         return Segment(cast(keys), cast(values))
 
     def describe(self, suffix: Segment) -> None:
@@ -119,8 +121,9 @@ class TokenStorage:
         """Write consecutive tokens, each part ``[heads, tokens, width]``, to spans of segments."""
         start = 0
         for span in spans:
-            for stored, part in zip(self.segments[span.segment].view(span), new, strict=True):
-                stored.copy_(part[:, start : start + span.length])
+            run = Span(0, start, span.length)
+            for stored, part in zip(self.segments[span.segment].view(span), new.view(run), strict=True):
+                stored.copy_(part)
             start += span.length
 
     def copied(self, spans: Iterable[Span]) -> Segment:
@@ -240,5 +243,7 @@ def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
 
     Never an inference tensor, which could be written only in inference mode.
     """
-    with torch.inference_mode(False):
-        return part.new_empty(*shape, part.shape[-1])
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return part.new_empty(*shape, part.shape[-1])
+    return part.new_empty(*shape, part.shape[-1])

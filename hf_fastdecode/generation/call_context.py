@@ -18,6 +18,7 @@ from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .model_state import ModelState
+from .model_walk import ModelWalk
 from .options import Options
 from .report import CallReport
 
@@ -63,18 +64,23 @@ class Structure:
     """What passes with shared context need to know of a model, whose modules may change between calls.
 
     Attributes:
+        walk: The model's modules.
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model = model
-        found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self._model, self.walk = model, ModelWalk(model)
+        found = {id(config): config for config in self.walk.attributes("config")}
         self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
     @cached_property
     def layout(self) -> ModelLayout:
         """What each layer stores; passes over a cache that has met the model do not need it."""
-        return ModelLayout.of(self._model)
+        return ModelLayout.of(self._model, self.walk.modules)
+
+    def release(self) -> None:
+        """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
+        del self.walk
 
 
 # Options that a stock call fulfils anyway.

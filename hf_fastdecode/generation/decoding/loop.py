@@ -111,7 +111,7 @@ class Loop:
     def _decode(self, wave: Wave, cache: SharedContextCache) -> None:
         """Sample tokens until every row of the wave is finished."""
         width, stopping = self.prompts.shape[1], self.stopping
-        steps = self.make_steps(cache)
+        steps: Steps | None = None  # made after the first token, which needs no step
         positions = self.start.positions[wave.rows] + wave.drawn - 1
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
@@ -122,6 +122,7 @@ class Loop:
         limit = stopping.max_length or self.call.config.max_length
         while True:
             if logits is None:
+                steps = steps or self.make_steps(cache)
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if active is None else last[active], positions)
             if self.log_probs is not None:
@@ -148,7 +149,10 @@ class Loop:
             count = int(mask.sum())
             if count == 0:
                 break
-            if self._can_compact and steps.should_compact(count, limit - width - wave.drawn):
+            if not self._can_compact:
+                continue
+            steps = steps or self.make_steps(cache)
+            if steps.should_compact(count, limit - width - wave.drawn):
                 batch = torch.arange(len(mask), device=mask.device) if active is None else active.cpu()
                 keep = mask[batch].nonzero().flatten()
                 steps = steps.select(keep.tolist())
@@ -157,7 +161,7 @@ class Loop:
                 row_numbers = wave.rows[active]
                 self.call.report.compactions += 1
         wave.end()
-        self._undo(wave, steps.cache, poller)
+        self._undo(wave, cache, poller)
 
     def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller) -> None:
         """Remove steps run after the last row's end, before the host saw it."""

@@ -72,10 +72,12 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
     if unshared is not None:
         return _start_with_unshared(call, found, plan, unshared, input_ids)
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
+    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
+    group_of_row = [index for index, group in enumerate(groups) for _ in range(group.count)]
+    positions, group_of_row = torch.tensor([plan.forest.context_lengths, group_of_row], device=input_ids.device)
     logits = prefill_nodes(model, cache, plan, max_tokens=call.max_prefill_tokens, length=width - rerun_last_token)
     keep_nodes(call, cache)
     suffix_tokens = input_ids[:, width - rerun_last_token :]
-    positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if rerun_last_token or logits is None:
         device = input_device(model)
         output = forward_pass(
@@ -87,8 +89,7 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
             return_dict=True,
         )
         return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
-    counts = torch.tensor([group.count for group in groups], device=logits.device)
-    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, suffix_tokens)
+    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
 
 
 def _start_with_unshared(
