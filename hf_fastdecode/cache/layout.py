@@ -167,8 +167,8 @@ class ModelLayout:
         found = cls.from_config(model.config)
         layers, own = list(found.layers), dict[int, AttendsByItself]()
         every: Iterable[Any] = model.modules() if modules is None else modules
-        for module in every:
-            index = module.__dict__.get("layer_idx")
+        for module in [module for module in every if "layer_idx" in module.__dict__]:
+            index = module.__dict__["layer_idx"]
             if not isinstance(index, int) or not 0 <= index < len(layers):
                 continue
             if getattr(module, "attends_by_itself", False):
@@ -283,6 +283,8 @@ def _with_heads_of(module: nn.Module, store: Store) -> Store:
     kv_heads = keys // head_dim
     heads = kv_heads * (getattr(module, "num_key_value_groups", None) or store.group_size)
     value_dim = values // kv_heads or head_dim  # some layers have no projection of values, which are their keys
+    if (heads, kv_heads, head_dim, value_dim) == (store.query_heads, store.kv_heads, store.head_dim, store.value_dim):
+        return store
     return replace(store, query_heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
 
 

@@ -97,6 +97,13 @@ class TokenStorage:
         return _bytes_per_token(self.suffix_example)
 
     @property
+    def bytes_per_node_and_suffix_token(self) -> tuple[int, int]:
+        """`bytes_per_token` and `suffix_bytes_per_token`, mostly of one example."""
+        of_nodes, of_suffixes = self.node_example, self.suffix_example
+        size = _bytes_per_token(of_nodes)
+        return size, size if of_suffixes is of_nodes else _bytes_per_token(of_suffixes)
+
+    @property
     def suffix_bytes(self) -> int:
         """Bytes allocated for suffixes."""
         return sum(part.nbytes for part in self.suffix or ())
@@ -114,7 +121,10 @@ class TokenStorage:
     def segment(self, number: int, length: int, like: Segment) -> Segment:
         """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
-            self.segments[number] = _map(like, lambda part: _allocate(part, (part.shape[0], length)))
+            keys, values = like
+            self.segments[number] = Segment(
+                _allocate(keys, (keys.shape[0], length)), _allocate(values, (values.shape[0], length))
+            )
         return self.segments[number]
 
     def write_nodes(self, spans: Iterable[Span], new: Segment) -> None:
