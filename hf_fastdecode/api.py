@@ -16,7 +16,6 @@ from . import _compat
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
-from .generation.call_context import Structure
 from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
@@ -26,6 +25,7 @@ from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
+from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .generation.wrappers import unwrapped
 

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
-from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .model_state import ModelState
-from .model_walk import ModelWalk
 from .options import Options
 from .report import CallReport
+from .structure import Structure
 
 
 class Positions(NamedTuple):
@@ -58,29 +57,6 @@ def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Posit
     if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[-1] == position_ids.shape[-1]:
         equal = equal | (attention_mask == 0)
     return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
-
-
-class Structure:
-    """What passes with shared context need to know of a model, whose modules may change between calls.
-
-    Attributes:
-        walk: The model's modules.
-        configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self._model, self.walk = model, ModelWalk(model)
-        found = {id(config): config for config in self.walk.attributes("config")}
-        self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
-
-    @cached_property
-    def layout(self) -> ModelLayout:
-        """What each layer stores; passes over a cache that has met the model do not need it."""
-        return ModelLayout.of(self._model, self.walk.modules)
-
-    def release(self) -> None:
-        """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        del self.walk
 
 
 # Options that a stock call fulfils anyway.

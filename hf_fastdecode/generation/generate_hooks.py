@@ -42,17 +42,18 @@ from .._compat import (
     untested_transformers,
     with_cache,
 )
-from ..attention.interface import RowLengths, active
+from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from .call_context import CallContext, Structure
+from .call_context import CallContext
 from .decoding.loop import decode_shared
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
 from .steps.modes import choose_mode
+from .structure import Structure
 from .support import check_call, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
@@ -113,7 +114,7 @@ def _forward_shared(
             # The model would count from the longest row, padding included.
             args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(inputs.device)}
     structure = _structure(model)
-    with active(structure.configs, RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+    with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
         if cache.state.met is None or cache.state.met() is not model:
             cache.meet(structure.layout)
             cache.state.met = ref(model)
@@ -122,6 +123,7 @@ def _forward_shared(
             cache.record_tokens(input_ids)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
+        report.fused = str(structure.fused or "")
         report.observe(cache)
     return output
 

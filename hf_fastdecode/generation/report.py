@@ -34,6 +34,7 @@ class CallReport:
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
+        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations; empty if none did.
         sampler: Sampling code used: ``hf`` or ``fast``.
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.
@@ -58,6 +59,7 @@ class CallReport:
     layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
     mode: str = "eager"
     mode_reason: str = ""
+    fused: str = ""
     sampler: str = "hf"
     sampler_reason: str = ""
     captures: int = 0
@@ -108,6 +110,7 @@ class CallReport:
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
+                *([f"  one kernel each: {self.fused}"] if self.fused else []),
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *self._events(),
                 *_layer_lines(self.layers),

@@ -22,9 +22,10 @@ from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from .call_context import CallContext, Positions, Structure
+from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk
+from .structure import Structure
 
 # Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}

@@ -11,7 +11,6 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import RowLengths, active
-from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph as capture
@@ -19,6 +18,7 @@ from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket
+from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 

@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation import generate_hooks as methods
-from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model

@@ -9,11 +9,11 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation import generate_hooks
-from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.model_walk import ModelWalk
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import tiny_model
 from .calls import PROMPT, SAMPLING

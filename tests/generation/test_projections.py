@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import compiled_layers, modes, projections
 from hf_fastdecode.generation.steps import cuda_graph as capture
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 

@@ -38,6 +38,8 @@ from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
+from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
+from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
@@ -80,7 +82,7 @@ class Claiming(TorchFunctionMode):
             return args[0].to("meta").as_subclass(Claimed)
         if (kwargs or {}).get("device") == CUDA:
             return function(*args, **kwargs | {"device": "meta"}).as_subclass(Claimed)
-        if function is Tensor.sum:  # PyTorch's own for meta tensors, which looks at the device
+        if function in (Tensor.sum, torch.empty_like):  # PyTorch's own for meta tensors, which look at the device
             return function(args[0].as_subclass(Tensor), *args[1:]).as_subclass(Claimed)
         return function(*args, **(kwargs or {}))
 
@@ -161,6 +163,7 @@ def launches() -> list[Launch]:
         draw_everything()
         attend_to_slim_caches()
         multiply_by_stored_matrices()
+        compute_between_products()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -314,6 +317,23 @@ def multiply_by_stored_matrices() -> None:
             if width
         ]
         stored_product(terms, terms[0].scales if second else None, in_range=in_range)
+
+
+def compute_between_products() -> None:
+    """RMSNorm, rotary embedding and gated activations of models of many widths."""
+    for dtype, columns in product((torch.bfloat16, torch.float16), (64, 80, 128, 1000, 4096, 16384)):
+        x = torch.empty(3, columns, dtype=dtype, device=CUDA)
+        for form in NormForm:
+            rms_norm(x, x[0].as_subclass(Claimed), 1e-5, form)
+        for activation in Activation:
+            gated(x, x, activation)
+    for dtype, (head_dim, rotary), heads in product(
+        (torch.bfloat16, torch.float16), ((64, 64), (80, 32), (128, 128), (256, 256)), ((32, 8), (12, 1))
+    ):
+        queries, keys = (torch.empty(2, count, 5, head_dim, dtype=dtype, device=CUDA) for count in heads)
+        cos = torch.empty(1, 5, rotary, dtype=dtype, device=CUDA)
+        for form in RotaryForm:
+            rotate(queries, keys, cos, cos, form)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

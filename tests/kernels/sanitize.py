@@ -29,6 +29,9 @@ from triton.experimental.gluon import language as gl
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
+from hf_fastdecode.kernels.pointwise import api as pointwise
+from hf_fastdecode.kernels.pointwise import reference as pointwise_reference
+from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
 from hf_fastdecode.kernels.sampling.api import sample
 from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 from hf_fastdecode.kernels.stored_product.api import Term, stored_product
@@ -124,9 +127,22 @@ def multiply() -> None:
     assert torch.allclose(stored_product(terms).double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def between_products() -> None:
+    x, heads = torch.randn(3, 1000, device="cuda").half(), torch.randn(2, 9, 5, 80, device="cuda").half()
+    cos = torch.randn(1, 5, 32, device="cuda").half()
+    for function, arguments in (
+        ("rms_norm", (x, x[0], 1e-5, NormForm.ROUNDED)),
+        ("gated", (x, x, Activation.GELU_TANH)),
+        ("rotate", (heads, heads[:, :3], cos, cos, RotaryForm.ROUNDED)),
+    ):
+        found, expected = (getattr(module, function)(*arguments) for module in (pointwise, pointwise_reference))
+        torch.testing.assert_close(found, expected)
+
+
 RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}
 CASES = {
     "least": least,
+    "between products": between_products,
     "race": race,
     "outside": outside,
     "nodes and suffixes": lambda: attend(Config(16)),

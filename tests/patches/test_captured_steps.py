@@ -17,10 +17,10 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.call_context import Structure
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph, modes, runners
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
+from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.installed import triton_is_installed
 
 from ..interpreter import merging_two_at_once
@@ -286,7 +286,7 @@ def test_rows_of_different_lengths(uncaptured: None) -> None:
         cache.drop_last(4 - kept)
         cache.reserve(5)
         options = cuda_graph.CaptureOptions(False, 0, ())
-        step = state_of(slim).captures.find(slim, cache, Structure(slim).configs, options)
+        step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         found = step(cache, ids, 20 + kept)
         eager = slim(ids[:, None], **{CACHE: cache}, position_ids=20 + kept[:, None]).logits[:, -1]
     for row, count in enumerate(kept):
@@ -323,7 +323,7 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
         slim(ids[:, None], **{CACHE: cache})
         cache.reserve(8)
         options = cuda_graph.CaptureOptions(False, 0, ())
-        step = state_of(slim).captures.find(slim, cache, Structure(slim).configs, options)
+        step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         for position in (21, 22):
             step(cache, ids, torch.full((2,), position))
             with step._ours(), Operators() as operators:

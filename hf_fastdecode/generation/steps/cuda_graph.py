@@ -30,9 +30,11 @@ from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
+from ..fused.sums import WaitingSums
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
+from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, free_memory, free_workspaces, reserve, unowned
 from .compiled_layers import CompiledLayers
 from .projections import FusedProjections
@@ -78,7 +80,7 @@ class CapturedStep:
         model: PreTrainedModel,
         rows: int,
         cache: SharedContextCache,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
         options: CaptureOptions,
         compiled: CompiledLayers,
         pool: Any,
@@ -105,11 +107,15 @@ class CapturedStep:
         @contextmanager
         def ours() -> Iterator[None]:
             with ExitStack() as stack:
-                stack.enter_context(active(configs, lengths))
                 if options.compiled:
+                    stack.enter_context(active(structure.configs, lengths))
                     stack.enter_context(compiled.installed(model, options.fused_rows))
-                elif fused:
-                    stack.enter_context(FusedProjections(model))
+                else:
+                    stack.enter_context(structure.passing(lengths))
+                    if fused:
+                        stack.enter_context(FusedProjections(model))
+                    if structure.fused is not None:
+                        stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
                 yield
 
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -226,7 +232,7 @@ class Captures:
         self,
         model: PreTrainedModel,
         cache: SharedContextCache,
-        configs: list[PreTrainedConfig],
+        structure: Structure,
         options: CaptureOptions,
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
@@ -239,7 +245,7 @@ class Captures:
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            step = CapturedStep(model, rows, cache, configs, options, self.compiled, self._pool)
+            step = CapturedStep(model, rows, cache, structure, options, self.compiled, self._pool)
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
-from ..call_context import Structure
 from ..forward_pass import forward_pass
+from ..structure import Structure
 from .cuda_graph import CaptureOptions, Captures, bucket
 
 logger = logging.getLogger("hf_fastdecode")
@@ -104,12 +104,12 @@ class CapturedSteps:
         fused_rows: int,
     ):
         self.cache = cache
-        self._model, self._configs, self._captures, self._remake = model, structure.configs, captures, remake
+        self._model, self._structure, self._captures, self._remake = model, structure, captures, remake
         self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
         cache.reserve(cache.suffix_length + 1)
-        self._step = captures.find(model, cache, structure.configs, self._options)
+        self._step = captures.find(model, cache, structure, self._options)
         for layer in cache.attention_layers:
             nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.index)
             did = f"{nodes} and {cache.rows} suffixes by triton, captured"
@@ -139,7 +139,7 @@ class CapturedSteps:
     def _recapture(self) -> None:
         """Capture again; where that fails, go on with this capture."""
         try:
-            self._step = self._captures.find(self._model, self.cache, self._configs, self._options)
+            self._step = self._captures.find(self._model, self.cache, self._structure, self._options)
         except Exception as error:  # out of memory, or an operation not allowed during capture
             self._captures.own_nodes_failure = reason = str(error)
             logger.info("steps for long completions cannot be captured (%s); the captured ones go on", reason)

@@ -1,0 +1,83 @@
+"""Gated feed-forward modules: ``down(activation(gate(x)) * up(x))``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._compat import uncompiled_call
+from ...kernels.failures import KernelFailedError
+from ...kernels.pointwise import reference
+from ...kernels.pointwise.api import gated
+from ...kernels.pointwise.forms import Activation
+from .runs import runs_fused
+from .trial import linear, matching, names_in, random, settings, twin
+
+WHAT = "gated activations"
+
+_WIDTH, _HIDDEN = 32, 48
+_APART, _TOGETHER = frozenset({"gate_proj", "up_proj", "down_proj"}), frozenset({"gate_up_proj", "down_proj"})
+_ACTIVATIONS = ("act_fn", "activation_fn")
+
+
+def may_be(module: type[nn.Module]) -> bool:
+    """Whether modules of a class may be gated."""
+    return "down_proj" in names_in(module)
+
+
+def kind(module: nn.Module) -> Hashable | None:
+    """What tells modules apart that compute differently; None for a module of other parts."""
+    names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
+    if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or activation is None:
+        return None
+    of_activation = settings(activation) if isinstance(activation, nn.Module) else activation
+    return settings(module), frozenset(names), of_activation
+
+
+def form_of(module: nn.Module) -> Activation | None:
+    """Which activation the module computes, if it computes nothing else."""
+    together = "gate_up_proj" in module._modules
+    parts: dict[str, nn.Module] = {"down_proj": linear(_HIDDEN, _WIDTH, seed=3)}
+    if together:
+        parts["gate_up_proj"] = linear(_WIDTH, 2 * _HIDDEN, seed=4)
+    else:
+        parts |= {"gate_proj": linear(_WIDTH, _HIDDEN, seed=4), "up_proj": linear(_WIDTH, _HIDDEN, seed=5)}
+    kept = {name: part for name, part in module._modules.items() if name in _ACTIVATIONS and part is not None}
+    small, x = twin(module, **parts, **kept), random(2, 9, _WIDTH, seed=6)
+    found = type(module).forward(small, x)
+    gate, up = _projected(small, x)
+    forms = ((form, parts["down_proj"](reference.gated(gate, up, form))) for form in Activation)
+    return matching(found, forms)
+
+
+def replacement(module: nn.Module, activation: Activation) -> Any:
+    """What runs in the place of the module."""
+    return partial(_run, module, activation)
+
+
+def _run(module: nn.Module, activation: Activation, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or not runs_fused(x):
+        return uncompiled_call(module, x, *args, **kwargs)
+    gate, up = _projected(module, x)
+    try:
+        hidden = gated(gate, up, activation)
+    except KernelFailedError:
+        return uncompiled_call(module, x)
+    down: Any = module.down_proj
+    return down(hidden)
+
+
+def _projected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    parts: Any = module
+    if "gate_up_proj" in module._modules:
+        gate, up = parts.gate_up_proj(x).chunk(2, dim=-1)
+        return gate, up
+    return parts.gate_proj(x), parts.up_proj(x)
+
+
+def _activation(module: nn.Module) -> Any:
+    found = (module._modules.get(name) or vars(module).get(name) for name in _ACTIVATIONS)
+    return next(filter(None, found), None)

@@ -1,0 +1,125 @@
+"""`FusedModules`: the modules of a model that kernels can compute, and the context in which they do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import Lock
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..._compat import COMPILED_CALL
+from ...kernels.installed import triton_is_installed
+from ..instance_patch import own_method
+from . import gated, norms, rotary
+from .runs import fused_here
+from .trial import tried
+
+_KINDS: tuple[ModuleType, ...] = (norms, gated, rotary)
+"""Each has ``WHAT``, ``may_be(class)``, ``kind(module)``, ``form_of(module)`` and ``replacement(module, form)``."""
+
+# What trials found, by kind; a model's own, since its code may read its config.
+_found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+class FusedModules:
+    """Modules of a model that run as kernels, each tried once per kind.
+
+    Args:
+        model: The model; modules with hooks, a `forward` of their own or a compiled one keep their code.
+        modules: Its modules, where the caller has them already.
+    """
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module] | None = None):
+        known = _found.setdefault(model, {})
+        every = model.modules() if modules is None else modules
+        self._calls = list(_calls(every, known)) if triton_is_installed() else []
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """These modules, in the order of the model's."""
+        return [module for module, _, _ in self._calls]
+
+    @property
+    def of_every_kind(self) -> bool:
+        """Whether norms, rotary embedding and gated activations are among them: compiling layers then gains little."""
+        return len({of for _, _, of in self._calls}) == len(_KINDS)
+
+    def __str__(self) -> str:
+        counts = Counter(of.WHAT for _, _, of in self._calls)
+        return ", ".join(f"{count} {what}" for what, count in counts.items())
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which this thread's passes run these modules as kernels."""
+        _switch.enter(self._calls)
+        try:
+            with fused_here():
+                yield
+        finally:
+            _switch.leave(self._calls)
+
+
+Call = tuple[nn.Module, Callable[..., Any], ModuleType]
+"""A module, what runs in its place, and its kind."""
+
+
+def _calls(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Call]:
+    for module in modules:
+        for of in _kinds_of(type(module)):  # type: ignore[arg-type]  # mypy reads the instances' hash
+            if (kind := of.kind(module)) is None or not _is_plain(module):
+                continue
+            if kind not in known:
+                known[kind] = tried(of.form_of, module)
+            if known[kind] is not None:
+                yield module, of.replacement(module, known[kind]), of
+                break
+
+
+@lru_cache(maxsize=1024)
+def _kinds_of(module: type[nn.Module]) -> tuple[ModuleType, ...]:
+    """What modules of a class may be."""
+    return tuple(of for of in _KINDS if of.may_be(module))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is a call of its class's `forward`."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+    return not hooks and own_method(module, "forward") is None
+
+
+class _Switch:
+    """Replaces the calls of modules for the time of some passes, which may overlap in several threads.
+
+    The first pass to enter replaces a module's call, the last to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._entries: dict[int, int] = {}
+
+    def enter(self, calls: list[Call]) -> None:
+        with self._lock:
+            for module, call, _ in calls:
+                count = self._entries.get(id(module), 0)
+                if count == 0 and vars(module).get(COMPILED_CALL) is not None:
+                    continue  # compiled by the user
+                self._entries[id(module)] = count + 1
+                vars(module)[COMPILED_CALL] = call
+
+    def leave(self, calls: list[Call]) -> None:
+        with self._lock:
+            for module, _, _ in calls:
+                count = self._entries.pop(id(module), 0)
+                if count > 1:
+                    self._entries[id(module)] = count - 1
+                elif count == 1:
+                    vars(module).pop(COMPILED_CALL, None)
+
+
+_switch = _Switch()

@@ -1,0 +1,78 @@
+"""RMSNorm modules."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..._compat import uncompiled_call
+from ...kernels.failures import KernelFailedError
+from ...kernels.pointwise import reference
+from ...kernels.pointwise.api import MOST_COLUMNS, rms_norm
+from ...kernels.pointwise.forms import NormForm
+from .runs import runs_fused
+from .sums import waiting_sums
+from .trial import matching, random, settings, twin
+
+WHAT = "norms"
+
+_EPS = ("variance_epsilon", "eps")
+_COLUMNS = 96
+
+
+def may_be(module: type[nn.Module]) -> bool:
+    """Whether modules of a class may be norms."""
+    return "norm" in module.__name__.lower()
+
+
+def kind(module: nn.Module) -> Hashable | None:
+    """What tells norms apart that compute differently; None for a module that is no norm with a weight."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
+        return None
+    return settings(module) if _eps(module) is not None else None
+
+
+def form_of(module: nn.Module) -> NormForm | None:
+    """Which form a norm computes; None if none of them."""
+    eps, x, weight = _eps(module), random(8, _COLUMNS, seed=1), random(_COLUMNS, seed=2)
+    assert eps is not None
+    found = type(module).forward(twin(module, weight=weight), x)
+    return matching(found, ((form, reference.rms_norm(x, weight, eps, form)) for form in NormForm))
+
+
+def replacement(module: nn.Module, form: NormForm) -> Any:
+    """What runs in the place of the module."""
+    return partial(_run, module, form)
+
+
+def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    sums, weight, eps = waiting_sums(), module._parameters.get("weight"), _eps(module)
+    waits = sums is not None and sums.waits(x)
+    if (
+        args
+        or kwargs
+        or weight is None
+        or eps is None
+        or not runs_fused(x)
+        or not (waits or x.is_contiguous())
+        or weight.shape != x.shape[-1:]
+        or weight.shape[0] > MOST_COLUMNS
+        or (form is NormForm.ROUNDED and weight.dtype != x.dtype)
+    ):
+        return uncompiled_call(module, x, *args, **kwargs)
+    try:
+        if sums is not None and waits:
+            with sums.taken() as (first, plus):
+                return rms_norm(first, weight, eps, form, plus)
+        return rms_norm(x, weight, eps, form)
+    except KernelFailedError:
+        return uncompiled_call(module, x)
+
+
+def _eps(module: nn.Module) -> float | None:
+    found = (vars(module).get(name) for name in _EPS)
+    return next((value for value in found if isinstance(value, float)), None)

@@ -1,0 +1,172 @@
+"""`rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have (`forms`).
+
+They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. They have no backward
+pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..failures import Kernel, launching
+from . import kernel
+from .forms import Activation, NormForm, RotaryForm
+
+MOST_COLUMNS = 16384
+"""Numbers of a row of `rms_norm`, which a program holds whole."""
+
+_NUMBERS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
+_HEADS = 8  # of a program of `rotate`
+
+
+class Plus(NamedTuple):
+    """A sum on the way.
+
+    Attributes:
+        addend: Of the shape and dtype of what it is added to, contiguous.
+        total: Memory for the sum, likewise.
+    """
+
+    addend: Tensor
+    total: Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` along the last axis, times the weight.
+
+    Args:
+        x: ``[..., columns]``, contiguous, at most `MOST_COLUMNS` of them, fp32, fp16 or bf16.
+        weight: ``[columns]``, of the same dtype for `NormForm.ROUNDED`.
+        eps: Added to the mean.
+        form: Where the result is rounded.
+        plus: What is added to `x` before, and where the sum is written.
+
+    Returns:
+        As `x`, in its dtype.
+
+    Raises:
+        ValueError: Shapes or strides are others.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    columns, (addend, total) = x.shape[-1], plus or (x, x)
+    contiguous = all(part.is_contiguous() for part in (x, weight, addend, total))
+    alike = weight.shape == (columns,) and addend.shape == x.shape == total.shape
+    if not contiguous or not alike or columns > MOST_COLUMNS:
+        raise ValueError(
+            f"rms_norm takes contiguous x [..., columns] and weight [columns] of up to {MOST_COLUMNS} columns, got "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    block = triton.next_power_of_2(columns)
+    at_once = max(1, _NUMBERS // block)
+    rows, out = x.numel() // columns, torch.empty_like(x)
+    with launching(Kernel.POINTWISE, x.device):
+        kernel.normalize[(triton.cdiv(rows, at_once),)](
+            x,
+            addend,
+            total,
+            weight,
+            out,
+            rows,
+            eps,
+            COLUMNS=columns,
+            ADDS=plus is not None,
+            ROUNDING=form.value,
+            BLOCK_R=at_once,
+            BLOCK_C=block,
+            num_warps=min(16, max(4, at_once * block // 512)),
+        )
+    return out
+
+
+def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first numbers.
+
+    Args:
+        queries: ``[batch, query_heads, length, head_dim]``, contiguous along head_dim.
+        keys: ``[batch, key_heads, length, head_dim]``, likewise.
+        cos: ``[batch or 1, length, rotary]``, rotary even and at most head_dim.
+        sin: Likewise.
+        form: Where results are rounded.
+
+    Returns:
+        Rotated queries and keys, in new memory of the same strides where these are dense.
+
+    Raises:
+        ValueError: Shapes or strides are others.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    batch, query_heads, length, head_dim = queries.shape
+    rotary, key_heads = cos.shape[-1], keys.shape[1]
+    shapes = keys.shape == (batch, key_heads, length, head_dim) and cos.shape == sin.shape
+    shapes = shapes and cos.shape[:2] in ((batch, length), (1, length)) and rotary <= head_dim and rotary % 2 == 0
+    if not shapes or any(part.stride(-1) != 1 for part in (queries, keys, cos, sin)) or cos.stride() != sin.stride():
+        raise ValueError(
+            "rotate takes queries and keys [batch, heads, length, head_dim] and cos and sin [batch or 1, length, "
+            f"rotary], contiguous along the last axis, got {[tuple(part.shape) for part in (queries, keys, cos, sin)]}"
+        )
+    outs = torch.empty_like(queries), torch.empty_like(keys)
+    if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
+        return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form)
+    with launching(Kernel.POINTWISE, queries.device):
+        kernel.rotate[(batch * length, triton.cdiv(query_heads, _HEADS) + triton.cdiv(key_heads, _HEADS))](
+            queries,
+            keys,
+            cos,
+            sin,
+            *outs,
+            length,
+            *queries.stride()[:3],
+            *keys.stride()[:3],
+            cos.stride(0) if len(cos) > 1 else 0,
+            cos.stride(1),
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            HEAD_DIM=head_dim,
+            ROTARY=rotary,
+            ROUNDING=form.value,
+            BLOCK_H=_HEADS,
+            BLOCK_D=triton.next_power_of_2(rotary // 2),
+            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rotary)),
+            enable_fp_fusion=False,  # a product and a sum in one instruction would not round the product
+        )
+    return outs
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """``activation(gate) * up``.
+
+    Args:
+        gate: ``[..., columns]``; rows may be strided, as halves of one product are.
+        up: Likewise.
+        activation: The function.
+
+    Returns:
+        ``[..., columns]``, contiguous, in the dtype of `gate`.
+
+    Raises:
+        ValueError: Shapes or dtypes differ.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gated takes equal shapes and dtypes, got {tuple(gate.shape)} and {tuple(up.shape)}")
+    columns = gate.shape[-1]
+    gates, ups = gate.reshape(-1, columns), up.reshape(-1, columns)
+    if gates.stride(1) != 1 or ups.stride(1) != 1:
+        gates, ups = gates.contiguous(), ups.contiguous()
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    with launching(Kernel.POINTWISE, gate.device):
+        kernel.gate[(len(gates) * triton.cdiv(columns, _NUMBERS),)](
+            gates,
+            ups,
+            out,
+            gates.stride(0),
+            ups.stride(0),
+            COLUMNS=columns,
+            ACTIVATION=activation.value,
+            BLOCK=_NUMBERS,
+        )
+    return out

@@ -1,0 +1,179 @@
+# mypy: ignore-errors
+"""Kernels of RMSNorm, rotary embedding and gated activation. Sums are in fp32, roundings those of `forms`."""
+
+import triton
+import triton.language as tl
+
+# Values of the enumerations in `forms`.
+ROUNDED = tl.constexpr(0)
+PLUS_ONE = tl.constexpr(2)
+SILU = tl.constexpr(0)
+GELU = tl.constexpr(1)
+
+
+@triton.jit
+def normalize(
+    x,  # [rows, COLUMNS], contiguous
+    addend,  # as x; not read without ADDS
+    total,  # as x: x + addend, rounded; not written without ADDS
+    weight,  # [COLUMNS]
+    out,  # as x
+    rows,
+    eps,
+    COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROUNDING: tl.constexpr,  # of NormForm
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.arange(0, BLOCK_C)
+    kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    numbers = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    if ADDS:
+        numbers = (numbers + tl.load(addend + at, mask=kept, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, numbers, mask=kept)
+        numbers = numbers.to(tl.float32)
+    factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    mean = tl.sum(numbers * numbers, 1) / COLUMNS
+    numbers = numbers * tl.rsqrt(mean + eps)[:, None]
+    if ROUNDING == ROUNDED:
+        numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
+    if ROUNDING == PLUS_ONE:
+        factor = factor + 1.0
+    tl.store(out + at, (factor * numbers).to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def rotate(
+    queries,  # [batch, QUERY_HEADS, length, HEAD_DIM], contiguous along head_dim
+    keys,  # likewise, of KEY_HEADS
+    cos,  # [batch or 1, length, ROTARY], contiguous along the last axis
+    sin,  # likewise, with the same strides
+    rotated_queries,  # with the strides of queries
+    rotated_keys,  # with the strides of keys
+    length,
+    query_batch_stride,
+    query_head_stride,
+    query_stride,
+    key_batch_stride,
+    key_head_stride,
+    key_stride,
+    angle_batch_stride,
+    angle_stride,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,  # the first numbers of a head are rotated, the others copied
+    ROUNDING: tl.constexpr,  # of RotaryForm
+    BLOCK_H: tl.constexpr,  # heads of a program
+    BLOCK_D: tl.constexpr,  # at least ROTARY / 2
+    BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
+):
+    QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_H - 1) // BLOCK_H
+    batch, token = (tl.program_id(0) // length).to(tl.int64), (tl.program_id(0) % length).to(tl.int64)
+    angles = batch * angle_batch_stride + token * angle_stride
+    block = tl.program_id(1)
+    if block < QUERY_BLOCKS:
+        at = batch * query_batch_stride + token * query_stride
+        rotate_heads(
+            queries + at,
+            rotated_queries + at,
+            cos + angles,
+            sin + angles,
+            block * BLOCK_H + tl.arange(0, BLOCK_H),
+            query_head_stride,
+            QUERY_HEADS,
+            HEAD_DIM,
+            ROTARY,
+            ROUNDING,
+            BLOCK_D,
+            BLOCK_REST,
+        )
+    else:
+        at = batch * key_batch_stride + token * key_stride
+        rotate_heads(
+            keys + at,
+            rotated_keys + at,
+            cos + angles,
+            sin + angles,
+            (block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H),
+            key_head_stride,
+            KEY_HEADS,
+            HEAD_DIM,
+            ROTARY,
+            ROUNDING,
+            BLOCK_D,
+            BLOCK_REST,
+        )
+
+
+@triton.jit
+def rotate_heads(
+    x,  # of a token
+    out,
+    cos,
+    sin,
+    head,
+    head_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    HALF: tl.constexpr = ROTARY // 2
+    here = (head < HEADS)[:, None]
+    start = head.to(tl.int64)[:, None] * head_stride
+    within = tl.arange(0, BLOCK_D)
+    kept = here & (within < HALF)[None, :]
+    at = start + within[None, :]
+    first = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(x + at + HALF, mask=kept, other=0.0).to(tl.float32)
+    first_cos = tl.load(cos + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + HALF + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + HALF + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    one, two = first * first_cos, -second * first_sin
+    three, four = second * second_cos, first * second_sin
+    if ROUNDING == ROUNDED:
+        dtype: tl.constexpr = out.dtype.element_ty
+        one, two = one.to(dtype).to(tl.float32), two.to(dtype).to(tl.float32)
+        three, four = three.to(dtype).to(tl.float32), four.to(dtype).to(tl.float32)
+    tl.store(out + at, (one + two).to(out.dtype.element_ty), mask=kept)
+    tl.store(out + at + HALF, (three + four).to(out.dtype.element_ty), mask=kept)
+    if HEAD_DIM > ROTARY:
+        behind = ROTARY + tl.arange(0, BLOCK_REST)
+        rest = here & (behind < HEAD_DIM)[None, :]
+        at = start + behind[None, :]
+        tl.store(out + at, tl.load(x + at, mask=rest), mask=rest)
+
+
+@triton.jit
+def gate(
+    gates,  # [rows, COLUMNS], contiguous along columns
+    ups,  # likewise
+    out,  # [rows, COLUMNS], contiguous
+    gate_stride,
+    up_stride,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    kept = column < COLUMNS
+    x = tl.load(gates + row * gate_stride + column, mask=kept, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + column, mask=kept, other=0.0).to(tl.float32)
+    if ACTIVATION == SILU:
+        opened = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == GELU:
+        opened = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        opened = 0.5 * x * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
+    opened = opened.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, (opened * up).to(out.dtype.element_ty), mask=kept)

@@ -1,0 +1,45 @@
+"""The operators of this folder in PyTorch, with the roundings that the kernels repeat; exact ones of fp64 numbers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .forms import Activation, NormForm, RotaryForm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+    """See `api.rms_norm`."""
+    wide = _wide(x)
+    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form is NormForm.ROUNDED:
+        return weight * normalized.to(x.dtype)
+    factor = _wide(weight) + (1.0 if form is NormForm.PLUS_ONE else 0.0)
+    return (factor * normalized).to(x.dtype)
+
+
+def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> tuple[Tensor, Tensor]:
+    """See `api.rotate`."""
+    return _rotated(queries, cos, sin, form), _rotated(keys, cos, sin, form)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> Tensor:
+    cos, sin, width = cos[:, None], sin[:, None], cos.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    if form is RotaryForm.WHOLE:
+        turned, cos, sin = _wide(turned), _wide(cos), _wide(sin)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned.to(x.dtype), kept), dim=-1)
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """See `api.gated`."""
+    if activation is Activation.SILU:
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation is Activation.GELU_TANH else "none") * up
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,220 @@
+"""Modules that run as kernels: which are found, that they compute the same, and when they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.generation.fused import gated, norms
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+
+from ...tiny_models import ARCHITECTURES, tiny_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FOUND = {
+    "llama-gqa": "LlamaAttention 2, LlamaMLP 2, LlamaRMSNorm 5",
+    "qwen3": "Qwen3Attention 2, Qwen3MLP 2, Qwen3RMSNorm 9",
+    "gemma2": "Gemma2Attention 2, Gemma2MLP 2, Gemma2RMSNorm 9",
+    "gemma3_text": "Gemma3Attention 2, Gemma3MLP 2, Gemma3RMSNorm 13",
+    "olmo3": "Olmo3Attention 2, Olmo3MLP 2, Olmo3RMSNorm 9",
+    "phi3": "Phi3Attention 2, Phi3MLP 2, Phi3RMSNorm 5",
+    "gpt_neox": "GPTNeoXAttention 2",
+    "cohere2": "Cohere2MLP 2",
+    "gpt2": "",
+}
+
+
+def half(name: str = "llama-gqa") -> PreTrainedModel:
+    """A model in fp16, whose norms have weights other than one."""
+    model = tiny_model(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.4, 0.4, len(parameter)))
+    return model.half().to(DEVICE)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    ids = torch.arange(3, 29, device=DEVICE).view(2, 13)
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+class Counted:
+    """Counts the launches of a kernel."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    counted = Counted(norms.rms_norm)
+    monkeypatch.setattr(norms, "rms_norm", counted)
+    return counted
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    fused = FusedModules(half(name))
+    counts = Counter(type(module).__name__ for module in fused.modules)
+    assert ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) == FOUND[name]
+    assert fused.of_every_kind == (len(counts) == 3)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_same_logits(name: str) -> None:
+    """Error against fp32 at most twice that of the model's own code, in every architecture."""
+    model = half(name)
+    own, fused = logits(model), FusedModules(model)
+    with fused.installed():
+        found = logits(model)
+    exact = logits(deepcopy(model).float())
+    assert (found - exact).abs().max() <= 2 * (own - exact).abs().max()
+    assert torch.equal(logits(model), own)
+
+
+def test_every_attribute_is_restored() -> None:
+    model = half()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    fused = FusedModules(model)
+    with fused.installed(), pytest.raises(RuntimeError, match="must match"), fused.installed():
+        model.model.norm(torch.ones(2, 63, dtype=torch.float16, device=DEVICE))
+    with fused.installed():
+        assert "_compiled_call_impl" in vars(fused.modules[0])
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_contexts_that_overlap(launches: Counted) -> None:
+    """The first to enter leaves first: the other goes on with kernels, and the last restores."""
+    model = half()
+    one, two = FusedModules(model), FusedModules(model)
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(one.installed())
+    second.enter_context(two.installed())
+    first.close()
+    with torch.no_grad():
+        model.model.norm(torch.ones(1, 64, dtype=torch.float16, device=DEVICE))
+    second.close()
+    assert "_compiled_call_impl" not in vars(model.model.norm)
+
+
+def test_other_threads_keep_their_code(launches: Counted) -> None:
+    model = half()
+    with FusedModules(model).installed(), ThreadPoolExecutor(1) as pool:
+        pool.submit(logits, model).result()
+        assert launches.count == 0
+        logits(model)
+    assert launches.count == 5
+
+
+def test_gradients_keep_the_models_code(launches: Counted) -> None:
+    model = half()
+    with FusedModules(model).installed():
+        model(torch.tensor([[5, 6]], device=DEVICE)).logits.float().sum().backward()
+    assert launches.count == 0
+    assert model.model.norm.weight.grad is not None
+
+
+def test_other_dtypes_keep_the_models_code(launches: Counted) -> None:
+    model = half().float()
+    with FusedModules(model).installed():
+        logits(model)
+    assert launches.count == 0
+
+
+def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own code runs where a kernel cannot."""
+    model = half()
+    expected = logits(model)
+
+    def fail(*args: Any) -> Any:
+        raise KernelFailedError(Kernel.POINTWISE.value[0])
+
+    monkeypatch.setattr(norms, "rms_norm", fail)
+    monkeypatch.setattr(gated, "gated", fail)
+    monkeypatch.setattr("hf_fastdecode.generation.fused.rotary.rotate", fail)
+    with FusedModules(model).installed():
+        assert torch.equal(logits(model), expected)
+
+
+class ShiftedNorm(LlamaRMSNorm):
+    """A norm that computes something else."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) + 1
+
+
+def test_other_formulas_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half()
+    model.model.norm.__class__ = ShiftedNorm
+    before = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args, **kwargs: before(*args, **kwargs)[::-1])
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *args: None)
+    model.model.layers[1].input_layernorm.forward = lambda x: x
+    found = FusedModules(model).modules
+    layers = model.model.layers
+    assert found == [layers[0].post_attention_layernorm, layers[1].mlp, layers[1].post_attention_layernorm]
+
+
+def test_scaled_products_are_not_found() -> None:
+    """A module that reads a number of its own: what differs between two of a class is tried for each."""
+
+    class Scaled(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    model = half()
+    for layer, scale in zip(model.model.layers, (1.0, 1.5), strict=True):
+        layer.mlp.__class__ = Scaled
+        layer.mlp.scale = scale
+    found = [module for module in FusedModules(model).modules if isinstance(module, Scaled)]
+    assert found == [model.model.layers[0].mlp]
+
+
+def test_what_the_user_compiled_stays(launches: Counted) -> None:
+    model, called = half(), []
+    vars(model.model.norm)["_compiled_call_impl"] = lambda x: called.append(x) or x
+    with FusedModules(model).installed():
+        logits(model)
+    assert (len(called), launches.count) == (1, 4)
+    assert "_compiled_call_impl" in vars(model.model.norm)
+
+
+def test_trials_leave_generators_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    FusedModules(half())
+    torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_changed_settings_are_tried_again() -> None:
+    """A norm with another epsilon computes with it."""
+    model = half()
+    FusedModules(model)
+    model.model.norm.variance_epsilon = 3.0
+    expected = logits(model)
+    with FusedModules(model).installed():
+        found = logits(model)
+    exact = logits(deepcopy(model).float())
+    assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()

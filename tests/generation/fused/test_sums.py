@@ -1,0 +1,137 @@
+"""Sums that wait for the norm behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.generation.fused import norms
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.fused.sums import WaitingSums, waiting_sums
+from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.kernels.failures import KernelFailedError
+
+from ...tiny_models import ARCHITECTURES
+from .test_modules import DEVICE, half, logits
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().to(DEVICE)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each norm that ran as a kernel, whether it took a sum along."""
+    seen = []
+    run = norms.rms_norm
+
+    def recorded(x: Tensor, weight: Tensor, eps: float, form: object, plus: object = None) -> Tensor:
+        seen.append(plus is not None)
+        return run(x, weight, eps, form, plus)
+
+    monkeypatch.setattr(norms, "rms_norm", recorded)
+    return seen
+
+
+def test_taken_along(taken: list[bool]) -> None:
+    """All norms of a Llama but the first follow a sum."""
+    model = half()
+    with FusedModules(model).installed():
+        expected = logits(model)
+        taken.clear()
+        with WaitingSums():
+            found = logits(model)
+    assert torch.equal(found, expected)
+    assert taken == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_same_logits(name: str) -> None:
+    model = half(name)
+    fused = FusedModules(model)
+    with fused.installed():
+        expected = logits(model)
+        with torch.no_grad(), FusedProjections(model), WaitingSums():
+            assert torch.equal(logits(model), expected)
+
+
+def test_every_other_operation_sees_the_sum() -> None:
+    first, second = random(1, 2, 8), random(2, 2, 8)
+    expected = first + second
+    uses = {
+        "a function": lambda total: total * 1,
+        "a list": lambda total: torch.stack([first, total])[1],
+        "a keyword": lambda total: torch.add(input=total, other=torch.zeros_like(first)),
+        "in place": lambda total: total.mul_(1),
+        "memory": lambda total: total if total.data_ptr() else None,
+        "another sum": lambda total: (total + second) - second,
+        "an attribute": lambda total: total.T.T.clone(),
+        "nothing": lambda total: total,
+    }
+    for name, use in uses.items():
+        with torch.no_grad(), WaitingSums():
+            total = first + second
+            assert total.shape == (2, 8)
+            found = use(total)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 if name == "another sum" else 0)
+
+
+def test_changed_terms() -> None:
+    """A term that is changed in place afterwards counts with what it was."""
+    first, second = random(1, 2, 8), random(2, 2, 8)
+    expected = first + second
+    with torch.no_grad(), WaitingSums():
+        total = first + second
+        first.zero_()
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("other", [random(3, 8), random(3, 2, 8).float(), 2, random(3, 8, 2).T])
+def test_sums_that_do_not_wait(other: Tensor | int) -> None:
+    first = random(1, 2, 8)
+    with torch.no_grad(), WaitingSums() as sums:
+        total = first + other
+        assert not sums.waits(total)
+    assert torch.equal(total, first + other)
+
+
+def test_gradients() -> None:
+    first = random(1, 2, 8).requires_grad_()
+    with WaitingSums() as sums:
+        total = first + random(2, 2, 8)
+        assert not sums.waits(total)
+    total.sum().backward()
+    assert first.grad is not None
+
+
+def test_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half()
+    expected = logits(model)
+
+    def fail(*args: object) -> Tensor:
+        raise KernelFailedError("none")
+
+    monkeypatch.setattr(norms, "rms_norm", fail)
+    monkeypatch.setattr("hf_fastdecode.generation.fused.gated.gated", fail)
+    monkeypatch.setattr("hf_fastdecode.generation.fused.rotary.rotate", fail)
+    with FusedModules(model).installed(), WaitingSums():
+        assert torch.equal(logits(model), expected)
+
+
+def test_error_within() -> None:
+    """The sum is computed, and later ones do not wait."""
+    first, second = random(1, 2, 8), random(2, 2, 8)
+    totals = []
+
+    def fail() -> None:
+        with torch.no_grad(), WaitingSums():
+            totals.append(first + second)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.equal(totals[0], first + second)
+    assert waiting_sums() is None

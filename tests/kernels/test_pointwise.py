@@ -1,0 +1,123 @@
+"""RMSNorm, rotary embedding and gated activation, against PyTorch's operators with the same roundings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.kernels.pointwise import api, reference
+from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts numbers off where bf16 rounds them.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_alike(name: str, given: Sequence[Tensor], *how: object) -> Any:
+    """Error at most twice that of PyTorch's operators and a rounding; at most one in a hundred halves differs.
+
+    Numbers under 0.01, where gates are all but shut, are differences of nearly equal ones and may differ more often.
+    """
+    found = getattr(api, name)(*given, *how)
+    expected = getattr(reference, name)(*given, *how)
+    exact = getattr(reference, name)(*(one.double() for one in given), *how)
+    for one, two, three in zip(
+        *(part if isinstance(part, tuple) else [part] for part in (found, expected, exact)), strict=True
+    ):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        assert (one - three).abs().max() <= 2 * (two - three).abs().max() + torch.finfo(
+            one.dtype
+        ).eps * three.abs().max()
+        if one.dtype != torch.float32:
+            assert (one != two)[two.abs() > 0.01].float().mean() <= 0.01
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", NormForm)
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 5, 1000), (2, 7, 3, 80), (1, 64), (2, 1, 9000)])
+def test_rms_norm(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> None:
+    x, weight = random(*shape, seed=1, dtype=dtype), random(shape[-1], seed=2, dtype=dtype)
+    assert_alike("rms_norm", (x, weight), 1e-5, form)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", NormForm)
+@pytest.mark.parametrize("shape", [(3, 5, 1000), (2, 7, 3, 80)])
+def test_rms_norm_of_a_sum(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> None:
+    """The sum is that of PyTorch, to the bit, and the norm that of the rounded sum."""
+    x, addend, weight = (random(*size, seed=len(size), dtype=dtype) for size in (shape, shape, shape[-1:]))
+    plus = api.Plus(addend, torch.empty_like(x))
+    found = api.rms_norm(x, weight, 1e-5, form, plus)
+    assert torch.equal(plus.total, x + addend)
+    assert torch.equal(found, api.rms_norm(x + addend, weight, 1e-5, form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", RotaryForm)
+@pytest.mark.parametrize(("heads", "width", "rotary"), [((4, 4), 64, 64), ((12, 3), 80, 80), ((9, 1), 64, 16)])
+@pytest.mark.parametrize(("batch", "length", "of_angles"), [(3, 1, 3), (1, 9, 1), (2, 5, 1)])
+def test_rotate(
+    batch: int,
+    length: int,
+    of_angles: int,
+    heads: tuple[int, int],
+    width: int,
+    rotary: int,
+    form: RotaryForm,
+    dtype: torch.dtype,
+) -> None:
+    queries, keys = (random(batch, length, count, width, seed=count, dtype=dtype).transpose(1, 2) for count in heads)
+    angles = 10 * random(of_angles, length, rotary, seed=7, dtype=torch.float32)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    found = assert_alike("rotate", (queries, keys, cos, sin), form)
+    assert [part.stride() for part in found] == [queries.stride(), keys.stride()]
+
+
+def test_rotate_of_views_with_gaps() -> None:
+    """Queries and keys are parts of one product."""
+    both = random(2, 3, 4 * 3, 16, seed=1, dtype=torch.float16)
+    queries, keys = both[:, :, :8].transpose(1, 2), both[:, :, 8:].transpose(1, 2)
+    angles = random(1, 3, 16, seed=7, dtype=torch.float32)
+    cos, sin = angles.cos().half(), angles.sin().half()
+    assert_alike("rotate", (queries, keys, cos, sin), RotaryForm.ROUNDED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("shape", [(1, 1, 1100), (3, 5, 64), (2, 1024)])
+def test_gated(shape: tuple[int, ...], activation: Activation, dtype: torch.dtype) -> None:
+    both = 3 * random(*shape[:-1], 2 * shape[-1], seed=1, dtype=dtype)
+    for gate, up in (both.chunk(2, dim=-1), [half.contiguous() for half in both.chunk(2, dim=-1)]):
+        assert_alike("gated", (gate, up), activation)
+
+
+def test_gated_of_large_numbers() -> None:
+    """Where an exponential overflows, the gate is shut or open."""
+    gate = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4], device=DEVICE)
+    up = torch.full_like(gate, 2.0)
+    for activation in Activation:
+        torch.testing.assert_close(api.gated(gate, up, activation), reference.gated(gate, up, activation))
+
+
+def test_refused() -> None:
+    x = random(2, 8, seed=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"contiguous x .* got \(8, 2\)"):
+        api.rms_norm(x.mT, x[:, 0], 1e-5, NormForm.WHOLE)
+    with pytest.raises(ValueError, match=r"contiguous x .* got \(2, 8\)"):
+        api.rms_norm(x, x[0], 1e-5, NormForm.WHOLE, api.Plus(x[:1], x))
+    with pytest.raises(ValueError, match="up to 16384 columns"):
+        api.rms_norm(x.new_ones(16385), x.new_ones(16385), 1e-5, NormForm.WHOLE)
+    with pytest.raises(ValueError, match="equal shapes and dtypes"):
+        api.gated(x, x[:, :4], Activation.SILU)
+    heads = random(2, 4, 3, 8, seed=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"rotate takes .* \(2, 3, 10\)"):
+        api.rotate(heads, heads, heads.new_ones(2, 3, 10), heads.new_ones(2, 3, 10), RotaryForm.WHOLE)
