@@ -89,7 +89,7 @@ def _kinds_of(module: type[nn.Module]) -> tuple[ModuleType, ...]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is a call of its class's `forward`."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+    hooks = module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module)
     return not hooks and own_method(module, "forward") is None
 
 
