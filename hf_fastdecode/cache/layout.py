@@ -276,7 +276,7 @@ def _own(store: Store) -> Store:
 
 def _with_heads_of(module: nn.Module, store: Store) -> Store:
     """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ."""
-    keys, values = (_outputs(getattr(module, name, None)) for name in ("k_proj", "v_proj"))
+    keys, values = _outputs(getattr(module, "k_proj", None)), _outputs(getattr(module, "v_proj", None))
     head_dim = getattr(module, "head_dim", None)
     if not keys or not isinstance(head_dim, int) or head_dim < 1 or keys % head_dim:
         return store

@@ -34,7 +34,7 @@ class ModelWalk:
                 continue
             seen.add(module)
             self.modules.append(module)
-            if children := module._modules:
+            if children := module.__dict__["_modules"]:  # in half the time of an attribute
                 waiting += [child for child in reversed(children.values()) if child is not None]
 
     @cached_property
@@ -45,12 +45,12 @@ class ModelWalk:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters, tied ones once, in the order of `nn.Module.parameters`."""
-        return _distinct(parameter for module in self.modules for parameter in module._parameters.values())
+        return _distinct(parameter for module in self.modules for parameter in module.__dict__["_parameters"].values())
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers, shared ones once, in the order of `nn.Module.buffers`."""
-        return _distinct(buffer for module in self.modules for buffer in module._buffers.values())
+        return _distinct(buffer for module in self.modules for buffer in module.__dict__["_buffers"].values())
 
     @property
     def with_code(self) -> list[nn.Module]:
@@ -58,7 +58,9 @@ class ModelWalk:
         return [
             module
             for module in self.modules
-            if module._forward_hooks or module._forward_pre_hooks or not _CODE_OF_INSTANCES.isdisjoint(module.__dict__)
+            if (own := module.__dict__)["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or not _CODE_OF_INSTANCES.isdisjoint(own)
         ]
 
     def attributes(self, name: str) -> list[object]:

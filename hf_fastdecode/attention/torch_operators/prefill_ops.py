@@ -122,13 +122,13 @@ def causal_attention(
             return _windowed_runs(query, keys, values, packed.runs, stored, window, sinks, dense)
     heads, tokens, _ = query.shape
     kv_heads = keys.shape[0]
-    grouped = query.reshape(kv_heads, heads // kv_heads, tokens, -1)
     contexts = packed.by_context(query.device)
     alone = softcap is None and sinks is None and backend == "auto" and not contexts
     if alone and len(packed.runs) == 1:
         return F.scaled_dot_product_attention(
             query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=heads > kv_heads
         )[0]
+    grouped = query.reshape(kv_heads, heads // kv_heads, tokens, -1)
     inputs = [
         (place, (grouped[:, :, place].unflatten(2, shape), keys[:, place], values[:, place]))
         for place, shape in packed.by_length(query.device)

@@ -165,7 +165,7 @@ class Loop:
 
     def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller) -> None:
         """Remove steps run after the last row's end, before the host saw it."""
-        last = int(wave.ends.max())
+        last, stepped = int(wave.ends.max()), wave.drawn > 1
         overrun = wave.drawn - last
         if overrun:
             for steps in (wave.scores, wave.logits, wave.logprobs):
@@ -174,7 +174,8 @@ class Loop:
             cache.crop(-overrun)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
-        self.call.report.observe(cache)
+        if stepped:  # else the report has seen the last pass
+            self.call.report.observe(cache)
 
     def _draw(self, wave: Wave, logits: Tensor, row_numbers: Tensor, active: Tensor | None) -> Drawn:
         """Sample tokens for the wave's rows from the batch's logits."""
