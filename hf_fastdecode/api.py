@@ -62,7 +62,8 @@ def enable(
             ``auto``.
         mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
             (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU; on a GPU it captures
-            once the model's calls have requested enough steps to amortize the capture. A forced mode runs or raises.
+            once the model's calls have requested enough steps to amortize the capture, and compiles only models whose
+            norms, rotary embedding or activations do not run as kernels. A forced mode runs or raises.
         sampler: Sampling code: ``hf`` is transformers' own, draw for draw. ``fast`` is this package's kernel, which
             samples the same distribution with other random numbers and needs a GPU. ``auto`` uses it for
             half-precision models on a GPU, unless the call needs features that only transformers' code has.
