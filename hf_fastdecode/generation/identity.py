@@ -18,11 +18,14 @@ from .model_walk import ModelWalk
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
 
-_ADAPTER_SWITCHES = frozenset({"_disable_adapters", "_active_adapter", "merged_adapters", "scaling"})
+_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
 _BAKED_IN = frozenset({bool, int, float, str, type(None), Tensor})
 """Types of module attributes that can affect what a module computes."""
+
+_EXACT = _BAKED_IN - {float, Tensor}
+"""Those of which equal values are the same."""
 
 _NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
 """What does not affect keys and values: flags (training mode with dropout never shares), and a length that RoPE of
@@ -109,11 +112,11 @@ def adapter_state(walk: ModelWalk) -> Hashable:
 
 def _adapter_switches(module: nn.Module) -> list[tuple[str, str]]:
     attributes = module.__dict__
-    if _ADAPTER_SWITCHES.isdisjoint(attributes):
+    if attributes.keys().isdisjoint(_ADAPTER_SWITCHES):
         return []
     return [
         (name, str(value))
-        for name in sorted(_ADAPTER_SWITCHES)
+        for name in _ADAPTER_SWITCHES
         if (value := attributes.get(name)) is not None
         if name != "scaling" or isinstance(value, dict)  # PEFT's is a dict by adapter; others are unrelated
     ]
@@ -131,7 +134,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                 id(module),
                 None if module is walk.model else id(_function(module.__dict__.get("forward"))),
                 *[
-                    (name, type(value), value if type(value) is not Tensor else _address(module, value))
+                    (name, type(value), value if type(value) in _EXACT else _comparable(module, value))
                     for name, value in module.__dict__.items()
                     if type(value) in _BAKED_IN and name[:1] != "_" and name not in left_out
                 ],
@@ -141,9 +144,11 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     )
 
 
-def _address(module: nn.Module, tensor: Tensor) -> int | None:
-    """Data pointer of a module's tensor; None for frequencies that passes write anew."""
-    return None if _changes_frequencies(module) else tensor.data_ptr()
+def _comparable(module: nn.Module, value: float | Tensor) -> str | int | None:
+    """What tells a number or a tensor of a module from another; None for frequencies that passes write anew."""
+    if isinstance(value, Tensor):
+        return None if _changes_frequencies(module) else value.data_ptr()
+    return str(value)  # tells zeros apart, and no NaN from another
 
 
 def _function(method: object) -> object:

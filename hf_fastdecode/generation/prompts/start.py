@@ -73,8 +73,8 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
         return _start_with_unshared(call, found, plan, unshared, input_ids)
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
     # Sent to the device before the prefill is queued there, behind which a transfer would wait.
-    group_of_row = [index for index, group in enumerate(groups) for _ in range(group.count)]
-    positions, group_of_row = torch.tensor([plan.forest.context_lengths, group_of_row], device=input_ids.device)
+    numbers = [index for index, group in enumerate(groups) for _ in range(group.count)]
+    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
     logits = prefill_nodes(model, cache, plan, max_tokens=call.max_prefill_tokens, length=width - rerun_last_token)
     keep_nodes(call, cache)
     suffix_tokens = input_ids[:, width - rerun_last_token :]
