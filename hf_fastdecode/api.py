@@ -25,6 +25,7 @@ from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
+from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .generation.wrappers import unwrapped
 
@@ -222,12 +223,12 @@ def prefill(
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        layout = ModelLayout.of(inner)
-        check_model(inner, layout)
-        check_state(inner)
+        structure = Structure(inner)
+        check_model(inner, structure.layout)
+        check_state(structure.walk)
     input_ids, mask = padded_ids(inputs)
     with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-        check_prompts(inner, layout, input_ids, mask, longest=input_ids.shape[1])
+        check_prompts(inner, structure.layout, input_ids, mask, longest=input_ids.shape[1])
     limit = rope_limit(inner.config.get_text_config(decoder=True))
     longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
     if limit is not None and longest >= limit:

@@ -23,12 +23,13 @@ class WeakMethod:
     """
 
     # The slots are not among what `functools.wraps` copies to a wrapper of this.
-    __slots__ = ("__dict__", "__func__", "__weakref__", "_instance")
+    __slots__ = ("__dict__", "__func__", "__weakref__", "_instance", "_signature")
 
     def __init__(self, function: Callable[..., Any], instance: object):
         functools.update_wrapper(self, function)
         self.__func__ = function
         self._instance = ref(instance)
+        self._signature: inspect.Signature | None = None
 
     @property
     def __self__(self) -> Any:
@@ -45,9 +46,11 @@ class WeakMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The function's, less the instance."""
-        whole = inspect.signature(self.__func__)
-        return whole.replace(parameters=list(whole.parameters.values())[1:])
+        """The function's, less the instance; made once, since transformers asks for it several times per call."""
+        if self._signature is None:
+            whole = inspect.signature(self.__func__)
+            self._signature = whole.replace(parameters=list(whole.parameters.values())[1:])
+        return self._signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

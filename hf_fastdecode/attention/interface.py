@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
-from .autocast import cast, no_autocast
+from .autocast import autocast_dtype, cast, no_autocast
 from .kv import Scoring
 
 ATTENTION_NAME = "hf_fastdecode"
@@ -250,9 +250,12 @@ def shared_context_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
-    query = cast(query)  # as the cache layer did with keys and values
-    with no_autocast(query.device):
-        out = key.attend(query, Scoring(scale, softcap, window, sinks))
+    scoring = Scoring(scale, softcap, window, sinks)
+    if autocast_dtype(query.device) is None:
+        out = key.attend(query, scoring)
+    else:
+        with no_autocast(query.device):
+            out = key.attend(cast(query), scoring)  # as the cache layer did with keys and values
     return out.contiguous(), None  # some models take a view of it
 
 

@@ -48,6 +48,8 @@ class Segment(NamedTuple):
 
     def view(self, span: Span) -> Segment:
         """A view of the span's tokens."""
+        if span.start == 0 and span.stop == self.keys.shape[1]:
+            return self
         return Segment(self.keys[:, span.start : span.stop], self.values[:, span.start : span.stop])
 
 

@@ -199,12 +199,13 @@ class ForestCache(Cache):
             items: The runs of tokens, packed into one row.
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
         """
-        self.state.packed = items
+        self.state.pack(items)
         self.state.places_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
         try:
             yield
         finally:
-            self.state.packed, self.state.places_of_pass = (), None
+            self.state.pack(())
+            self.state.places_of_pass = None
 
     @contextmanager
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.operators import cannot_run
-from ..attention.torch_operators.prefill_ops import Run, causal_attention
+from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
 from .layout import Store
@@ -187,7 +187,7 @@ class PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
-        state, segments, places = self.layer.state, self.layer.segments, self.layer.state.places_of_pass
+        state, places = self.layer.state, self.layer.state.places_of_pass
         count, width = query.shape[0], query.shape[2]
         if places is not None:
             query = packed(query, places)
@@ -196,14 +196,16 @@ class PrefillKV(SharedKV):
             if (row := state.suffix_rows.get(span.segment)) is not None:
                 first = self.layer.forest.context_lengths[row]
                 return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)
-            return segments[span.segment].view(span)
+            storage = self.layer.storage
+            return storage.keys_and_values(storage.segments[span.segment]).view(span)
 
+        assert state.runs is not None  # inside `prefilling`
         out = causal_attention(
             query[0],
             self.keys,
             self.values,
             scoring.scale,
-            runs=[Run(item.span.length, item.context) for item in state.packed],
+            runs=state.runs,
             stored=stored,
             softcap=scoring.softcap,
             window=scoring.window,
@@ -212,7 +214,8 @@ class PrefillKV(SharedKV):
         )
         whose = "each node once"
         if state.suffix_rows:
-            whose = f"{whose}, then each row's own tokens" if segments else "each row's own tokens"
+            nodes = self.layer.storage.segments
+            whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
         self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
         tokens = out.transpose(0, 1)
         if places is None:

@@ -7,7 +7,7 @@ reads a config for that, and no layer stands for all others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -146,7 +146,7 @@ class ModelLayout:
         repeats = max(1, _number(text, "n_recurrent_loops"))
         made: dict[tuple[int, str, int | None], tuple[Store, ...]] = {}  # most layers are alike; reading takes time
         layers = []
-        by_index = {id(one): _lists_layers(one) for one in each}
+        by_index = {key: _lists_layers(one) for key, one in {id(one): one for one in each}.items()}
         for index, (one, kind) in enumerate(zip(each, types, strict=True)):
             key = id(one), kind, index if by_index[id(one)] else None
             if key not in made:
@@ -159,12 +159,16 @@ class ModelLayout:
         return cls(config.model_type, tuple(layers), types, borrowing)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelLayout:
-        """The layout of a model, with heads as its layers have them on this device, and its own layers."""
+    def of(cls, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> ModelLayout:
+        """The layout of a model, with heads as its layers have them on this device, and its own layers.
+
+        `modules` are the model's, where the caller has them already.
+        """
         found = cls.from_config(model.config)
         layers, own = list(found.layers), dict[int, AttendsByItself]()
-        for module in model.modules():
-            index = vars(module).get("layer_idx")
+        every: Iterable[Any] = model.modules() if modules is None else modules
+        for module in [module for module in every if "layer_idx" in module.__dict__]:
+            index = module.__dict__["layer_idx"]
             if not isinstance(index, int) or not 0 <= index < len(layers):
                 continue
             if getattr(module, "attends_by_itself", False):
@@ -272,13 +276,15 @@ def _own(store: Store) -> Store:
 
 def _with_heads_of(module: nn.Module, store: Store) -> Store:
     """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ."""
-    keys, values = (_outputs(getattr(module, name, None)) for name in ("k_proj", "v_proj"))
+    keys, values = _outputs(getattr(module, "k_proj", None)), _outputs(getattr(module, "v_proj", None))
     head_dim = getattr(module, "head_dim", None)
     if not keys or not isinstance(head_dim, int) or head_dim < 1 or keys % head_dim:
         return store
     kv_heads = keys // head_dim
     heads = kv_heads * (getattr(module, "num_key_value_groups", None) or store.group_size)
     value_dim = values // kv_heads or head_dim  # some layers have no projection of values, which are their keys
+    if (heads, kv_heads, head_dim, value_dim) == (store.query_heads, store.kv_heads, store.head_dim, store.value_dim):
+        return store
     return replace(store, query_heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
 
 

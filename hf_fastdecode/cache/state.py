@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..attention.forest import Forest, Path, Span
+from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
+from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from .origins import SuffixOrigins
 from .storage import TokenStorage
 
@@ -202,7 +203,9 @@ class SharedState:
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `torch_operators.BACKENDS`.
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
-        packed: During prefill, the items packed into the forward pass.
+        packed: During prefill, the items packed into the forward pass; set by `pack`.
+        packed_spans: Their spans, adjacent ones joined.
+        runs: The items as runs of tokens; None outside of prefill.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
@@ -219,6 +222,8 @@ class SharedState:
     choices: Choices = field(default_factory=Choices)
     tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
     packed: Sequence[PrefillItem] = ()
+    packed_spans: Path = ()
+    runs: PackedRuns | None = None
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
     places_of_pass: Tensor | None = None
@@ -240,6 +245,11 @@ class SharedState:
         if self.forest is None or not self.suffixes.in_order:
             return False
         return own_nodes_dominate(self.forest, self.suffixes.longest)
+
+    def pack(self, items: Sequence[PrefillItem]) -> None:
+        """Set the items of a forward pass, and what all layers need to know of them."""
+        self.packed, self.packed_spans = items, joined(item.span for item in items)
+        self.runs = PackedRuns([Run(item.span.length, item.context) for item in items]) if items else None
 
     @property
     def longest_row(self) -> int:

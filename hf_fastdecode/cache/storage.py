@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.autocast import cast
+from ..attention.autocast import autocast_dtype, cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
 from .origins import SuffixOrigins
@@ -50,6 +50,8 @@ class TokenStorage:
         Returns:
             Each part ``[rows, heads, tokens, width]``.
         """
+        if autocast_dtype(keys.device) is None:
+            return Segment(keys, values)
         return Segment(cast(keys), cast(values))
 
     def describe(self, suffix: Segment) -> None:
@@ -95,6 +97,13 @@ class TokenStorage:
         return _bytes_per_token(self.suffix_example)
 
     @property
+    def bytes_per_node_and_suffix_token(self) -> tuple[int, int]:
+        """`bytes_per_token` and `suffix_bytes_per_token`, mostly of one example."""
+        of_nodes, of_suffixes = self.node_example, self.suffix_example
+        size = _bytes_per_token(of_nodes)
+        return size, size if of_suffixes is of_nodes else _bytes_per_token(of_suffixes)
+
+    @property
     def suffix_bytes(self) -> int:
         """Bytes allocated for suffixes."""
         return sum(part.nbytes for part in self.suffix or ())
@@ -112,15 +121,19 @@ class TokenStorage:
     def segment(self, number: int, length: int, like: Segment) -> Segment:
         """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
-            self.segments[number] = _map(like, lambda part: _allocate(part, (part.shape[0], length)))
+            keys, values = like
+            self.segments[number] = Segment(
+                _allocate(keys, (keys.shape[0], length)), _allocate(values, (values.shape[0], length))
+            )
         return self.segments[number]
 
     def write_nodes(self, spans: Iterable[Span], new: Segment) -> None:
         """Write consecutive tokens, each part ``[heads, tokens, width]``, to spans of segments."""
         start = 0
         for span in spans:
-            for stored, part in zip(self.segments[span.segment].view(span), new, strict=True):
-                stored.copy_(part[:, start : start + span.length])
+            run = Span(0, start, span.length)
+            for stored, part in zip(self.segments[span.segment].view(span), new.view(run), strict=True):
+                stored.copy_(part)
             start += span.length
 
     def copied(self, spans: Iterable[Span]) -> Segment:
@@ -240,5 +253,7 @@ def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
 
     Never an inference tensor, which could be written only in inference mode.
     """
-    with torch.inference_mode(False):
-        return part.new_empty(*shape, part.shape[-1])
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return part.new_empty(*shape, part.shape[-1])
+    return part.new_empty(*shape, part.shape[-1])

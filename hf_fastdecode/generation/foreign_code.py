@@ -16,6 +16,7 @@ from torch import nn
 from .._compat import global_forward_hooks
 from ..errors import Unsupported
 from .instance_patch import STATE_ATTRIBUTE
+from .model_walk import ModelWalk
 
 # Packages whose hooks are independent of shape: they move tensors, gather parameters or record outputs.
 _KNOWN_HOOKS = (
@@ -65,25 +66,30 @@ _KNOWN_CODE = (
 _WHY = "which would see prompts packed into one row"
 
 
-def check_code(model: nn.Module) -> None:
+def check_code(walk: ModelWalk) -> None:
     """Raise `Unsupported` if third-party hooks, modules or `forward`s would see packed prompts."""
     for hook in global_forward_hooks():
         if not _is_known_hook(hook):
             raise Unsupported(f"all modules have a forward hook, {_name(hook)}, {_WHY}")
     # Custom model classes, also from the hub, define modules of their own.
-    known = (*_KNOWN_CODE, type(model).__module__)
-    for path, module in model.named_modules():
-        where = f"{type(module).__name__}{f' {path!r}' if path else ''}"
+    known = (*_KNOWN_CODE, type(walk.model).__module__)
+    for module in walk.with_code:
         for hook in _hooks(module):
             if not _is_known_hook(hook):
-                raise Unsupported(f"{where} has a forward hook, {_name(hook)}, {_WHY}")
+                raise Unsupported(f"{_where(walk, module)} has a forward hook, {_name(hook)}, {_WHY}")
         for piece in _own_code(module):
             if not _is_of(_defining_module(piece), known):
-                raise Unsupported(f"{where} has a forward of its own, {_name(piece)}, {_WHY}")
-        for method, default in ((type(module).forward, None), (type(module).__call__, nn.Module.__call__)):
+                raise Unsupported(f"{_where(walk, module)} has a forward of its own, {_name(piece)}, {_WHY}")
+    for kind, first in walk.classes.items():
+        for method, default in ((kind.forward, None), (kind.__call__, nn.Module.__call__)):
             for piece in () if method is default else _with_wrapped(method):
                 if not _is_of(_defining_module(piece), known):
-                    raise Unsupported(f"{where} runs third-party code, {_name(piece)}, {_WHY}")
+                    raise Unsupported(f"{_where(walk, first)} runs third-party code, {_name(piece)}, {_WHY}")
+
+
+def _where(walk: ModelWalk, module: nn.Module) -> str:
+    path = walk.paths()[module]
+    return f"{type(module).__name__}{f' {path!r}' if path else ''}"
 
 
 def only_requires_grad(hook: Any) -> bool:

@@ -162,7 +162,7 @@ def _prepare_cache_for_generation(
     structure = _structure(model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     with call.or_stock():
-        check_call(model, structure.layout, generation_mode, generation_config, model_kwargs)
+        check_call(model, structure, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
@@ -214,6 +214,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             raise
         finally:
             _active_call.reset(token)
+            if call.structure is not None:
+                call.structure.release()
 
 
 def _takes_loop(signature: inspect.Signature, given: int) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._compat import ATTENTION_FIELD, tensor_version
 from ..attention.autocast import autocast_dtype
 from .forward_pass import input_device
+from .model_walk import ModelWalk
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
@@ -20,8 +21,11 @@ _SAMPLES = 4
 _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
-_BAKED_IN = (bool, int, float, str, type(None), Tensor)
+_BAKED_IN = frozenset({bool, int, float, str, type(None), Tensor})
 """Types of module attributes that can affect what a module computes."""
+
+_EXACT = _BAKED_IN - {float, Tensor}
+"""Those of which equal values are the same."""
 
 _NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
 """What does not affect keys and values: flags (training mode with dropout never shares), and a length that RoPE of
@@ -43,9 +47,10 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module):
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._own = _own_state(model)
-        self._adapters = adapter_state(model)
-        self._samples = _samples(model)
+        walk = ModelWalk(model)
+        self._own = _own_state(walk)
+        self._adapters = adapter_state(walk)
+        self._samples = _samples(walk)
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_model": None, "_own": None}  # ids and addresses are valid in this process only
@@ -55,13 +60,14 @@ class Fingerprint:
 
     def difference(self, model: nn.Module) -> str | None:
         """What changed: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
-        if self._adapters != adapter_state(model):
+        walk = ModelWalk(model)
+        if self._adapters != adapter_state(walk):
             return "adapters"
         if self._model is not None and self._model() is model:
-            tensors, modules = _own_state(model)
+            tensors, modules = _own_state(walk)
             if self._own != (tensors, modules):
                 return "weights" if self._own[0] != tensors else "modules"
-        now, then = _samples(model), self._samples
+        now, then = _samples(walk), self._samples
         if now.keys().isdisjoint(then):  # the whole model was moved or converted
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
@@ -73,13 +79,17 @@ def pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
     return autocast_dtype(input_device(model)), vars(model).get("forward")
 
 
-def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> Hashable:
-    """Model state that a capture bakes in: tensor addresses, host state of modules and configs."""
+def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig], walk: ModelWalk | None = None) -> Hashable:
+    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
+
+    `walk` is one over the model, where the caller has it already.
+    """
+    walk = walk or ModelWalk(model)
     return (
-        addresses(model.parameters()),
-        addresses(model.buffers()),
-        adapter_state(model),
-        module_state(model),
+        addresses(walk.parameters),
+        addresses(walk.buffers),
+        adapter_state(walk),
+        module_state(walk),
         id(vars(model).get("forward")),
         tuple(map(_config_state, configs)),
     )
@@ -93,36 +103,52 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
     )
 
 
-def adapter_state(model: nn.Module) -> Hashable:
+def adapter_state(walk: ModelWalk) -> Hashable:
     """Active adapters and their settings, by layer name."""
-    found = []
-    for path, module in model.named_modules():
-        switches = {name: value for name in _ADAPTER_SWITCHES if (value := vars(module).get(name)) is not None}
-        if not isinstance(switches.get("scaling"), dict):  # PEFT's is a dict by adapter; others are unrelated
-            switches.pop("scaling", None)
-        if switches:
-            found.append((path, *((name, str(value)) for name, value in switches.items())))
-    return tuple(found)
+    found = [(module, switches) for module in walk.modules if (switches := _adapter_switches(module))]
+    paths = walk.paths() if found else {}
+    return tuple((paths[module], *switches) for module, switches in found)
 
 
-def module_state(model: nn.Module, *, without: Collection[str] = ()) -> Hashable:
+def _adapter_switches(module: nn.Module) -> list[tuple[str, str]]:
+    attributes = module.__dict__
+    if attributes.keys().isdisjoint(_ADAPTER_SWITCHES):
+        return []
+    return [
+        (name, str(value))
+        for name in _ADAPTER_SWITCHES
+        if (value := attributes.get(name)) is not None
+        if name != "scaling" or isinstance(value, dict)  # PEFT's is a dict by adapter; others are unrelated
+    ]
+
+
+def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     """Host-side state of modules: scalar, string and tensor attributes, and instance-level `forward` overrides.
 
     The model's own `forward` is left to the caller, since `enable` overrides it; private attributes are bookkeeping.
     """
+    left_out = {*without, *_OF_A_CALL}
     return tuple(
-        (
-            id(module),
-            None if module is model else id(_function(vars(module).get("forward"))),
-            *(
-                (name, value.data_ptr() if isinstance(value, Tensor) else str(value))
-                for name, value in vars(module).items()
-                if type(value) in _BAKED_IN and not name.startswith("_") and name not in (*without, *_OF_A_CALL)
-                if not (isinstance(value, Tensor) and _changes_frequencies(module))
-            ),
-        )
-        for module in model.modules()
+        [  # a list takes half the time of a generator, for thousands of attributes
+            (
+                id(module),
+                None if module is walk.model else id(_function(module.__dict__.get("forward"))),
+                *[
+                    (name, type(value), value if type(value) in _EXACT else _comparable(module, value))
+                    for name, value in module.__dict__.items()
+                    if type(value) in _BAKED_IN and name[:1] != "_" and name not in left_out
+                ],
+            )
+            for module in walk.modules
+        ]
     )
+
+
+def _comparable(module: nn.Module, value: float | Tensor) -> str | int | None:
+    """What tells a number or a tensor of a module from another; None for frequencies that passes write anew."""
+    if isinstance(value, Tensor):
+        return None if _changes_frequencies(module) else value.data_ptr()
+    return str(value)  # tells zeros apart, and no NaN from another
 
 
 def _function(method: object) -> object:
@@ -139,17 +165,17 @@ def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
     return id(tensor), tensor_version(tensor), tensor.data_ptr()
 
 
-def _own_state(model: nn.Module) -> tuple[Hashable, Hashable]:
+def _own_state(walk: ModelWalk) -> tuple[Hashable, Hashable]:
     """State of tensors and modules, comparable only for the same model object."""
-    kept = (module for module in model.modules() if not _changes_frequencies(module))
+    kept = (module for module in walk.modules if not _changes_frequencies(module))
     buffers = (
         buffer
         for module in kept
         for buffer in module.buffers(recurse=False)
         if type(buffer) is Tensor and buffer.device.type != "meta"
     )
-    tensors = tuple(map(_tensor_state, (*_plain_parameters(model), *buffers)))
-    return tensors, module_state(model, without=_NOT_IN_KEYS)
+    tensors = tuple(map(_tensor_state, (*_plain_parameters(walk), *buffers)))
+    return tensors, module_state(walk, without=_NOT_IN_KEYS)
 
 
 def _changes_frequencies(module: nn.Module) -> bool:
@@ -162,18 +188,18 @@ def _changes_frequencies(module: nn.Module) -> bool:
     return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in found)
 
 
-def _plain_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
     """Materialized plain parameters; offloaded ones are skipped, since they are recreated as other objects."""
-    for parameter in model.parameters():
+    for parameter in walk.parameters:
         if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
             yield parameter
 
 
 @torch.no_grad()
-def _samples(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+def _samples(walk: ModelWalk) -> dict[tuple[torch.device, torch.dtype], Tensor]:
     """A few elements of each parameter, by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in _plain_parameters(model):
+    for parameter in _plain_parameters(walk):
         flat = parameter.detach().reshape(-1)
         numbers = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone(memory_format=torch.contiguous_format)
         as_bytes = numbers.view(torch.uint8)  # bytes compare equal for NaN, and concatenate for every dtype

@@ -80,8 +80,7 @@ class CallReport:
                 "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
             ]
             self.layer_sizes = [
-                (layer.storage.bytes_per_token, layer.storage.suffix_bytes_per_token, layer.window)
-                for layer in cache.layers
+                (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.layers
             ]
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
 

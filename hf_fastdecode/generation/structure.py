@@ -12,30 +12,37 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
 from .fused.modules import FusedModules
+from .model_walk import ModelWalk
 
 
 class Structure:
     """A model's configs, layers and modules, which may change between calls.
 
     Attributes:
+        walk: The model's modules.
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model = model
-        found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self._model, self.walk = model, ModelWalk(model)
+        found = {id(config): config for config in self.walk.attributes("config")}
         self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
     @cached_property
     def layout(self) -> ModelLayout:
         """What each layer stores; passes over a cache that has met the model do not need it."""
-        return ModelLayout.of(self._model)
+        return ModelLayout.of(self._model, self.walk.modules)
 
     @cached_property
     def fused(self) -> FusedModules | None:
         """Modules that run as kernels; None where they would not run: on other devices, or in other dtypes."""
         half = self._model.dtype in (torch.float16, torch.bfloat16)
-        return FusedModules(self._model) if half and self._model.device.type == "cuda" else None
+        return FusedModules(self._model, self.walk.modules) if half and self._model.device.type == "cuda" else None
+
+    def release(self) -> None:
+        """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
+        del self.walk
+        vars(self).pop("fused", None)
 
     @contextmanager
     def passing(self, lengths: RowLengths) -> Iterator[None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
+from .model_walk import ModelWalk
+from .structure import Structure
 
 # Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
 _HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
@@ -115,13 +118,13 @@ def _check_attention(name: str | None) -> None:
 
 def check_call(
     model: PreTrainedModel,
-    layout: ModelLayout,
+    structure: Structure,
     mode: GenerationMode,
     config: GenerationConfig,
     arguments: dict[str, Any],
 ) -> None:
     """Raise `Unsupported` if a `generate` call must run stock, by its model and arguments."""
-    check_model(model, layout)
+    check_model(model, structure.layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
@@ -140,7 +143,7 @@ def check_call(
     check_arguments(arguments, _KNOWN_ARGUMENTS)
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
-    check_state(model)
+    check_state(structure.walk)
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(model.config.get_text_config(decoder=True))
@@ -185,9 +188,9 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
     return None
 
 
-def check_state(model: PreTrainedModel) -> None:
+def check_state(walk: ModelWalk) -> None:
     """Raise `Unsupported` for what may change from call to call: training mode and third-party code."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in walk.modules if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
     for module in training:
@@ -199,7 +202,7 @@ def check_state(model: PreTrainedModel) -> None:
                 f"the model is in training mode with {type(module).__name__}.{name}={value}",
                 f"call model.eval(), or load it without dropout: {remedy}",
             )
-    check_code(model)
+    check_code(walk)
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
@@ -258,6 +261,7 @@ def check_prompts(
     """
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
+    checks: list[tuple[Tensor, Callable[[], Unsupported]]] = []  # read from the device at once
     if attention_mask is None:
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     else:
@@ -265,25 +269,25 @@ def check_prompts(
             raise Unsupported(
                 f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}"
             )
-        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-            raise Unsupported("attention_mask holds values other than 0 and 1")
-        if not bool(attention_mask[:, -1].all()):
-            raise Unsupported("a prompt ends in padding", "set padding_side='left' when calling the tokenizer")
+        other = partial(Unsupported, "attention_mask holds values other than 0 and 1")
+        checks.append((((attention_mask == 0) | (attention_mask == 1)).all(), other))
+        remedy = "set padding_side='left' when calling the tokenizer"
+        checks.append((attention_mask[:, -1].all(), partial(Unsupported, "a prompt ends in padding", remedy)))
         window = layout.smallest_window
-        if window is not None and longest > window and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
-            raise Unsupported(
-                f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
-            )
+        if window is not None and longest > window:
+            hides = f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
+            checks.append(((attention_mask[:, 1:] >= attention_mask[:, :-1]).all(), partial(Unsupported, hides)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
-    if positions.ids is None or positions.differ:
-        return
-    if positions.ids.dim() != 2 or positions.ids.shape[1] != input_ids.shape[1]:
-        raise Unsupported(why_not_counted(model, positions))
-    right = positions.ids == expected
-    if positions.planes and attention_mask is not None:
-        right = right | (attention_mask == 0)  # where planes have numbers of their own
-    if not bool(right.all()):
-        raise Unsupported(why_not_counted(model, positions))
+    if (ids := positions.ids) is not None and not positions.differ:
+        comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
+        right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)
+        if positions.planes and attention_mask is not None:
+            right = right | (attention_mask == 0)  # where planes have numbers of their own
+        checks.append((right.all(), lambda: Unsupported(why_not_counted(model, positions))))
+    passed = torch.stack([check for check, _ in checks]).tolist() if checks else []
+    for holds, (_, error) in zip(passed, checks, strict=True):
+        if not holds:
+            raise error()
 
 
 def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:

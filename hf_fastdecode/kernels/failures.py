@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from enum import Enum
+from typing import NoReturn
 
 import torch
 
@@ -42,28 +41,46 @@ def forget(kernel: Kernel) -> None:
         del _failures[key]
 
 
-@contextmanager
-def launching(kernel: Kernel, device: torch.device) -> Iterator[None]:
+class launching:  # noqa: N801 - it reads as the others of `contextlib`, a generator of which takes several times as long
     """Compile and launch a kernel on the device within: log its first error, and fail at once on later attempts.
 
     Raises:
         KernelFailedError: It cannot be compiled or launched on this device.
         torch.OutOfMemoryError: No memory now; this is not recorded as a failure of the kernel.
     """
-    name, other = kernel.value
-    if (known := failure(kernel, device)) is not None:
-        raise KernelFailedError(known)
-    try:
-        # Triton launches on the current device, not on its arguments'.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # Triton and the drivers raise errors of any type
+
+    __slots__ = ("_device", "_kernel", "_scope")
+
+    def __init__(self, kernel: Kernel, device: torch.device):
+        if _failures and (known := failure(kernel, device)) is not None:
+            raise KernelFailedError(known)
+        self._kernel, self._device = kernel, device
+        self._scope: torch.cuda.device | None = None
+
+    def __enter__(self) -> None:
+        try:
+            # Triton launches on the current device, not on its arguments'.
+            if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+                self._scope = torch.cuda.device(self._device)
+                self._scope.__enter__()
+        except Exception as error:
+            self._record(error)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._scope is not None:
+            self._scope.__exit__(kind, error, trace)
+        if isinstance(error, Exception):  # of any type: Triton's, or the drivers'
+            self._record(error)
+
+    def _record(self, error: Exception) -> NoReturn:
+        """Raise the error, or a lasting failure of the kernel that it shows."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
         if "out of memory" in str(error):  # raised by the CUDA driver when it loads a kernel
             raise torch.OutOfMemoryError(str(error)) from error
+        (name, other), device = self._kernel.value, self._device
         reason = f"{name} cannot run on {device}: {_in_one_line(error)}"
-        _failures[kernel, device] = reason
+        _failures[self._kernel, device] = reason
         logger.warning("%s; where it is not forced, %s will be used instead", reason, other)
         raise KernelFailedError(reason) from error
 

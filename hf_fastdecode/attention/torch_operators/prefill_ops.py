@@ -6,9 +6,10 @@ all runs that share a context are packed, so that the context is read once, as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from .operators import DenseAttention, causal_mask, dense_partial, plain_partial
 
 _WINDOWED_QUERIES = 512
 """Queries per call of a windowed prefill, which reads the keys that any of them sees."""
+
+Name = TypeVar("Name", bound=Hashable)
 
 Place = slice | Tensor
 """Indices of tokens in a forward pass."""
@@ -37,13 +40,57 @@ class Run:
     context: tuple[Hashable, ...] = ()
 
 
+class PackedRuns:
+    """The runs of a forward pass, and where their tokens lie in it: the same for all layers.
+
+    Args:
+        runs: At least one, in the order of their tokens.
+    """
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs = runs
+        self._starts = list(accumulate((run.length for run in runs), initial=0))
+        self._by_length: dict[torch.device, list[tuple[Place, tuple[int, int]]]] = {}
+        self._by_context: dict[torch.device, list[tuple[Hashable, Place]]] = {}
+
+    def by_length(self, device: torch.device) -> list[tuple[Place, tuple[int, int]]]:
+        """Place, count and length of the runs of each length."""
+        if device not in self._by_length:
+            alike = _grouped((run.length, index) for index, run in enumerate(self.runs))
+            self._by_length[device] = [
+                (self._place_of(found, device), (len(found), length)) for length, found in alike.items()
+            ]
+        return self._by_length[device]
+
+    def by_context(self, device: torch.device) -> list[tuple[Hashable, Place]]:
+        """Each context's name, with the place of the runs that it comes before."""
+        if device not in self._by_context:
+            readers = _grouped((name, index) for index, run in enumerate(self.runs) for name in run.context)
+            self._by_context[device] = [(name, self._place_of(found, device)) for name, found in readers.items()]
+        return self._by_context[device]
+
+    def _place_of(self, indices: Sequence[int], device: torch.device) -> Place:
+        """Token indices of some runs, in order; a slice where they are adjacent."""
+        if all(after == before + 1 for before, after in pairwise(indices)):
+            return slice(self._starts[indices[0]], self._starts[indices[-1] + 1])
+        places = [torch.arange(self._starts[index], self._starts[index + 1], device="cpu") for index in indices]
+        return torch.cat(places).to(device)
+
+
+def _grouped(pairs: Iterable[tuple[Name, int]]) -> dict[Name, list[int]]:
+    found: dict[Name, list[int]] = {}
+    for name, index in pairs:
+        found.setdefault(name, []).append(index)
+    return found
+
+
 def causal_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     scale: float,
     *,
-    runs: Sequence[Run],
+    runs: Sequence[Run] | PackedRuns,
     stored: Callable[[Hashable], tuple[Tensor, Tensor]],
     softcap: float | None = None,
     window: int | None = None,
@@ -67,20 +114,26 @@ def causal_attention(
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype.
     """
+    packed = runs if isinstance(runs, PackedRuns) else PackedRuns(runs)
     dense = DenseAttention(scale, softcap, backend)
     if window is not None:
-        longest = max(_tokens_before(run, stored) + run.length for run in runs)
+        longest = max(_tokens_before(run, stored) + run.length for run in packed.runs)
         if longest > window:
-            return _windowed_runs(query, keys, values, runs, stored, window, sinks, dense)
+            return _windowed_runs(query, keys, values, packed.runs, stored, window, sinks, dense)
     heads, tokens, _ = query.shape
     kv_heads = keys.shape[0]
+    contexts = packed.by_context(query.device)
+    alone = softcap is None and sinks is None and backend == "auto" and not contexts
+    if alone and len(packed.runs) == 1:
+        return F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=heads > kv_heads
+        )[0]
     grouped = query.reshape(kv_heads, heads // kv_heads, tokens, -1)
-    starts = list(accumulate((run.length for run in runs), initial=0))
     inputs = [
         (place, (grouped[:, :, place].unflatten(2, shape), keys[:, place], values[:, place]))
-        for place, shape in _by_length(runs, starts, query.device)
+        for place, shape in packed.by_length(query.device)
     ]
-    if softcap is None and sinks is None and backend == "auto" and not any(run.context for run in runs):
+    if alone:
         whole = _put_together([(place, _causal_out(*alike, scale)) for place, alike in inputs], tokens)
         return whole.reshape(heads, tokens, -1)
     parts = [(place, _causal_partial(*alike, dense)) for place, alike in inputs]
@@ -88,12 +141,8 @@ def causal_attention(
         _put_together([(place, part.out) for place, part in parts], tokens),
         _put_together([(place, part.lse) for place, part in parts], tokens),
     )
-    runs_of_context: dict[Hashable, list[int]] = {}
-    for index, run in enumerate(runs):
-        for name in run.context:
-            runs_of_context.setdefault(name, []).append(index)
-    for name, indices in runs_of_context.items():
-        own = _with_context(own, grouped, _place_of(indices, starts, query.device), stored(name), dense)
+    for name, place in contexts:
+        own = _with_context(own, grouped, place, stored(name), dense)
     if sinks is not None:
         own = with_sinks(own, sinks.view(kv_heads, -1, 1))
     return own.out.to(query.dtype).reshape(heads, tokens, -1)
@@ -101,24 +150,6 @@ def causal_attention(
 
 def _tokens_before(run: Run, stored: Callable[[Hashable], tuple[Tensor, Tensor]]) -> int:
     return sum(stored(name)[0].shape[1] for name in run.context)
-
-
-def _by_length(
-    runs: Sequence[Run], starts: Sequence[int], device: torch.device
-) -> list[tuple[Place, tuple[int, int]]]:
-    """Place, count and length of the runs of each length."""
-    alike: dict[int, list[int]] = {}
-    for index, run in enumerate(runs):
-        alike.setdefault(run.length, []).append(index)
-    return [(_place_of(found, starts, device), (len(found), length)) for length, found in alike.items()]
-
-
-def _place_of(indices: Sequence[int], starts: Sequence[int], device: torch.device) -> Place:
-    """Token indices of some runs, in order; a slice where they are adjacent."""
-    if all(after == before + 1 for before, after in pairwise(indices)):
-        return slice(starts[indices[0]], starts[indices[-1] + 1])
-    places = [torch.arange(starts[index], starts[index + 1], device="cpu") for index in indices]
-    return torch.cat(places).to(device)
 
 
 def _causal_out(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

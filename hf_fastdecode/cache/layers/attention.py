@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..._compat import CACHE
-from ...attention.forest import Forest, Span, joined
+from ...attention.forest import Forest, Span
 from ...attention.interface import SharedKV
 from ...attention.kv import Segment
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
@@ -116,9 +116,9 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         handle: SharedKV
         if self.state.packed:
             require_dtype(parts[0].dtype, self.storage.node_example)
-            new = Segment._make(part[0] for part in parts)
+            new = Segment(parts[0][0], parts[1][0])
             handle = PrefillKV(self, new)
-            spans = list(joined(item.span for item in self.state.packed))
+            spans = self.state.packed_spans
             if self.state.suffix_rows:
                 self._fill_suffixes(spans, suffix_parts or parts)
                 return handle, handle

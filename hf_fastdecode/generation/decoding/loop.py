@@ -110,7 +110,7 @@ class Loop:
     def _decode(self, wave: Wave, cache: SharedContextCache) -> None:
         """Sample tokens until every row of the wave is finished."""
         width, stopping = self.prompts.shape[1], self.stopping
-        steps = self.make_steps(cache)
+        steps: Steps | None = None  # made after the first token, which needs no step
         positions = self.start.positions[wave.rows] + wave.drawn - 1
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
@@ -121,6 +121,7 @@ class Loop:
         limit = stopping.max_length or self.call.config.max_length
         while True:
             if logits is None:
+                steps = steps or self.make_steps(cache)
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if active is None else last[active], positions)
             if self.log_probs is not None:
@@ -147,7 +148,10 @@ class Loop:
             count = int(mask.sum())
             if count == 0:
                 break
-            if self._can_compact and steps.should_compact(count, limit - width - wave.drawn):
+            if not self._can_compact:
+                continue
+            steps = steps or self.make_steps(cache)
+            if steps.should_compact(count, limit - width - wave.drawn):
                 batch = torch.arange(len(mask), device=mask.device) if active is None else active.cpu()
                 keep = mask[batch].nonzero().flatten()
                 steps = steps.select(keep.tolist())
@@ -156,11 +160,11 @@ class Loop:
                 row_numbers = wave.rows[active]
                 self.call.report.compactions += 1
         wave.end()
-        self._undo(wave, steps.cache, poller)
+        self._undo(wave, cache, poller)
 
     def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller) -> None:
         """Remove steps run after the last row's end, before the host saw it."""
-        last = int(wave.ends.max())
+        last, stepped = int(wave.ends.max()), wave.drawn > 1
         overrun = wave.drawn - last
         if overrun:
             for steps in (wave.scores, wave.logits, wave.logprobs):
@@ -169,7 +173,8 @@ class Loop:
             cache.crop(-overrun)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
-        self.call.report.observe(cache)
+        if stepped:  # else the report has seen the last pass
+            self.call.report.observe(cache)
 
     def _draw(self, wave: Wave, logits: Tensor, row_numbers: Tensor, active: Tensor | None) -> Drawn:
         """Sample tokens for the wave's rows from the batch's logits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
@@ -32,11 +32,13 @@ class FusedModules:
 
     Args:
         model: The model; modules with hooks, a `forward` of their own or a compiled one keep their code.
+        modules: Its modules, where the caller has them already.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module] | None = None):
         known = _found.setdefault(model, {})
-        self._calls = list(_calls(model, known)) if triton_is_installed() else []
+        every = model.modules() if modules is None else modules
+        self._calls = list(_calls(every, known)) if triton_is_installed() else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -67,8 +69,8 @@ Call = tuple[nn.Module, Callable[..., Any], ModuleType]
 """A module, what runs in its place, and its kind."""
 
 
-def _calls(model: nn.Module, known: dict[Hashable, Any]) -> Iterator[Call]:
-    for module in model.modules():
+def _calls(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Call]:
+    for module in modules:
         for of in _kinds_of(type(module)):  # type: ignore[arg-type]  # mypy reads the instances' hash
             if (kind := of.kind(module)) is None or not _is_plain(module):
                 continue
@@ -87,7 +89,7 @@ def _kinds_of(module: type[nn.Module]) -> tuple[ModuleType, ...]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module is a call of its class's `forward`."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+    hooks = module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module)
     return not hooks and own_method(module, "forward") is None
 
 

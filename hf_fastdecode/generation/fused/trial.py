@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 Form = TypeVar("Form")
 
-_SCALARS = (bool, int, float, str, type(None))
-_OF_A_LAYER = ("layer_idx", "layer_id", "training")
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+_OF_A_LAYER = frozenset({"layer_idx", "layer_id", "training"})
 """Attributes that differ between layers, or calls, that compute the same."""
 
 TRIED_IN = torch.bfloat16
@@ -45,11 +45,11 @@ def twin(module: nn.Module, **parts: nn.Module | Tensor) -> nn.Module:
 
 def settings(module: nn.Module) -> Hashable:
     """What a module computes depends on: its class and plain attributes."""
-    plain = (
+    plain = [
         (name, value)
         for name, value in vars(module).items()
-        if type(value) in _SCALARS and not name.startswith("_") and name not in _OF_A_LAYER
-    )
+        if type(value) in _SCALARS and name[:1] != "_" and name not in _OF_A_LAYER
+    ]
     return type(module), *plain
 
 

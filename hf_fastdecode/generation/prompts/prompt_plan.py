@@ -47,12 +47,13 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tens
     if attention_mask is not None:
         attention_mask = attention_mask.bool()
         same &= (attention_mask[1:] == attention_mask[:-1]).all(1)
-    starts = [0, *((~same).nonzero().flatten() + 1).tolist()]
+    starts = [0, *(row for row, repeats in enumerate(same.tolist(), 1) if not repeats)]
     counts = [stop - start for start, stop in pairwise([*starts, len(input_ids)])]
-    ids = _selected(input_ids, starts).long().cpu()
+    ids = _selected(input_ids, starts).long()
     if attention_mask is None:
-        return [PromptGroup(tokens, count) for tokens, count in zip(ids, counts, strict=True)]
-    mask = _selected(attention_mask, starts).cpu()
+        return [PromptGroup(tokens, count) for tokens, count in zip(ids.cpu(), counts, strict=True)]
+    ids, mask = torch.stack((ids, _selected(attention_mask, starts).long())).cpu()  # in one transfer
+    mask = mask.bool()
     firsts = mask.byte().argmax(1)
     whole = mask.sum(1) == mask.shape[1] - firsts  # no gaps after the padding
     return [
@@ -62,8 +63,10 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tens
 
 
 def _selected(table: Tensor, rows: list[int]) -> Tensor:
-    """Select rows in order; returns the table itself for all rows."""
-    return table if len(rows) == len(table) else table[rows]
+    """Select rows in order, the first one always; returns the table itself for all rows."""
+    if len(rows) == len(table):
+        return table
+    return table[:1] if len(rows) == 1 else table[rows]
 
 
 class StoredPrompts:

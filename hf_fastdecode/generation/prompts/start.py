@@ -75,16 +75,17 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     if unshared is not None:
         return _start_with_unshared(call, found, plan, unshared, input_ids)
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
+    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
+    numbers = [index for index, group in enumerate(groups) for _ in range(group.count)]
+    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
     limit, length = call.max_prefill_tokens, width - rerun_last_token
     logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
     keep_nodes(call, cache)
     suffix_tokens = input_ids[:, width - rerun_last_token :]
-    positions = torch.tensor(plan.forest.context_lengths, device=input_ids.device)
     if rerun_last_token or logits is None:
         logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
         return Start(cache, logits, positions + 1, suffix_tokens)
-    counts = torch.tensor([group.count for group in groups], device=logits.device)
-    return Start(cache, logits.repeat_interleave(counts, dim=0), positions, suffix_tokens)
+    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
 
 
 def _last_token_again(

@@ -34,6 +34,7 @@ from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
 from ..identity import captured_state
 from ..instance_patch import own_method
+from ..model_walk import ModelWalk
 from ..structure import Structure
 from .capture_memory import free_memory, free_workspaces
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
@@ -258,9 +259,9 @@ class Captures:
         kept = (step for step in self._steps if step.options == options)
         return {step.rows for step in kept if step.tables.own_nodes_dominate == own_dominate}
 
-    def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
+    def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig], walk: ModelWalk) -> None:
         """Drop all captures if the weights, modules or configs have changed."""
-        state = captured_state(model, configs)
+        state = captured_state(model, configs, walk)
         if state != self._state:
             self.clear()
             self._state = state
@@ -297,12 +298,14 @@ class Captures:
                 free_workspaces()
 
 
-def capture_reason(model: PreTrainedModel, layout: ModelLayout, backend: str, arguments: dict[str, Any]) -> str | None:
+def capture_reason(
+    model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk, backend: str, arguments: dict[str, Any]
+) -> str | None:
     """Why this model's steps cannot be captured, or None if no reason is known."""
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
     if model.dtype not in (torch.float16, torch.bfloat16):
@@ -311,7 +314,7 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, backend: str, ar
         return f"backend={backend!r} was requested"
     if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
         return "torch.autocast is active around the call"
-    for module in model.modules():
+    for module in walk.with_code:
         if module is not model and own_method(module, "forward") is not None:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -93,7 +93,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     def refresh() -> None:
         nonlocal checked
         if not checked:
-            captures.refresh(model, structure.configs)
+            captures.refresh(model, structure.configs, structure.walk)
             checked = True
 
     def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
@@ -153,18 +153,18 @@ def _is_memory_failure(reason: str) -> bool:
 
 def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a call's decode steps, with the reason; raises ValueError if a forced mode cannot run."""
-    model, options, captures = call.model, call.options, call.state.captures
+    model, structure, options, captures = call.model, call.structure, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
-    per_call = bool(call.structure.layout.own)  # whose suffixes are captured in place
+    per_call = bool(structure.layout.own)  # whose suffixes are captured in place
     steps, which, pays = captures.steps_asked, "so far", _STEPS_THAT_PAY_A_CAPTURE
     if per_call:
         steps, which = min(new_tokens, _MOST_STEPS_EXPECTED), "of this call"
         pays = _STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
-    reason = capture_reason(model, call.structure.layout, options.backend, step_arguments(call.arguments))
-    layers = decoder_layers(model)
-    if options.mode == "compile" and reason is None and not layers:
+    arguments = step_arguments(call.arguments)
+    reason = capture_reason(model, structure.layout, structure.walk, options.backend, arguments)
+    if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if reason is not None and (forced := options.needs_capture):
         raise _cannot_run(forced, reason)
@@ -181,10 +181,10 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    fused = call.structure.fused
+    fused = structure.fused
     if fused is not None and fused.of_every_kind:
         return "graph", f"{steps} steps {which} pay for a capture"
-    if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and layers:
+    if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
         if captures.compile_failure is not None:
             return "graph", captures.compile_failure
         return "compile", f"{so_far} steps so far pay for compiling the layers"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..failures import Kernel, launching
@@ -60,11 +59,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
             f"rms_norm takes contiguous x [..., columns] and weight [columns] of up to {MOST_COLUMNS} columns, got "
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    block = triton.next_power_of_2(columns)
+    block = _power_of_two(columns)
     at_once = max(1, _NUMBERS // block)
     rows, out = x.numel() // columns, torch.empty_like(x)
     with launching(Kernel.POINTWISE, x.device):
-        kernel.normalize[(triton.cdiv(rows, at_once),)](
+        kernel.normalize[(-(-rows // at_once),)](
             x,
             addend,
             total,
@@ -112,7 +111,7 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
     if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
         return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form)
     with launching(Kernel.POINTWISE, queries.device):
-        kernel.rotate[(batch * length, triton.cdiv(query_heads, _HEADS) + triton.cdiv(key_heads, _HEADS))](
+        kernel.rotate[(batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS))](
             queries,
             keys,
             cos,
@@ -129,8 +128,8 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
             ROTARY=rotary,
             ROUNDING=form.value,
             BLOCK_H=_HEADS,
-            BLOCK_D=triton.next_power_of_2(rotary // 2),
-            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - rotary)),
+            BLOCK_D=_power_of_two(rotary // 2),
+            BLOCK_REST=_power_of_two(max(1, head_dim - rotary)),
             enable_fp_fusion=False,  # a product and a sum in one instruction would not round the product
         )
     return outs
@@ -159,7 +158,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         gates, ups = gates.contiguous(), ups.contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     with launching(Kernel.POINTWISE, gate.device):
-        kernel.gate[(len(gates) * triton.cdiv(columns, _NUMBERS),)](
+        kernel.gate[(len(gates) * -(-columns // _NUMBERS),)](
             gates,
             ups,
             out,
@@ -170,3 +169,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             BLOCK=_NUMBERS,
         )
     return out
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is no smaller: Triton's own takes as long as a launch."""
+    return 1 << (number - 1).bit_length()

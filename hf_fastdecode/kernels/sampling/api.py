@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,10 +67,10 @@ class Settings:
         self.greedy = greedy
         self.features = {"top_k": top_k, "typical_p": typical, "repetition_penalty": penalty}
         self.features["min_new_tokens"] = bool(eos_token_ids)
-        self.eos_ids = torch.tensor(list(eos_token_ids) or [-1], dtype=torch.int64, device=device)
+        self.eos_ids = _on(device, eos_token_ids or (-1,), torch.int64)
         self.eos_count = len(eos_token_ids)
-        self.numbers = torch.tensor(list(_FLOATS.values()), dtype=torch.float32, device=device)
-        self.integers = torch.tensor(list(_INTEGERS.values()), dtype=torch.int64, device=device)
+        self.numbers = _on(device, _FLOATS.values(), torch.float32)
+        self.integers = _on(device, _INTEGERS.values(), torch.int64)
         for names, storage in ((_FLOATS, self.numbers), (_INTEGERS, self.integers)):
             for index, name in enumerate(names):
                 setattr(self, name, storage[index])
@@ -95,6 +96,11 @@ class Settings:
                 raise ValueError(f"{name}={value} needs Settings created with that feature; here it must be {neutral}")
         for name, value in values.items():
             getattr(self, name).fill_(value)
+
+
+def _on(device: torch.device | str, numbers: Iterable[float], dtype: torch.dtype) -> Tensor:
+    """Numbers on a device, without waiting for what is queued there."""
+    return torch.tensor(list(numbers), dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 class Form(NamedTuple):
