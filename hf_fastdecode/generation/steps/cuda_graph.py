@@ -12,7 +12,7 @@ moves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
-from ..foreign_code import only_requires_grad
+from ..foreign_code import is_capturable
 from ..forward_pass import forward_pass
 from ..fused.sums import WaitingSums
 from ..identity import captured_state
@@ -47,11 +47,17 @@ class CaptureOptions(NamedTuple):
 
     Attributes:
         fused_rows: Maximum rows for which projections of the same input run concurrently.
+        queries: Tokens of each row.
+        planes: Number of planes of positions that are given; () for positions without planes, or with equal ones.
+        reordered: Whether suffixes may be reordered, see `SuffixOrigins`.
     """
 
     compiled: bool
     fused_rows: int
     arguments: tuple[tuple[str, Any], ...]
+    queries: int = 1
+    planes: tuple[int, ...] = ()
+    reordered: bool = False
 
 
 def bucket(rows: int) -> int:
@@ -84,24 +90,24 @@ class CapturedStep:
         compiled: CompiledLayers,
         pool: Any,
     ):
-        device = model.device
+        device, queries = model.device, options.queries
         self.rows, self.options = rows, options
-        fused = rows <= options.fused_rows
+        fused = rows * queries <= options.fused_rows
         self.in_place = storages_in_place(cache)
         self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device)
-        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
+        self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
+        view, tensors_of = self._prepare(model, cache)
         self._follow(cache)
-        self.lengths = lengths = RowLengths(cache.longest_row(1))
-        view = CapturedCache(self.tables, cache)
+        self.lengths = lengths = RowLengths(cache.longest_row(queries))
         self._constants = view.constants
 
         ids, positions = self.ids, self.positions
 
-        def step() -> Tensor:  # no reference to self, so that memory is freed without a cycle
+        def step() -> list[Tensor]:  # no reference to self, so that memory is freed without a cycle
             view.begin()
             output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **dict(options.arguments))
-            return output.logits[:, -1].contiguous()
+            return tensors_of(output)
 
         @contextmanager
         def ours() -> Iterator[None]:
@@ -126,20 +132,26 @@ class CapturedStep:
                 stream = capture_stream(device)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    size = step().nbytes  # warm-up: compiles kernels and creates library handles
+                    size = max(one.nbytes for one in step())  # warm-up: compiles kernels, creates library handles
                 torch.cuda.current_stream().wait_stream(stream)
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     reserve(size, device)
-                    logits = step()
-            self.logits = unowned(logits)
+                    outputs = step()
+            self.outputs = [unowned(one) for one in outputs]
+
+    def _prepare(
+        self, model: PreTrainedModel, cache: SharedContextCache
+    ) -> tuple[CapturedCache, Callable[[Any], list[Tensor]]]:
+        """The view of a batch that the capture reads, and what it keeps of the model's output, contiguous."""
+        return CapturedCache(self.tables, cache), lambda output: [output.logits[:, -1].contiguous()]
 
     def fits(self, cache: SharedContextCache) -> bool:
         """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
         if not self.reads(cache):
             return False
         same_up_to = self.lengths.same_up_to
-        longest = cache.longest_row(1)
+        longest = cache.longest_row(self.options.queries)
         return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.forest)
 
     def reads(self, cache: SharedContextCache) -> bool:
@@ -152,14 +164,16 @@ class CapturedStep:
 
     def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:
         """For each layer, its heads, and how a capture for this batch would attend to long suffixes."""
-        longest, dominate, found = cache.longest_row(1), cache.state.own_nodes_dominate, dict[int, Alike]()
+        longest, dominate = cache.longest_row(self.options.queries), cache.state.own_nodes_dominate
+        found = dict[int, Alike]()
         for layer in cache.attention_layers:
             store = layer.store
             windowed = store.window is not None and longest > store.window
             shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
-            found[layer.index] = Alike(shape, NO_OWN_NODES if layer.storage.captured_in_place else chosen)
+            without = layer.storage.captured_in_place or self.options.reordered
+            found[layer.index] = Alike(shape, NO_OWN_NODES if without else chosen)
         return found
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
@@ -177,17 +191,21 @@ class CapturedStep:
         self._follow(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
+        self._replay()
+        return self.outputs[0][:count]
+
+    def _replay(self) -> None:
+        """Compute `outputs`."""
         if self.graph is not None:
             self.graph.replay()
         else:
             with self._ours():
-                self.logits = self._step()
-        return self.logits[:count]
+                self.outputs = self._step()
 
     def _follow(self, cache: SharedContextCache) -> None:
         layers = {layer.index: layer for layer in cache.attention_layers}
         suffixes = cache.state.suffixes
-        if not suffixes.in_order:
+        if not (suffixes.in_order or self.options.reordered):
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
         self.tables.follow(cache.forest, suffixes.lengths, layers)
 
@@ -213,6 +231,7 @@ class Captures:
         self.steps_asked = 0
         self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
         self.compile_failure: str | None = None  # why layers could not be compiled, where they can be captured
+        self.pass_failures: dict[CaptureOptions, str] = {}  # why passes of other loops could not be captured
         self._failure: str | None = None
         self._free = 0  # free memory at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
@@ -233,18 +252,21 @@ class Captures:
         cache: SharedContextCache,
         structure: Structure,
         options: CaptureOptions,
+        kind: type[CapturedStep] = CapturedStep,
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         for index, step in enumerate(self._steps):
-            if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):
+            if type(step) is not kind or (step.rows, step.options) != (rows, options):
+                continue
+            if step.suits(cache) and step.fits(cache):
                 self._steps.append(self._steps.pop(index))
                 return step
         if self._pool is None and model.device.type == "cuda":
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            step = CapturedStep(model, rows, cache, structure, options, self.compiled, self._pool)
+            step = kind(model, rows, cache, structure, options, self.compiled, self._pool)
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
@@ -254,7 +276,7 @@ class Captures:
 
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
-        kept = (step for step in self._steps if step.options == options)
+        kept = (step for step in self._steps if type(step) is CapturedStep and step.options == options)
         return {step.rows for step in kept if step.tables.own_nodes_dominate == own_dominate}
 
     def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
@@ -278,6 +300,7 @@ class Captures:
     def retry(self) -> None:
         """Reset the recorded failures."""
         self._failure = self._free_then = self.own_nodes_failure = self.compile_failure = None
+        self.pass_failures = {}
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
@@ -312,7 +335,7 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, backend: str, ar
         if module is not model and own_method(module, "forward") is not None:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if not all(map(only_requires_grad, hooks)) or hasattr(module, "_hf_hook"):
+        if not all(map(is_capturable, hooks)) or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
