@@ -64,6 +64,7 @@ def enable(
             (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU; on a GPU it captures
             once the model's calls have requested enough steps to amortize the capture, and compiles only models whose
             norms, rotary embedding or activations do not run as kernels. A forced mode runs or raises.
+            Where steps are captured, so is the prefill of short prompts, once that pays.
         sampler: Sampling code: ``hf`` is transformers' own, draw for draw. ``fast`` is this package's kernel, which
             samples the same distribution with other random numbers and needs a GPU. ``auto`` uses it for
             half-precision models on a GPU, unless the call needs features that only transformers' code has.

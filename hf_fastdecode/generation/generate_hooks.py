@@ -52,7 +52,7 @@ from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
-from .steps.modes import choose_mode
+from .steps.modes import call_passes, choose_mode
 from .structure import Structure
 from .support import check_call, other_loop
 
@@ -291,17 +291,20 @@ def _decode(
         call.config, call.arguments = generation_config, model_kwargs
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
-        with call.or_stock():
-            if synced_gpus:
-                raise _synced()
-            start = start_shared(call, input_ids)
-        if not call.runs_stock:
-            if is_compiled_in_place(model):
-                call.state.log_once(
-                    "model.compile() does not apply to passes with shared context, which run uncompiled; "
-                    "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
+        with call_passes(call) as passes:
+            with call.or_stock():
+                if synced_gpus:
+                    raise _synced()
+                start = start_shared(call, passes, input_ids)
+            if not call.runs_stock:
+                if is_compiled_in_place(model):
+                    call.state.log_once(
+                        "model.compile() does not apply to passes with shared context, which run uncompiled; "
+                        "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
+                    )
+                return decode_shared(
+                    call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
                 )
-            return decode_shared(call, start, input_ids, logits_processor, stopping_criteria, streamer)
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())

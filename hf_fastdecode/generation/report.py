@@ -23,6 +23,8 @@ class CallReport:
         padded_length: Padded length of the prompts.
         forest: Description of the nodes.
         prefilled_tokens: Tokens computed before the decode steps.
+        captured_prefill_tokens: Of these, tokens computed by captured prefill passes.
+        prefill_reason: Why prefill passes that were to be captured ran eagerly; empty if none did.
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
         kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
         layers: For each layer, the attention operators used.
@@ -48,6 +50,8 @@ class CallReport:
     padded_length: int = 0
     forest: str = ""
     prefilled_tokens: int = 0
+    captured_prefill_tokens: int = 0
+    prefill_reason: str = ""
     known_tokens: tuple[int, ...] | None = None
     kept_bytes: int = 0
     layers: list[str] = field(default_factory=list)
@@ -106,6 +110,7 @@ class CallReport:
                 f"  {self.forest}",
                 f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
                 *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
+                *self._prefill(),
                 *self._given(),
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
@@ -116,6 +121,13 @@ class CallReport:
                 *_layer_lines(self.layers),
             ]
         return lines
+
+    def _prefill(self) -> list[str]:
+        captured = self.captured_prefill_tokens
+        return [
+            *([f"  of these, by captured passes: {captured}"] if captured else []),
+            *([f"  prefill passes cannot be captured: {self.prefill_reason}"] if self.prefill_reason else []),
+        ]
 
     def _given(self) -> list[str]:
         if self.known_tokens is None:

@@ -17,8 +17,9 @@ MAX_POSITIONS = 131072
 def _shape(
     vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any
 ) -> dict[str, Any]:
-    """The fields of a Llama's config."""
+    """The fields of a config, of a Llama unless `more` names another model type."""
     return {
+        "model_type": "llama",
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": mlp,
@@ -35,6 +36,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b-gqa": _shape(128256, 4096, 14336, 32, 32, 8),  # Llama-3.1-8B's
     "13b-mha": _shape(32016, 5120, 13824, 40, 40, 40),  # CodeLlama-13B's
     "1b-gqa": _shape(128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True),  # Llama-3.2-1B's
+    # Layers with windows, all or some.
+    "mistral-7b": _shape(32000, 4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096),
+    "gemma2-9b": _shape(256000, 3584, 14336, 42, 16, 8, model_type="gemma2", head_dim=256, sliding_window=4096),
+    "gemma3-12b": _shape(262144, 3840, 15360, 48, 16, 8, model_type="gemma3_text", head_dim=256, sliding_window=1024),
+    "gpt-oss-20b": _shape(
+        *(201088, 2880, 2880, 24, 64, 8),
+        **{"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 128, "num_local_experts": 32},
+    ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
 }
@@ -43,44 +52,45 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(
     shape: str, device: torch.device | str, dtype: torch.dtype, slim: SlimLayer | None = None
 ) -> PreTrainedModel:
-    """A Llama of one of `SHAPES` with random weights, in eval mode, that never stops by itself.
+    """A model of one of `SHAPES` with random weights, in eval mode, that never stops by itself.
 
     With `slim`, what each layer caches, a slim model. Raises ValueError without such a shape, or a slim form of it.
     """
     import torch  # here, since the names of shapes are also read where its seconds would be lost
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from ..patches.architectures.slim_llama import SlimLlamaForCausalLM
     from ..patches.layers.slim_values import StoredMatrix
-    from ..patches.slim_configs import SlimLlamaConfig
 
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    fields = SHAPES[shape] | {"max_position_embeddings": MAX_POSITIONS, "pad_token_id": 0, "eos_token_id": None}
-    config, model_class = LlamaConfig(**fields), LlamaForCausalLM
-    if slim is not None:
-        fields["slim_layers"] = [slim.to_dict()] * config.num_hidden_layers
-        fields["slim_matrix_dtype"] = "float16" if dtype.itemsize == 2 else "float32"  # as in conversion
-        config, model_class = SlimLlamaConfig(**fields), SlimLlamaForCausalLM
     torch.manual_seed(0)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = model_class(config)
-    finally:
-        torch.set_default_dtype(previous)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(shape, dtype, slim), dtype=dtype)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers 5.17 chooses sdpa, which leaves the soft cap out
     for module in model.modules():
         if isinstance(module, StoredMatrix):  # a buffer, which no initialization fills
             module.values.normal_(std=len(module.values) ** -0.5)
     return model.eval()
 
 
+def _config(shape: str, dtype: torch.dtype, slim: SlimLayer | None = None) -> Any:
+    from transformers import AutoConfig
+
+    fields = SHAPES[shape] | {"max_position_embeddings": MAX_POSITIONS, "pad_token_id": 0, "eos_token_id": None}
+    model_type = fields.pop("model_type")
+    if slim is not None:
+        model_type = f"slim_{model_type}"
+        fields["slim_layers"] = [slim.to_dict()] * fields["num_hidden_layers"]
+        fields["slim_matrix_dtype"] = "float16" if dtype.itemsize == 2 else "float32"  # as in conversion
+    return AutoConfig.for_model(model_type, **fields)
+
+
 def parameters(shape: str) -> int:
     """The number of weights of a named shape; none are made."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
+        model = AutoModelForCausalLM.from_config(_config(shape, torch.bfloat16))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -17,6 +17,7 @@ from hf_fastdecode.attention.launch.own_nodes import (
     with_own_nodes,
 )
 from hf_fastdecode.attention.launch.plan import HeadShape
+from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import Captures
 
@@ -172,7 +173,7 @@ def test_launch_parameters_change_as_completions_grow(mode, short_steps, monkeyp
         assert set(planned) == {False, True}
         if mode == "graph":  # the next call begins with the first capture and goes on with the second
             assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-            assert fd.explain(model).last_call.captures == 0
+            assert state_of(model).captures.count == 2
 
 
 @on_the_cpu

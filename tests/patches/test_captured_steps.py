@@ -326,8 +326,8 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
         step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         for position in (21, 22):
             step(cache, ids, torch.full((2,), position))
-            with step._ours(), Operators() as operators:
-                step._step()
+            with step._graph._context(), Operators() as operators:
+                step._graph._run()
             recorded.append(operators.calls)
             cache.record_captured_step(ids[:, None])
     assert len(recorded[0]) > 50

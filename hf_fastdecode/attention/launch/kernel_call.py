@@ -107,12 +107,21 @@ def run_kernels(
 
 
 def run_node_kernels(
-    query: Tensor, node_addresses: Tensor, slots: Tensor, schedule: Schedule, config: Config, scale: float
+    query: Tensor,
+    node_addresses: Tensor,
+    slots: Tensor,
+    schedule: Schedule,
+    config: Config,
+    kv_heads: int,
+    scale: float,
+    soft_cap: float | None = None,
 ) -> Partial:
-    """`forest_partial` likewise, of a layer with as many KV heads as query heads: the fp32 partial of the nodes."""
+    """`forest_partial` likewise: the fp32 partial of the nodes."""
     from ...kernels.forest_decode.api import forest_partial
 
     if query.stride(-1) != 1:
         query = query.contiguous()
-    parts = forest_partial(query, node_addresses, slots, schedule, config, kv_heads=query.shape[1], scale=scale)
+    parts = forest_partial(
+        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap
+    )
     return Partial(*parts)

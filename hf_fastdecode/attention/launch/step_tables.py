@@ -174,11 +174,15 @@ class StepTables:
 
         return self._run(run, query, new_keys, new_values, scoring)
 
-    def attend_nodes(self, layer: int, query: Tensor, scale: float) -> Partial:
-        """Attend to the nodes alone, for a layer that attends to its suffixes by itself; without own nodes.
+    def attend_nodes(
+        self, layer: int, query: Tensor, scale: float, *, kv_heads: int | None = None, soft_cap: float | None = None
+    ) -> Partial:
+        """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
 
         Args:
-            query: ``[rows, heads, 1, head_dim]``, with as many KV heads, in the dtype of the nodes.
+            query: ``[rows, heads, 1, head_dim]`` in the dtype of the nodes.
+            kv_heads: KV heads of the nodes; as many as the query has when None.
+            soft_cap: As for `forest_partial`.
 
         Returns:
             The partial, in fp32; that of no keys for rows without nodes.
@@ -189,9 +193,11 @@ class StepTables:
 
         def run(known: _Scheduled) -> Partial:
             nodes = self.nodes[self._places[layer]]
-            return run_node_kernels(query, nodes, self.slots, known.tables, known.plan.config, scale)
+            tables = (nodes, self.slots, known.tables, known.plan.config)
+            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap)
 
-        return self._run(run, query, query, query, Scoring(scale, None, None, None))
+        keys = query[:, :kv_heads]  # of the shape that new keys would have
+        return self._run(run, query, keys, keys, Scoring(scale, soft_cap, None, None))
 
     def _run(
         self, run: Callable[[_Scheduled], Result], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring

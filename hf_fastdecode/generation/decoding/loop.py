@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +23,8 @@ from ..call_context import CallContext
 from ..identity import Fingerprint
 from ..prompts.start import Start
 from ..prompts.unshared_prompts import prefill_unshared
-from ..steps.modes import steps_maker
-from ..steps.runners import EagerSteps, Steps
+from ..steps.modes import StepsMaker
+from ..steps.runners import EagerSteps
 from ..support import step_arguments
 from .sampling import Drawn, Sampler, choose_sampler
 from .stopping import FinishedRowPoller, Stopping
@@ -48,7 +47,7 @@ class Loop:
     sampler: Sampler
     stopping: Stopping
     streamer: BaseStreamer | None
-    make_steps: Callable[[SharedContextCache], Steps]
+    make_steps: StepsMaker
     log_probs: TokenLogProbs | None = None
 
     def run(self) -> Wave:
@@ -254,6 +253,7 @@ def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorL
 
 def decode_shared(
     call: CallContext,
+    make_steps: StepsMaker,
     start: Start,
     input_ids: Tensor,
     processors: LogitsProcessorList,
@@ -270,7 +270,7 @@ def decode_shared(
     )
     call.report.sampler = sampler.name
 
-    with optimized_for_decode(model), steps_maker(call) as make_steps:
+    with optimized_for_decode(model):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens

@@ -116,7 +116,7 @@ class FirstPassPrompts:
         )
         report.cache = ref(cache)
         places = _places(groups, plan, width, wanted)
-        extra = {"output_hidden_states": True} if hidden else {}
+        extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows is not None:
             distinct = Rows(ids if embeddings is None else arguments["inputs_embeds"], mask, by_rows).distinct(groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,32 +20,54 @@ from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
 
+class CapturedPasses(Protocol):
+    """Runs prefill passes by captured graphs, see `PrefillPasses`."""
+
+    def __call__(self, cache: SharedContextCache, tokens: Tensor, wanted: Sequence[int]) -> Tensor | None:
+        """Prefill the cache's current items: logits ``[len(wanted), vocabulary]``; None to run the pass eagerly."""
+        ...
+
+
 @torch.no_grad()
 def prefill_nodes(
-    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    *,
+    max_tokens: int,
+    length: int | None = None,
+    captured: CapturedPasses | None = None,
 ) -> Tensor | None:
     """Compute the plan's new nodes into the cache and set its forest.
 
     Args:
         cache: The cache the plan was made for; the new tokens become its next segment.
         length: Padded length of the rows, see `SharedContextCache.set_forest`.
+        captured: Runs passes by captured graphs where it can.
 
     Returns:
         ``[groups, vocabulary]``: the logits after each group's last token; None if a group's last token was already
         stored, so that its logits are unknown.
     """
-    found = node_logits(model, cache, plan, max_tokens=max_tokens, length=length)
+    found = node_logits(model, cache, plan, max_tokens=max_tokens, length=length, captured=captured)
     known = [logits for logits in found if logits is not None]
     return stacked(model, known) if known and len(known) == len(found) else None
 
 
 def node_logits(
-    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    *,
+    max_tokens: int,
+    length: int | None = None,
+    captured: CapturedPasses | None = None,
 ) -> list[Tensor | None]:
     """As `prefill_nodes`, the logits of each group; None where a group's last token is in no new node."""
     wanted = sorted({end for end in plan.ends if end is not None})
     logits: dict[int | None, Tensor] = {}
-    for run in prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length):
+    passes = prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length, captured=captured)
+    for run in passes:
         logits |= zip(run.wanted, run.logits, strict=True)
     return [logits.get(end) for end in plan.ends]
 
@@ -63,7 +85,7 @@ class PrefillPass:
     Attributes:
         wanted: Indices of the new tokens that `logits` belong to.
         logits: ``[wanted, vocabulary]``.
-        output: The model's output; its logits may belong to other tokens.
+        output: The model's output, whose logits may belong to other tokens; None of a captured pass.
     """
 
     wanted: list[int]
@@ -80,6 +102,7 @@ def prefill_passes(
     max_tokens: int,
     length: int | None = None,
     embeddings: Callable[[Tensor], Tensor] | None = None,
+    captured: CapturedPasses | None = None,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
     """Compute the plan's new nodes into the cache, pass by pass, then set its forest.
@@ -88,11 +111,20 @@ def prefill_passes(
         cache: The cache the plan was made for; the new tokens become its next segment.
         wanted: Indices of new tokens to return logits for, ascending.
         embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
+        captured: Runs passes by captured graphs where it can; not with embeddings or further arguments.
     """
     # Add the segment even if empty: the plan assumes its number.
     cache.add_segment(plan.new_tokens)
     yield from packed_passes(
-        model, cache, plan.items, plan.new_tokens, wanted, max_tokens=max_tokens, embeddings=embeddings, **arguments
+        model,
+        cache,
+        plan.items,
+        plan.new_tokens,
+        wanted,
+        max_tokens=max_tokens,
+        embeddings=embeddings,
+        captured=captured,
+        **arguments,
     )
     cache.set_forest(plan.forest, length)
 
@@ -106,6 +138,7 @@ def packed_passes(
     *,
     max_tokens: int,
     embeddings: Callable[[Tensor], Tensor] | None = None,
+    captured: CapturedPasses | None = None,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
     """Compute runs of tokens into the cache.
@@ -126,6 +159,12 @@ def packed_passes(
     for items_of_pass in _passes(items, max_tokens):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
+        if captured is not None:
+            with cache.prefilling(items_of_pass):
+                logits = captured(cache, tokens[start:stop], [token - start for token in here])
+            if logits is not None:
+                yield PrefillPass(here, logits, None)
+                continue
         keep = torch.tensor([token - start for token in here] or [stop - start - 1], device=device)
         ids = tokens[None, start:stop]
         given = {"input_ids": ids.to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids[0])[None]}

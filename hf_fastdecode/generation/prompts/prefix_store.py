@@ -107,10 +107,13 @@ class PrefixStore:
 
     def _nbytes(self) -> int:
         """Bytes of the kept caches' storage, shared storage counted once."""
-        parts: list[Tensor] = [
-            part for kept in self._kept for layer in kept.cache.attention_layers for part in layer.storage.tensors()
+        stored = [
+            part.untyped_storage()
+            for kept in self._kept
+            for layer in kept.cache.attention_layers
+            for part in layer.storage.tensors()
         ]
-        return sum({(part.device, part.data_ptr()): part.untyped_storage().nbytes() for part in parts}.values())
+        return sum({(one.device, one.data_ptr()): one.nbytes() for one in stored}.values())
 
 
 _CALLS_TO_TELL = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,6 +13,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
+from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptPlan, group_prompts
@@ -39,11 +41,12 @@ class Start:
     unshared: UnsharedPrompts | None = None
 
 
-def start_shared(call: CallContext, input_ids: Tensor) -> Start:
+def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> Start:
     """Find the prefixes that prompts share, and prefill each once.
 
     Args:
         call: The call, with the mode set.
+        passes: How its passes run.
         input_ids: ``[rows, width]``, expanded to all samples, as passed to decoding loops.
 
     Raises:
@@ -75,21 +78,36 @@ def start_shared(call: CallContext, input_ids: Tensor) -> Start:
     # Sent to the device before the prefill is queued there, behind which a transfer would wait.
     numbers = [index for index, group in enumerate(groups) for _ in range(group.count)]
     positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
-    logits = prefill_nodes(model, cache, plan, max_tokens=call.max_prefill_tokens, length=width - rerun_last_token)
+    limit, length = call.max_prefill_tokens, width - rerun_last_token
+    logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
     keep_nodes(call, cache)
     suffix_tokens = input_ids[:, width - rerun_last_token :]
     if rerun_last_token or logits is None:
-        device = input_device(model)
-        output = forward_pass(
-            model,
-            cache,
-            positions[:, None].to(device),
-            input_ids=suffix_tokens.to(device),
-            use_cache=True,
-            return_dict=True,
-        )
-        return Start(cache, output.logits[:, -1], positions + 1, suffix_tokens)
+        logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
+        return Start(cache, logits, positions + 1, suffix_tokens)
     return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
+
+
+def _last_token_again(
+    call: CallContext, passes: CallPasses, cache: SharedContextCache, tokens: Tensor, positions: Tensor
+) -> Tensor:
+    """Logits ``[rows, vocabulary]`` of the prompts' last tokens, computed as the first decode step."""
+    steps = None
+    if passes.prefill is not None:
+        with suppress(torch.OutOfMemoryError):  # the loop, which makes steps again, can split the rows
+            steps = passes.make_steps(cache)
+    if steps is not None:
+        return steps(tokens, positions).clone()  # which the next step would overwrite
+    device = input_device(call.model)
+    output = forward_pass(
+        call.model,
+        cache,
+        positions[:, None].to(device),
+        input_ids=tokens[:, None].to(device),
+        use_cache=True,
+        return_dict=True,
+    )
+    return output.logits[:, -1]
 
 
 def _start_with_unshared(

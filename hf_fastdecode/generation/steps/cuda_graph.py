@@ -12,15 +12,17 @@ moves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Hashable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...attention.interface import RowLengths, active
+from ...attention.forest import Forest
+from ...attention.interface import RowLengths
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import Alike, TablesByShape
@@ -30,14 +32,14 @@ from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import only_requires_grad
 from ..forward_pass import forward_pass
-from ..fused.sums import WaitingSums
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
 from ..structure import Structure
-from .capture_memory import CAPTURING, capture_stream, free_memory, free_workspaces, reserve, unowned
+from .capture_memory import free_memory, free_workspaces
+from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
 from .compiled_layers import CompiledLayers
-from .projections import FusedProjections
+from .graph_capture import CapturedGraph, pass_context
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
@@ -87,7 +89,6 @@ class CapturedStep:
     ):
         device = model.device
         self.rows, self.options = rows, options
-        fused = rows <= options.fused_rows
         self.in_place = storages_in_place(cache)
         self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -99,41 +100,22 @@ class CapturedStep:
 
         ids, positions = self.ids, self.positions
 
-        def step() -> Tensor:  # no reference to self, so that memory is freed without a cycle
+        # The passes of a capture write keys and values that the first real step overwrites.
+        def step() -> tuple[Tensor]:  # no reference to self, so that memory is freed without a cycle
             view.begin()
             output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **dict(options.arguments))
-            return output.logits[:, -1].contiguous()
+            return (output.logits[:, -1].contiguous(),)
 
-        @contextmanager
-        def ours() -> Iterator[None]:
-            with ExitStack() as stack:
-                if options.compiled:
-                    stack.enter_context(active(structure.configs, lengths))
-                    stack.enter_context(compiled.installed(model, options.fused_rows))
-                else:
-                    stack.enter_context(structure.passing(lengths))
-                    if fused:
-                        stack.enter_context(FusedProjections(model))
-                    if structure.fused is not None:
-                        stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
-                yield
-
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":  # tests with interpreted kernels run uncaptured
-            self._step, self._ours = step, ours
-        else:
-            # The passes below write keys and values that the first real step overwrites.
-            with CAPTURING, ours(), torch.cuda.device(device):
-                stream = capture_stream(device)
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    size = step().nbytes  # warm-up: compiles kernels and creates library handles
-                torch.cuda.current_stream().wait_stream(stream)
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    reserve(size, device)
-                    logits = step()
-            self.logits = unowned(logits)
+        ours = partial(
+            pass_context,
+            model,
+            structure,
+            lengths,
+            rows=rows,
+            fused_rows=options.fused_rows,
+            compiled=compiled if options.compiled else None,
+        )
+        self._graph = CapturedGraph(step, ours, device, pool)
 
     def fits(self, cache: SharedContextCache) -> bool:
         """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
@@ -178,12 +160,8 @@ class CapturedStep:
         self._follow(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            with self._ours():
-                self.logits = self._step()
-        return self.logits[:count]
+        (logits,) = self._graph.replay()
+        return logits[:count]
 
     def _follow(self, cache: SharedContextCache) -> None:
         layers = {layer.index: layer for layer in cache.attention_layers}
@@ -194,15 +172,16 @@ class CapturedStep:
 
 
 class Captures:
-    """The captured steps of one model.
+    """The captured steps and prefill passes of one model.
 
-    One call at a time uses them and holds `lock` while it decodes. Concurrent calls run eagerly in ``mode="auto"``,
+    One call at a time uses them and holds `lock` until it ends. Concurrent calls run eagerly in ``mode="auto"``,
     and wait in forced modes. The 32 most recently used steps are kept. They share one memory pool, including logits,
     so together they hold a few times the memory of the largest one.
 
     Attributes:
         owner: The thread that holds the lock.
-        count: Number of captures made.
+        prefills: The captured prefill passes.
+        count: Number of steps captured.
         steps_asked: Steps requested by the model's calls so far, including the current one.
     """
 
@@ -210,6 +189,7 @@ class Captures:
         self.lock = threading.Lock()
         self.owner: int | None = None
         self.compiled = CompiledLayers()
+        self.prefills = CapturedPrefills()
         self.count = 0
         self.steps_asked = 0
         self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
@@ -241,17 +221,38 @@ class Captures:
             if (step.rows, step.options) == (rows, options) and step.suits(cache) and step.fits(cache):
                 self._steps.append(self._steps.pop(index))
                 return step
-        if self._pool is None and model.device.type == "cuda":
-            self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            step = CapturedStep(model, rows, cache, structure, options, self.compiled, self._pool)
+            pool = self._pool_on(model.device)
+            step = CapturedStep(model, rows, cache, structure, options, self.compiled, pool)
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
         del self._steps[:-_MOST_STEPS]
         self.count += 1
         return step
+
+    def capture_prefill(
+        self,
+        model: PreTrainedModel,
+        shape: PrefillShape,
+        cache: SharedContextCache,
+        forest: Forest | None,
+        longest: int,
+        structure: Structure,
+    ) -> CapturedPrefill:
+        """Capture a prefill pass over the cache's current items, and keep it; see `CapturedPrefill`."""
+        with torch.inference_mode(False), torch.no_grad():
+            pool = self._pool_on(model.device)
+            made = CapturedPrefill(model, shape, cache, forest, longest, structure, pool)
+        self.prefills.keep(made)
+        return made
+
+    def _pool_on(self, device: torch.device) -> Any:
+        """The memory pool of all captures; None where nothing is captured."""
+        if self._pool is None and device.type == "cuda":
+            self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
+        return self._pool
 
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
@@ -279,10 +280,12 @@ class Captures:
     def retry(self) -> None:
         """Reset the recorded failures."""
         self._failure = self._free_then = self.own_nodes_failure = self.compile_failure = None
+        self.prefills.failures.clear()
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
         self._steps, self._pool, self._state = [], None, None
+        self.prefills.clear()
         self.retry()
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,27 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..support import step_arguments
+from .capture_memory import ran_out_of_memory
 from .compiled_layers import decoder_layers
 from .cuda_graph import capture_reason
+from .prefill_passes import PrefillPasses
 from .projections import has_projections
 from .runners import CapturedSteps, EagerSteps, Steps
 
 StepsMaker = Callable[[SharedContextCache], Steps]
+
+
+class CallPasses(NamedTuple):
+    """How the passes of a call run in its mode.
+
+    Attributes:
+        make_steps: Creates the runner of a batch's decode steps.
+        prefill: Runs prefill passes by captured graphs; None if they all run eagerly.
+    """
+
+    make_steps: StepsMaker
+    prefill: PrefillPasses | None = None
+
 
 # Break-even step counts of capturing and of compiling, summed over the calls of a model (H200, 7B).
 _STEPS_THAT_PAY_A_CAPTURE = 64
@@ -46,8 +62,8 @@ def _fused_rows(option: str | bool, *, compiled: bool) -> int:
 
 
 @contextmanager
-def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
-    """Context that yields a factory of step runners, in the call's mode.
+def call_passes(call: CallContext) -> Iterator[CallPasses]:
+    """Context of prefill and decode steps, in the call's mode; captured ones belong to one call at a time.
 
     Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
     A forced mode that cannot run raises ValueError.
@@ -58,30 +74,33 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
         return EagerSteps(model, cache, arguments)
 
     if call.mode == "eager":
-        yield eager
+        yield CallPasses(eager)
         return
     captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
     if captures.owner == threading.get_ident():
         if forced:
             raise _cannot_run(forced, "it is inside another generate call of this model")
         call.set_mode("eager", "it runs inside another generate call of this model")
-        yield eager
+        yield CallPasses(eager)
         return
     if not captures.lock.acquire(blocking=forced is not None):
         call.set_mode("eager", "another thread is using this model's captured steps")
-        yield eager
+        yield CallPasses(eager)
         return
 
     checked = False  # whether earlier captures were checked against the model's state
 
-    def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
+    def refresh() -> None:
         nonlocal checked
+        if not checked:
+            captures.refresh(model, structure.configs, structure.walk)
+            checked = True
+
+    def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         compiled = call.mode == "compile"
         fused_rows = _fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
-            if not checked:
-                captures.refresh(model, structure.configs, structure.walk)
-                checked = True
+            refresh()
             return CapturedSteps(
                 model, cache, arguments, captures, structure, captured, compiled=compiled, fused_rows=fused_rows
             )
@@ -89,7 +108,7 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
             if larger is not None and larger.run_with_fewer_rows():
                 call.state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
                 return larger
-            if _ran_out_of_memory(error):
+            if ran_out_of_memory(error):
                 captures.clear()
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -110,24 +129,21 @@ def steps_maker(call: CallContext) -> Iterator[StepsMaker]:
         call.set_mode("eager", reason)
         return eager(cache)
 
-    before, captures.owner = captures.count, threading.get_ident()
+    def made() -> int:
+        return captures.count + captures.prefills.count
+
+    before, captures.owner = made(), threading.get_ident()
+    fused_tokens = _fused_rows(call.options.fuse_projections, compiled=False)
     try:
-        yield captured
+        yield CallPasses(captured, PrefillPasses(call, refresh, fused_tokens))
     finally:
-        call.report.captures = captures.count - before
+        call.report.captures = made() - before
         captures.owner = None
         captures.lock.release()
 
 
 def _cannot_run(forced: str, reason: str) -> ValueError:
     return ValueError(f"{forced} cannot run: {reason}; use {forced.partition('=')[0]}='auto'")
-
-
-def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether PyTorch's allocator caused an error; ending the failed capture raises another on top of it."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _is_memory_failure(reason: str) -> bool:

@@ -22,7 +22,7 @@ from hf_fastdecode.bench.generate.measure import GenerateBench
 from hf_fastdecode.bench.generate.replaced_attention import no_attention, replaced_attention
 from hf_fastdecode.bench.generate.ways import find_way, using
 from hf_fastdecode.measurement.runner import NotAvailableError
-from hf_fastdecode.measurement.shapes import random_model
+from hf_fastdecode.measurement.shapes import SHAPES, parameters, random_model
 
 CPU = torch.device("cpu")
 CASE = GenerateCase("tiny", 120, 4, 8, "float32")
@@ -361,7 +361,16 @@ def test_models(tmp_path, model):
     loaded = load(str(tmp_path / "checkpoint"), CPU, torch.float32)
     assert loaded.generation_config.eos_token_id is None
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    with pytest.raises(
-        ValueError, match="shape must be one of 7b-mha, 7b-gqa, 8b-gqa, 13b-mha, 1b-gqa, tiny, tiny-mha, got '9b'"
-    ):
+    with pytest.raises(ValueError, match=r"shape must be one of 7b-mha, .*, gpt-oss-20b, tiny, tiny-mha, got '9b'"):
         random_model("9b", CPU, torch.float32)
+
+
+BILLIONS = {
+    **{"7b-mha": 6.7, "7b-gqa": 7.2, "8b-gqa": 8.0, "13b-mha": 13.0, "1b-gqa": 1.2, "mistral-7b": 7.2},
+    **{"gemma2-9b": 9.2, "gemma3-12b": 11.8, "gpt-oss-20b": 20.9, "tiny": 0.0, "tiny-mha": 0.0},
+}
+
+
+def test_sizes_of_shapes() -> None:
+    """The published numbers of weights; Gemma 3's is of its text model."""
+    assert {shape: round(parameters(shape) / 1e9, 1) for shape in SHAPES} == BILLIONS

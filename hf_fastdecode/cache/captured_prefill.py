@@ -1,0 +1,270 @@
+"""View of a shared-context cache for a captured prefill pass, which computes keys and values into fixed buffers.
+
+A pass covers a row of fixed length that ends in padding. Keys and values of all layers of one shape go to one buffer:
+after a replay a single copy of its real tokens becomes the storage of a segment in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention.forest import Forest, Node, Span, joined
+from ..attention.interface import SharedKV
+from ..attention.kv import Scoring, Segment, SuffixLengths
+from ..attention.launch.own_nodes import NO_OWN_NODES
+from ..attention.launch.plan import HeadShape
+from ..attention.launch.step_tables import Alike, TablesByShape
+from ..attention.partial import Partial
+from ..attention.torch_operators.padded_prefill import padded_causal_attention, separating_bias
+from ..errors import Unsupported
+from .layers.attention import SharedContextLayer
+from .layers.empty import EmptyLayer
+from .shared import SharedContextCache
+from .state import PrefillItem
+from .storage import TokenStorage
+
+_LEVELS = 8
+"""Levels of nodes that the tables of every captured pass hold, as many as the prefix store keeps unmerged."""
+
+_OPERATORS = "each node once, causal attention by PyTorch, merged with its context, captured"
+
+
+class ContextTables:
+    """Tables by which the tokens of a captured pass attend to their stored contexts: a token is a row of a forest.
+
+    Args:
+        tokens: Tokens of the pass, with padding.
+        forest: The contexts of the pass that is captured, see `context_forest`.
+    """
+
+    def __init__(self, tokens: int, cache: SharedContextCache, forest: Forest, device: torch.device):
+        stores = {layer.index: layer.store for layer in cache.attention_layers}
+        shapes = {
+            index: HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed=False)
+            for index, store in stores.items()
+        }
+        alike = {index: Alike(shape, NO_OWN_NODES) for index, shape in shapes.items()}
+        forest = _deepened(forest)
+        self.by_shape = TablesByShape(tokens, alike, forest, device)
+        self.follow(cache, forest)
+
+    def follow(self, cache: SharedContextCache, forest: Forest) -> None:
+        """Write the addresses and the schedule of a pass's contexts."""
+        nodes = {layer.index: _Nodes(layer.segments, None, layer.version) for layer in cache.attention_layers}
+        self.by_shape.follow(forest, SuffixLengths(), nodes)
+
+
+def _deepened(forest: Forest) -> Forest:
+    """A forest with more levels, whose tables have room for the nodes that later calls append to kept prompts."""
+    lowest = forest.levels[-1]
+    more = range(len(forest.levels), _LEVELS)
+    below = [Node(node.span[:1], node.row_start, node.row_count, depth) for depth in more for node in lowest]
+    return Forest(forest.rows, [*forest.nodes, *below])
+
+
+class _Nodes(NamedTuple):
+    """Storage of a layer's nodes alone, see `StoredKV`."""
+
+    segments: dict[int, Segment]
+    suffix: None
+    version: object
+
+
+def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:
+    """The stored contexts of a pass, with a row per token; padding shares the last item's."""
+    starts = [0]
+    for item in items:
+        starts.append(starts[-1] + item.span.length)
+    starts[-1] = tokens
+    by_item = Forest.from_paths([item.context for item in items])
+    return Forest(
+        tokens,
+        [
+            Node(node.span, starts[node.row_start], starts[node.row_stop] - starts[node.row_start], node.depth)
+            for node in by_item.nodes
+        ],
+    )
+
+
+def takes_captured_passes(
+    cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether all layers store plain keys and values, which a pass over these items in this dtype can add to.
+
+    Stored contexts need one head_dim of keys and values, as the kernels that read them do.
+    """
+    if cache.state.suffix_rows or cache.state.places_of_pass is not None:
+        return False
+    contexts = any(item.context for item in items)
+    for layer in cache.attention_layers:
+        held = layer.storage.node_example
+        if type(layer.storage) is not TokenStorage:
+            return False
+        if held is None:
+            continue
+        if (held.keys.dtype, held.keys.device) != (dtype, device):
+            return False
+        if contexts and held.keys.shape[-1] != held.values.shape[-1]:
+            return False
+    return True
+
+
+class CapturedPrefillCache(Cache):
+    """Replaces a `SharedContextCache` while a prefill pass is captured.
+
+    Args:
+        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
+        tables: Of the tokens' contexts, if any has one.
+    """
+
+    def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
+        self.position_planes, self._pass = cache.position_planes, _Pass(runs, tables)
+        super().__init__(
+            layers=[
+                layer if isinstance(layer, EmptyLayer) else _PrefillLayer(layer, self._pass) for layer in cache.layers
+            ]
+        )
+
+    def begin(self) -> None:
+        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
+        self._pass.begin()
+
+    def take(self) -> list[Tensor]:
+        """The buffers of the pass, of which nothing is kept here."""
+        return self._pass.take()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return super().update(*args, **kwargs)
+
+    def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
+        """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
+        state = cache.state
+        spans = list(joined(item.span for item in state.packed))
+        length, number = sum(span.length for span in spans), spans[0].segment
+        layers = cache.attention_layers
+        new = not any(number in layer.storage.segments for layer in layers)
+        whole = new and spans == [Span(number, 0, state.segment_lengths[number])]
+        with torch.inference_mode(False), torch.no_grad():  # as storage is allocated
+            parts = [buffer[:, :, :length] for buffer in buffers]
+            if whole:
+                parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        for layer in layers:
+            made = Segment._make(parts[buffer][place] for buffer, place in self._pass.places_of(layer.index))
+            if not layer.is_initialized:
+                layer.lazy_initialization(*made)
+            if whole:
+                layer.storage.segments[number] = made
+                continue
+            for span in spans:
+                layer.storage.segment(span.segment, state.segment_lengths[span.segment], made)
+            layer.storage.write_nodes(spans, made)
+        for layer in layers:
+            layer.note(self._pass.scorings[layer.index])
+            layer.report("prefill", _OPERATORS)
+
+
+class _Pass:
+    """What the layers of a captured pass share.
+
+    Attributes:
+        likes: Parts of tokens by layer and number of the part, from the first pass: ``[heads, tokens, width]`` on
+            the meta device.
+        places: For each part, its buffer and its place there.
+        scorings: By layer, the score options of the latest pass.
+    """
+
+    def __init__(self, runs: Tensor | None, tables: ContextTables | None):
+        self.runs, self.tables = runs, tables
+        self.likes: dict[tuple[int, int], Tensor] = {}
+        self.places: dict[tuple[int, int], tuple[int, int]] = {}
+        self.scorings: dict[int, Scoring] = {}
+        self._buffers: list[Tensor] = []
+        self._bias: Tensor | None = None
+
+    def begin(self) -> None:
+        self._bias, alike = None, dict[tuple[torch.Size, torch.dtype], list[tuple[int, int]]]()
+        for part, like in self.likes.items():
+            alike.setdefault((like.shape, like.dtype), []).append(part)
+        self.places = {
+            part: (number, place) for number, parts in enumerate(alike.values()) for place, part in enumerate(parts)
+        }
+        self._buffers = [
+            torch.empty(len(parts), *shape, dtype=dtype, device=self.device) for (shape, dtype), parts in alike.items()
+        ]
+
+    def take(self) -> list[Tensor]:
+        buffers, self._buffers, self._bias = self._buffers, [], None
+        return buffers
+
+    def write(self, layer: int, parts: Segment) -> None:
+        """Write a layer's parts, ``[heads, tokens, width]`` each; in the first pass, note what they are like."""
+        for number, part in enumerate(parts):
+            if (place := self.places.get((layer, number))) is not None:
+                self._buffers[place[0]][place[1]].copy_(part)
+            else:
+                self.device = part.device
+                self.likes[layer, number] = torch.empty_like(part, device="meta")
+
+    def places_of(self, layer: int) -> list[tuple[int, int]]:
+        return [self.places[layer, number] for number in range(2)]
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """What separates the runs, made once for all layers."""
+        if self.runs is not None and self._bias is None:
+            self._bias = separating_bias(self.runs, dtype)
+        return self._bias
+
+
+class _PrefillLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, layer: SharedContextLayer, in_pass: _Pass):
+        super().__init__()
+        self.index, self.storage, self.stored_window = layer.index, layer.storage.empty(), layer.store.window
+        self.in_pass, self.is_initialized = in_pass, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """No-op: the pass allocates its buffers."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
+        stored = self.storage.parts_of(key_states, value_states, *args, **kwargs)
+        parts = Segment._make(part[0] for part in stored)
+        self.in_pass.write(self.index, parts)
+        handle = _PaddedKV(self, parts)
+        return handle, handle
+
+    # Positions are passed as tensors: lengths read here would be constants in the graph.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _PaddedKV(SharedKV):
+    def __init__(self, layer: _PrefillLayer, parts: Segment):
+        self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        keys, values = self.parts
+        in_pass, index, context = self.layer.in_pass, self.layer.index, None
+        if scoring.window is not None:
+            raise Unsupported(f"rows outgrow the layer's window of {scoring.window} tokens")
+        in_pass.scorings[index] = scoring
+        if in_pass.tables is not None:
+            tables = in_pass.tables.by_shape.of(index)
+            rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
+            part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
+            context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
+        out = padded_causal_attention(query[0], keys, values, scoring, bias=in_pass.bias(query.dtype), context=context)
+        return out.transpose(0, 1)[None]

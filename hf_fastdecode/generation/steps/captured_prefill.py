@@ -1,0 +1,202 @@
+"""Prefill passes of short prompts, captured in CUDA graphs and kept between calls.
+
+Up to some hundred tokens, launching a pass's kernels takes longer than running them: a replay takes about as long as
+reading the weights once. A captured pass has a fixed number of tokens; a batch's new tokens are padded to it at their
+end. It computes keys and values into buffers of its own, from which they are copied to the cache after each replay.
+
+Weights are read at their addresses at capture. Another capture is needed for another number of tokens or of wanted
+logits, for the first pass over several runs of tokens or over stored contexts, for more nodes or levels than the
+tables hold, rows that outgrow a sliding window, or changes of the model's state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..._compat import keeps_logits
+from ...attention.forest import Forest
+from ...attention.interface import RowLengths
+from ...cache.captured_prefill import CapturedPrefillCache, ContextTables
+from ...cache.shared import SharedContextCache
+from ...cache.state import PrefillItem
+from ..forward_pass import forward_pass
+from ..structure import Structure
+from .graph_capture import CapturedGraph, pass_context
+
+_SIZES = (64, 128, 192, 256, 384, 512)
+"""Numbers of tokens of captured passes.
+
+Sizes in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
+9.5 for 160, 9.8 for 192, 10.4 for 224 and for 256, 12.8 for 320, 13.2 for 384, 14.9 for 448, 15.7 for 512).
+"""
+
+_MOST_PASSES = 24
+"""Maximum captured passes kept per model."""
+
+_PASSES_THAT_PAY_A_CAPTURE = {True: 2, False: 4}
+"""Passes of a shape, up to and including the current one, from which it is captured, by whether captures are forced.
+
+A capture takes as long as two eager passes and some milliseconds, and saves most of each later one.
+"""
+
+
+class PrefillShape(NamedTuple):
+    """What a captured pass is made for.
+
+    Attributes:
+        tokens: Number of tokens, with padding.
+        wanted: Number of tokens to return logits for.
+        several: Whether it takes several runs of tokens.
+        contexts: Whether runs have stored contexts.
+        planes: Planes of positions.
+        fused_rows: Maximum tokens for which projections of the same input run concurrently.
+    """
+
+    tokens: int
+    wanted: int
+    several: bool
+    contexts: bool
+    planes: int
+    fused_rows: int
+
+    @classmethod
+    def of(
+        cls, items: Sequence[PrefillItem], tokens: int, wanted: int, planes: int, fused_rows: int
+    ) -> PrefillShape | None:
+        """The smallest shape for a pass over so many tokens; None if it is longer than captured ones."""
+        size = next((size for size in _SIZES if size >= tokens), None)
+        if size is None:
+            return None
+        several, contexts = len(items) > 1, any(item.context for item in items)
+        most = min(size, 1 << max(0, wanted - 1).bit_length())
+        return cls(size, most, several, contexts, planes, fused_rows)
+
+
+class CapturedPrefill:
+    """A prefill pass of a model over a row of new tokens.
+
+    Args:
+        cache: The cache of the pass to capture with, whose items are being prefilled.
+        forest: The items' contexts by token, see `context_forest`; None if they have none.
+        longest: Tokens of the longest row by the end of the call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: PrefillShape,
+        cache: SharedContextCache,
+        forest: Forest | None,
+        longest: int,
+        structure: Structure,
+        pool: Any,
+    ):
+        device, tokens = model.device, shape.tokens
+        self.shape, self.lengths = shape, RowLengths(longest)
+        self._inputs = torch.zeros(3 * tokens + shape.wanted, dtype=torch.long, device=device)
+        ids, positions, runs = self._inputs[: 3 * tokens].view(3, 1, tokens)
+        wanted = self._inputs[3 * tokens :]
+        self._tables = None if forest is None else ContextTables(tokens, cache, forest, device)
+        self._view = view = CapturedPrefillCache(cache, runs[0] if shape.several else None, self._tables)
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, "return_dict": True}
+        keeps = keeps_logits(model)
+        if keeps:
+            arguments["logits_to_keep"] = wanted
+
+        def run() -> tuple[Tensor, ...]:  # no reference to self, as `CapturedGraph` demands
+            view.begin()
+            logits = forward_pass(model, view, positions, **arguments).logits[0]
+            return ((logits if keeps else logits[wanted]).contiguous(), *view.take())
+
+        ours = partial(pass_context, model, structure, self.lengths, rows=tokens, fused_rows=shape.fused_rows)
+        if device.type != "cuda":  # as before a capture: the first run finds the shapes of buffers
+            with ours():
+                run()
+        self._graph = CapturedGraph(run, ours, device, pool)
+
+    def fits(self, forest: Forest | None, longest: int) -> bool:
+        """Whether it computes a pass of its shape as the model would: its windows, and the tables of contexts."""
+        same_up_to = self.lengths.same_up_to
+        if same_up_to is not None and longest > same_up_to:
+            return False
+        return self._tables is None or forest is None or self._tables.by_shape.fits(forest)
+
+    def __call__(
+        self, cache: SharedContextCache, forest: Forest | None, tokens: Tensor, wanted: Sequence[int]
+    ) -> Tensor:
+        """Prefill the cache's current items, for which `fits` holds.
+
+        Args:
+            tokens: ``[length]`` int64 on the CPU: ids of the items, in their order.
+            wanted: Indices of tokens to return logits for.
+
+        Returns:
+            ``[len(wanted), vocabulary]`` in the model's dtype.
+        """
+        items, count = cache.state.packed, self.shape.tokens
+        inputs = torch.zeros(self._inputs.shape, dtype=torch.long, device="cpu")
+        ids, positions, runs = inputs[: 3 * count].view(3, count)
+        ids[: len(tokens)] = tokens
+        runs.fill_(-1)
+        start = 0
+        for number, item in enumerate(items):
+            stop = start + item.span.length
+            positions[start:stop] = torch.arange(item.position, item.position + stop - start, device="cpu")
+            runs[start:stop] = number
+            start = stop
+        inputs[3 * count : 3 * count + len(wanted)] = torch.tensor(wanted, dtype=torch.long, device="cpu")
+        self._inputs.copy_(inputs)
+        if self._tables is not None and forest is not None:
+            self._tables.follow(cache, forest)
+        logits, *buffers = self._graph.replay()
+        self._view.store(cache, buffers)
+        return logits[: len(wanted)].clone()
+
+
+class CapturedPrefills:
+    """The captured prefill passes of one model, part of its `Captures`.
+
+    Attributes:
+        count: Number of captures made.
+        failures: Why passes could not be captured, by what they took: several runs, contexts.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.failures: dict[tuple[bool, bool], str] = {}
+        self._passes: list[CapturedPrefill] = []  # least recently used first
+        self._eager = Counter[PrefillShape]()
+
+    def find(self, shape: PrefillShape, forest: Forest | None, longest: int) -> CapturedPrefill | None:
+        """The captured pass of this shape that fits the new tokens, if there is one."""
+        for index, one in enumerate(self._passes):
+            if one.shape == shape and one.fits(forest, longest):
+                self._passes.append(self._passes.pop(index))
+                return one
+        return None
+
+    def pays(self, shape: PrefillShape, *, forced: bool) -> bool:
+        """Whether to capture the current pass, to which no captured one fits.
+
+        Captures of a shape that are made in vain, for others that do not fit them, become rarer.
+        """
+        self._eager[shape] += 1
+        times, rest = divmod(self._eager[shape], _PASSES_THAT_PAY_A_CAPTURE[forced])
+        return not rest and times.bit_count() == 1
+
+    def keep(self, made: CapturedPrefill) -> None:
+        """Keep a new capture."""
+        self._passes.append(made)
+        del self._passes[:-_MOST_PASSES]
+        self.count += 1
+
+    def clear(self) -> None:
+        """Drop all captures."""
+        self._passes = []

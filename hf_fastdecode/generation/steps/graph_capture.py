@@ -1,0 +1,89 @@
+"""Captures a forward pass in a CUDA graph, and the context in which passes to be captured run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...attention.interface import RowLengths, active
+from ..fused.sums import WaitingSums
+from ..structure import Structure
+from .capture_memory import CAPTURING, capture_stream, reserve, unowned
+from .compiled_layers import CompiledLayers
+from .projections import FusedProjections
+
+
+@contextmanager
+def pass_context(
+    model: PreTrainedModel,
+    structure: Structure,
+    lengths: RowLengths,
+    *,
+    rows: int,
+    fused_rows: int,
+    compiled: CompiledLayers | None = None,
+) -> Iterator[None]:
+    """Context of a pass over `rows` rows of hidden states, before and during its capture.
+
+    Projections of the same input run concurrently for up to `fused_rows` rows. Layers run compiled, if given, or else
+    with fused modules.
+    """
+    with ExitStack() as stack:
+        if compiled is not None:
+            stack.enter_context(active(structure.configs, lengths))
+            stack.enter_context(compiled.installed(model, fused_rows))
+        else:
+            stack.enter_context(structure.passing(lengths))
+            if rows <= fused_rows:
+                stack.enter_context(FusedProjections(model))
+            if structure.fused is not None:
+                stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
+        yield
+
+
+class CapturedGraph:
+    """A pass in a CUDA graph; on other devices it runs again at every replay, for tests with interpreted kernels.
+
+    Args:
+        run: The pass, which returns its outputs; it must not refer to the owner of this object, so that memory is
+            freed without a cycle. Its first, uncaptured run compiles kernels and creates library handles.
+        context: Makes the context in which the pass runs.
+        pool: Memory pool shared by all captures, including outputs; they never run concurrently.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], tuple[Tensor, ...]],
+        context: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
+        pool: Any,
+    ):
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type != "cuda":
+            self._run, self._context = run, context
+            return
+        with CAPTURING, context(), torch.cuda.device(device):
+            stream = capture_stream(device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                sizes = [output.nbytes for output in run()]
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                for size in sizes:
+                    reserve(size, device)
+                outputs = run()
+        self._outputs = tuple(map(unowned, outputs))
+
+    def replay(self) -> tuple[Tensor, ...]:
+        """The pass's outputs, valid until the next replay of any graph of the pool."""
+        if self._graph is None:
+            with self._context():
+                return self._run()
+        self._graph.replay()
+        return self._outputs
