@@ -28,6 +28,8 @@ class CapturedCache(Cache):
     Args:
         tables: Addresses and lengths of the batch's keys and values.
         cache: The cache, whose layers' storage decides what is kept of a token.
+        origins: ``[rows, capacity]`` int32: when given, the storage row of each token of each suffix, see
+            `SuffixOrigins`; of suffixes that are not captured in place.
 
     Attributes:
         before: ``[rows]`` int64: tokens in each row's suffix before the step.
@@ -40,8 +42,8 @@ class CapturedCache(Cache):
     before: Tensor
     after: Tensor
 
-    def __init__(self, tables: TablesByShape, cache: SharedContextCache):
-        layers = [_captured_layer(tables, layer) for layer in cache.layers]
+    def __init__(self, tables: TablesByShape, cache: SharedContextCache, origins: Tensor | None = None):
+        layers = [_captured_layer(tables, layer, origins) for layer in cache.layers]
         super().__init__(layers=layers)
         in_place = [one for one in layers if isinstance(one, InPlaceLayer)]
         self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
@@ -92,10 +94,17 @@ class CapturedCache(Cache):
 class _CapturedLayer(CacheLayerMixin):
     is_sliding = False
 
-    def __init__(self, tables: StepTables, index: int, storage: TokenStorage, window: int | None):
+    def __init__(
+        self,
+        tables: StepTables,
+        index: int,
+        storage: TokenStorage,
+        window: int | None,
+        origins: Tensor | None = None,
+    ):
         super().__init__()
         self.tables, self.index, self.storage, self.is_initialized = tables, index, storage, True
-        self.stored_window = window
+        self.stored_window, self.origins = window, origins
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """No-op: the batch's own cache allocates storage."""
@@ -130,13 +139,15 @@ def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
     return tuple(layer.storage.version for layer in cache.attention_layers if layer.storage.captured_in_place)
 
 
-def _captured_layer(tables: TablesByShape, layer: SharedContextLayer | EmptyLayer) -> _CapturedLayer | EmptyLayer:
+def _captured_layer(
+    tables: TablesByShape, layer: SharedContextLayer | EmptyLayer, origins: Tensor | None
+) -> _CapturedLayer | EmptyLayer:
     if isinstance(layer, EmptyLayer):
         return layer
     index, storage, window = layer.index, layer.storage, layer.store.window
     if storage.captured_in_place:
         return InPlaceLayer(tables.of(index), index, storage, window)
-    return _CapturedLayer(tables.of(index), index, storage.empty(), window)
+    return _CapturedLayer(tables.of(index), index, storage.empty(), window, origins)
 
 
 class _CapturedKV(SharedKV):
@@ -144,4 +155,5 @@ class _CapturedKV(SharedKV):
         self.layer, self.new, self.stored_window = layer, new, layer.stored_window
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self.layer.tables.attend(self.layer.index, query, *self.new, scoring).transpose(1, 2)
+        layer = self.layer
+        return layer.tables.attend(layer.index, query, *self.new, scoring, layer.origins).transpose(1, 2)

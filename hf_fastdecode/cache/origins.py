@@ -55,6 +55,11 @@ class SuffixOrigins:
             self._tables[device] = next(iter(self._tables.values())).to(device)
         return self._tables[device]
 
+    def copy_to(self, other: Tensor) -> None:
+        """Write the known part of the table to the first rows of another, ``[>= rows, >= length]`` int32."""
+        table = self.table(other.device)[:, : self._length]
+        other[: len(table), : self._length].copy_(table)
+
     def gather(self, stored: Tensor) -> Tensor:
         """Copy each row's tokens, in order, from their storage rows.
 

@@ -38,6 +38,14 @@ class FirstPass(Protocol):
         ...
 
 
+class LaterPasses(Protocol):
+    """May replace later forward passes of a decoding loop, such as by captured ones."""
+
+    def run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
+        """Return the model's output for the pass's `arguments`, or None for a pass that the model itself must run."""
+        ...
+
+
 class FilledBy(Protocol):
     """Snapshot of the model that filled a cache."""
 
@@ -71,6 +79,7 @@ class SharedContextCache(ForestCache):
         self.segment_tokens, self.protected_segments = [], 0
         self.fingerprint: FilledBy | None = None  # of the model that filled the cache, if known
         self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
+        self.later_passes: LaterPasses | None = None  # until the end of the call
         self.checks_masks = True  # whether masks of direct passes need checking
 
     def longest_row(self, queries: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from .model_state import ModelState
 from .options import Options
 from .report import CallReport
 from .structure import Structure
+
+Entered = TypeVar("Entered")
 
 
 class Positions(NamedTuple):
@@ -59,6 +62,32 @@ def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Posit
     return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
 
 
+class CallScope:
+    """What is held until a `generate` call ends, by code that runs in it."""
+
+    def __init__(self) -> None:
+        self._held = ExitStack()
+        self._thread: int | None = get_ident()  # None after the call
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the call is in progress in this thread."""
+        return self._thread == get_ident()
+
+    def enter(self, context: AbstractContextManager[Entered]) -> Entered:
+        """Enter a context, which the call's end leaves, and return what it yields."""
+        return self._held.enter_context(context)
+
+    def callback(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function at the call's end, before contexts that were entered earlier are left."""
+        self._held.callback(function, *arguments)
+
+    def close(self) -> None:
+        """End the call."""
+        self._thread = None
+        self._held.close()
+
+
 # Options that a stock call fulfils anyway.
 _STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
 
@@ -76,6 +105,7 @@ class CallContext:
         report: The call's report, which is written here and never read.
         mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
         runs_stock: Whether the call turned out to be unsupported.
+        scope: Ends with the call; None if its `generate` is not known.
     """
 
     model: PreTrainedModel
@@ -86,6 +116,7 @@ class CallContext:
     structure: Structure
     mode: str = "eager"
     runs_stock: bool = False
+    scope: CallScope | None = None
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)
     must_share: bool = field(init=False)

@@ -29,6 +29,7 @@ _KNOWN_HOOKS = (
 )
 # Adds noise scaled by the row length.
 _UNSAFE_HOOKS = ("transformers.integrations.neftune",)
+_RECORDING = "transformers.utils.output_capturing"
 # PEFT's other hooks select an adapter per row.
 _REQUIRE_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 # Methods of PEFT that compute each token by itself, as the test of all methods found. Others, e.g. Lily, whose router
@@ -92,10 +93,14 @@ def _where(walk: ModelWalk, module: nn.Module) -> str:
     return f"{type(module).__name__}{f' {path!r}' if path else ''}"
 
 
-def only_requires_grad(hook: Any) -> bool:
-    """Whether a hook is transformers' or PEFT's that only makes inputs require a gradient."""
-    name = getattr(_unbound(hook), "__name__", "")
-    return name in _REQUIRE_GRAD and _is_of(_defining_module(hook), ("transformers", "peft"))
+def is_capturable(hook: Any) -> bool:
+    """Whether a captured step may leave a hook out: it only makes inputs require a gradient, or records outputs.
+
+    transformers leaves its recording hooks on a model from the first pass that returns hidden states; they do nothing
+    in other passes.
+    """
+    name, module = getattr(_unbound(hook), "__name__", ""), _defining_module(hook)
+    return _is_of(module, (_RECORDING,)) or (name in _REQUIRE_GRAD and _is_of(module, ("transformers", "peft")))
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -149,7 +154,7 @@ def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:
 
 def _is_known_hook(hook: Any) -> bool:
     home = _defining_module(hook)
-    return only_requires_grad(hook) or (_is_of(home, _KNOWN_HOOKS) and not _is_of(home, _UNSAFE_HOOKS))
+    return is_capturable(hook) or (_is_of(home, _KNOWN_HOOKS) and not _is_of(home, _UNSAFE_HOOKS))
 
 
 def _is_of(home: str, packages: tuple[str, ...]) -> bool:

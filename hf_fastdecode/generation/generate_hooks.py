@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -46,7 +46,7 @@ from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from .call_context import CallContext
+from .call_context import CallContext, CallScope
 from .decoding.loop import decode_shared
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
@@ -68,6 +68,7 @@ class _ActiveCall:
         loop_is_ours: Whether this package's decoding loop was passed.
         loop: The user's ``custom_generate``, if any.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
+        scope: Ends with the call.
     """
 
     model: PreTrainedModel
@@ -76,6 +77,7 @@ class _ActiveCall:
     report: CallReport | None = None
     structure: Structure | None = None
     context: CallContext | None = None
+    scope: CallScope = field(default_factory=CallScope)
 
 
 # The innermost active call of this thread.
@@ -112,15 +114,18 @@ def _forward_shared(
             check_mask(cache, given.get("attention_mask"), queries)
         if isinstance(inputs, Tensor) and len(inputs) == cache.rows and given.get("position_ids") is None:
             # The model would count from the longest row, padding included.
-            args, kwargs = (), given | {"position_ids": next_positions(cache, queries).to(inputs.device)}
+            given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
+            args, kwargs = (), given
     structure = _structure(model)
-    with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
-        if cache.state.met is None or cache.state.met() is not model:
-            cache.meet(structure.layout)
-            cache.state.met = ref(model)
-        output = model_state.methods.original(model, "forward")(*args, **kwargs)
-        if not cache.state.packed and isinstance(input_ids, Tensor):
-            cache.record_tokens(input_ids)
+    output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
+    if output is None:
+        with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+            if cache.state.met is None or cache.state.met() is not model:
+                cache.meet(structure.layout)
+                cache.state.met = ref(model)
+            output = model_state.methods.original(model, "forward")(*args, **kwargs)
+            if not cache.state.packed and isinstance(input_ids, Tensor):
+                cache.record_tokens(input_ids)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
         report.fused = str(structure.fused or "")
@@ -161,6 +166,8 @@ def _prepare_cache_for_generation(
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = _structure(model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
+    if active_call is not None and active_call.model is model:
+        call.scope = active_call.scope
     with call.or_stock():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:
@@ -213,6 +220,7 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             call.report.fail(error)
             raise
         finally:
+            call.scope.close()
             _active_call.reset(token)
             if call.structure is not None:
                 call.structure.release()

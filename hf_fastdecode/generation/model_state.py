@@ -17,7 +17,7 @@ from .instance_patch import STATE_ATTRIBUTE, WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
-from .steps.cuda_graph import Captures
+from .steps.captures import Captures
 
 logger = logging.getLogger("hf_fastdecode")
 

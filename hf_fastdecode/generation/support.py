@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,14 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
     "logits_to_keep",
 }
+OWN_METHOD: Final = "the model's own"
+"""What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
+
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
-# The decoding loop passes its own, or only loops take it.
+# The decoding loop passes its own, or only loops or the first pass take it.
 _NOT_IN_STEPS = {
-    *("attention_mask", "position_ids", CACHE),
+    *("attention_mask", "position_ids", "inputs_embeds", CACHE),
     *("tokenizer", "assistant_tokenizer", "assistant_model"),
 }
 
@@ -174,7 +177,7 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
     for name in LOOP_METHODS:
         method = getattr(type(model), name, None)
         if name in vars(model):
-            return f"the model's own {name}"
+            return f"{OWN_METHOD} {name}"
         if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
             return f"{type(model).__name__}.{name}"
     if mode not in _OUR_MODES:

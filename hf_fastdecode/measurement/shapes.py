@@ -42,7 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3-12b": _shape(262144, 3840, 15360, 48, 16, 8, model_type="gemma3_text", head_dim=256, sliding_window=1024),
     "gpt-oss-20b": _shape(
         *(201088, 2880, 2880, 24, 64, 8),
-        **{"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 128, "num_local_experts": 32},
+        model_type="gpt_oss",
+        head_dim=64,
+        sliding_window=128,
+        num_local_experts=32,
     ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),

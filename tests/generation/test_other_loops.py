@@ -251,11 +251,20 @@ def test_a_model_that_cannot_share_goes_on_with_transformers_cache(model, monkey
 
 
 def test_options_that_another_loop_does_not_have_are_told(model, caplog):
-    with caplog.at_level(logging.WARNING, logger="hf_fastdecode"), fd.enabled(model, mode="graph", sampler="fast"):
+    with caplog.at_level(logging.WARNING, logger="hf_fastdecode"), fd.enabled(model, sampler="fast"):
         model.generate(**PROMPT, **BEAMS)
+        reason = fd.explain(model).last_call.mode_reason
     assert [record.message for record in caplog.records if record.name == "hf_fastdecode"] == [
-        "mode='graph', sampler='fast' not used: generation mode 'beam_search' uses another decoding loop"
+        "sampler='fast' not used: generation mode 'beam_search' uses another decoding loop"
     ]
+    assert reason == (
+        "generation mode 'beam_search' uses another decoding loop; the model must be on one CUDA device, got cpu"
+    )
+
+
+def test_a_forced_mode_holds_for_other_loops(model):
+    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="cannot run: the model must be on one CUDA"):
+        model.generate(**PROMPT, **BEAMS)
 
 
 def test_processes_that_must_keep_step(model):

@@ -19,7 +19,7 @@ from hf_fastdecode.attention.launch.own_nodes import (
 from hf_fastdecode.attention.launch.plan import HeadShape
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes, runners
-from hf_fastdecode.generation.steps.cuda_graph import Captures
+from hf_fastdecode.generation.steps.captures import Captures
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 

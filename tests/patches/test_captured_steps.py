@@ -334,3 +334,25 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
     assert recorded[0] == recorded[1]
     from_host = [call for call in recorded[0] if any(one in call[0] for one in ("_local_scalar_dense", "lift_fresh"))]
     assert not from_host
+
+
+@on_the_cpu
+def test_passes_of_other_loops(uncaptured: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Captured with one token of each row, in order; beams, which reorder rows, run eagerly."""
+    model, slim = pair("k+r")
+    call: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True}
+    call = {**PROMPTS, **SAMPLES, **call}
+    stock = seeded(lambda: model.generate(**call))
+    beams = model.generate(**PROMPTS, num_beams=2, max_new_tokens=3)
+    with fd.enabled(slim, mode="graph", backend="triton", min_saved_tokens=1):
+        found = seeded(lambda: slim.generate(**call))
+        report = fd.explain(slim).last_call
+        assert torch.equal(found.sequences, stock.sequences)
+        assert (report.mode, report.captures) == ("graph", 1)
+        assert "slim suffixes by slim_decode, captured" in report.layers[-1]
+        assert "ran eagerly" not in report.mode_reason
+        assert torch.equal(slim.generate(**PROMPTS, num_beams=2, max_new_tokens=3), beams)
+        report = fd.explain(slim).last_call
+    assert (report.mode, report.captures) == ("eager", 0)
+    assert "slim layers are captured with one token of each row, in order" in report.mode_reason
+    assert "mode='graph' not used: slim layers" in caplog.text

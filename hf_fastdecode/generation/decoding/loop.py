@@ -24,7 +24,7 @@ from ..identity import Fingerprint
 from ..prompts.start import Start
 from ..prompts.unshared_prompts import prefill_unshared
 from ..steps.modes import StepsMaker
-from ..steps.runners import EagerSteps
+from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
 from .sampling import Drawn, Sampler, choose_sampler
 from .stopping import FinishedRowPoller, Stopping

@@ -2,7 +2,8 @@
 
 Beam search, assisted decoding, ``custom_generate`` and others use transformers' or the user's loop. The loop gets an
 empty shared-context cache. Its first pass, over whole prompts, prefills shared tokens once and returns the output that
-the model would have returned for all rows. Later passes use the cache like any other.
+the model would have returned for all rows. Later passes use the cache like any other, captured where they can be
+(`steps.loop_passes`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, reduced
-from ..support import check_arguments, check_prompts
+from ..steps.loop_passes import capture_passes
+from ..steps.modes import choose_mode
+from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -41,7 +44,7 @@ _KNOWN_ARGUMENTS = {
     "use_cache",
 }
 # Options without effect in other decoding loops.
-_UNSUPPORTED_OPTIONS = ("mode='graph'", "mode='compile'", "sampler='fast'")
+_UNSUPPORTED_OPTIONS = ("sampler='fast'",)
 
 
 @dataclass
@@ -98,17 +101,23 @@ class FirstPassPrompts:
         groups = group_prompts(ids, mask, by_rows)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         reason = f"{self.loop} uses another decoding loop"
-        report.mode_reason = report.sampler_reason = reason
+        report.sampler_reason = reason
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         reuse = embeddings is None and by_rows is None
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
         plan = found.prompts.plan()
-        require_gain(call, found, plan, max_suffix)
+        users = self.loop == "custom_generate"
+        if users:  # it may read keys, so that it gets stock's cache unless there is something to share
+            require_gain(call, found, plan, max_suffix)
+        mode, why = choose_mode(call, max_suffix)
+        call.set_mode(mode, f"{reason}; {why}")
+        if not users:
+            require_gain(call, found, plan, max_suffix)
         if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
         cache.adopt_state(found.cache)
-        if mask is not None and self.loop != "custom_generate" and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        if mask is not None and not users and bool((mask[:, 1:] < mask[:, :-1]).any()):
             self.checks_masks = False  # transformers' loop repeats the holes of a prompt's mask at every step
         cache.checks_masks, cache.state.position_planes = (
             self.checks_masks,
@@ -138,6 +147,8 @@ class FirstPassPrompts:
             fields["hidden_states"] = tuple(
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
             )
+        reorders = call.config.num_beams is not None and call.config.num_beams > 1
+        capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
         return type(passes[-1].output)(**fields)
 
     def _check_rows(self, hidden: bool) -> None:

@@ -16,8 +16,8 @@ from ...errors import Unsupported
 from ..call_context import CallContext
 from ..support import step_arguments
 from .capture_memory import ran_out_of_memory
+from .captures import capture_reason
 from .compiled_layers import decoder_layers
-from .cuda_graph import capture_reason
 from .prefill_passes import PrefillPasses
 from .projections import has_projections
 from .runners import CapturedSteps, EagerSteps, Steps
@@ -50,7 +50,7 @@ _MOST_STEPS_EXPECTED = 1024
 _FUSED_ROWS = {False: 64, True: 64}
 
 
-def _fused_rows(option: str | bool, *, compiled: bool) -> int:
+def fused_rows(option: str | bool, *, compiled: bool) -> int:
     """Maximum rows for which captured steps compute projections of the same input concurrently.
 
     ``auto`` does where it is faster. H200, 7B, sequential and concurrent: 7.65 and 7.37 ms per step of 16 rows, 9.07
@@ -59,6 +59,36 @@ def _fused_rows(option: str | bool, *, compiled: bool) -> int:
     if option == "auto":
         return _FUSED_ROWS[compiled]
     return sys.maxsize if option else 0
+
+
+@contextmanager
+def holding_captures(call: CallContext) -> Iterator[bool]:
+    """Context that keeps the model's captures for this call, if its mode needs them; yields whether it does.
+
+    Where they are in use, the mode becomes eager if ``auto`` chose it; a forced one waits for another thread, and
+    raises ValueError inside another call of this thread.
+    """
+    captures, forced = call.state.captures, call.options.needs_capture
+    if call.mode == "eager":
+        yield False
+        return
+    if captures.owner == threading.get_ident():
+        if forced:
+            raise cannot_run(forced, "it is inside another generate call of this model")
+        call.set_mode("eager", "it runs inside another generate call of this model")
+        yield False
+        return
+    if not captures.lock.acquire(blocking=forced is not None):
+        call.set_mode("eager", "another thread is using this model's captured steps")
+        yield False
+        return
+    before, captures.owner = captures.made, threading.get_ident()
+    try:
+        yield True
+    finally:
+        call.report.captures = captures.made - before
+        captures.owner = None
+        captures.lock.release()
 
 
 @contextmanager
@@ -73,21 +103,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     def eager(cache: SharedContextCache) -> Steps:
         return EagerSteps(model, cache, arguments)
 
-    if call.mode == "eager":
-        yield CallPasses(eager)
-        return
     captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
-    if captures.owner == threading.get_ident():
-        if forced:
-            raise _cannot_run(forced, "it is inside another generate call of this model")
-        call.set_mode("eager", "it runs inside another generate call of this model")
-        yield CallPasses(eager)
-        return
-    if not captures.lock.acquire(blocking=forced is not None):
-        call.set_mode("eager", "another thread is using this model's captured steps")
-        yield CallPasses(eager)
-        return
-
     checked = False  # whether earlier captures were checked against the model's state
 
     def refresh() -> None:
@@ -98,11 +114,11 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
 
     def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         compiled = call.mode == "compile"
-        fused_rows = _fused_rows(call.options.fuse_projections, compiled=compiled)
+        fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
             refresh()
             return CapturedSteps(
-                model, cache, arguments, captures, structure, captured, compiled=compiled, fused_rows=fused_rows
+                model, cache, arguments, captures, structure, captured, compiled=compiled, fused_rows=fused
             )
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():
@@ -116,7 +132,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
             unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
             only_compiled = compiled and not unsupported and call.options.mode == "auto"
             if forced and not only_compiled:
-                raise _cannot_run(forced, str(error)) from error
+                raise cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if only_compiled:
             captures.compile_failure = f"the layers cannot be compiled ({reason})"
@@ -129,20 +145,16 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         call.set_mode("eager", reason)
         return eager(cache)
 
-    def made() -> int:
-        return captures.count + captures.prefills.count
-
-    before, captures.owner = made(), threading.get_ident()
-    fused_tokens = _fused_rows(call.options.fuse_projections, compiled=False)
-    try:
-        yield CallPasses(captured, PrefillPasses(call, refresh, fused_tokens))
-    finally:
-        call.report.captures = made() - before
-        captures.owner = None
-        captures.lock.release()
+    with holding_captures(call) as held:
+        if held:
+            fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
+            yield CallPasses(captured, PrefillPasses(call, refresh, fused_tokens))
+        else:
+            yield CallPasses(eager)
 
 
-def _cannot_run(forced: str, reason: str) -> ValueError:
+def cannot_run(forced: str, reason: str) -> ValueError:
+    """The error of a forced option that cannot be fulfilled."""
     return ValueError(f"{forced} cannot run: {reason}; use {forced.partition('=')[0]}='auto'")
 
 
@@ -167,9 +179,9 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if reason is not None and (forced := options.needs_capture):
-        raise _cannot_run(forced, reason)
+        raise cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
-        raise _cannot_run(
+        raise cannot_run(
             "fuse_projections=True", f"{type(model).__name__} has no projections of one input side by side"
         )
     if options.mode != "auto":

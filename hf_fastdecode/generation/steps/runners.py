@@ -13,7 +13,8 @@ from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
 from ..structure import Structure
-from .cuda_graph import CaptureOptions, Captures, bucket
+from .captures import Captures
+from .cuda_graph import CaptureOptions, bucket
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -110,12 +111,7 @@ class CapturedSteps:
         self._instead: Steps | None = None  # where a capture in mid-call failed
         cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, structure, self._options)
-        for layer in cache.attention_layers:
-            nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.index)
-            did = f"{nodes} and {cache.rows} suffixes by triton, captured"
-            if own is not None:
-                did = f"{nodes} by triton, {own.suffixes_read}, captured"
-            layer.report("decode", did)
+        report_captured(cache, structure)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._instead is None:
@@ -171,6 +167,17 @@ class CapturedSteps:
         known = self._captures.sizes(self._options, own_dominate=self._step.tables.own_nodes_dominate)
         pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known, compiled=self._options.compiled)
         return pay and not self._oversized
+
+
+def report_captured(cache: SharedContextCache, structure: Structure) -> None:
+    """Report the operators of a captured step for each layer."""
+    for layer in cache.attention_layers:
+        nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.index)
+        did = f"{nodes} and {cache.rows} suffixes by triton, captured"
+        if own is not None:
+            did = f"{nodes} by triton, {own.suffixes_read}, captured"
+        layer.report("decode", did)
+        layer.ran_for = None  # an eager step reports anew
 
 
 def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:

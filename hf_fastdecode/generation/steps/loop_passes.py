@@ -1,0 +1,237 @@
+"""Passes of another decoding loop, which calls the model itself: replays captured ones in place of eager ones.
+
+Beam search, assisted decoding and a user's loop pass tokens to the model and read its output. After the first pass,
+which prefills (`prompts.first_pass`), each pass replays a captured one where its arguments allow; others run eagerly,
+and the call's report says how many and why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ..._compat import CACHE
+from ...cache.captured import storages_in_place
+from ...cache.shared import SharedContextCache
+from ...errors import Unsupported
+from ...kernels.forest_decode.limits import MAX_QUERIES
+from ..call_context import CallContext
+from ..identity import ModelWatch, captured_state
+from ..model_walk import ModelWalk
+from ..support import is_nothing
+from .capture_memory import ran_out_of_memory
+from .captured_pass import CapturedPass
+from .captures import capture_reason
+from .cuda_graph import CaptureOptions
+from .modes import cannot_run, fused_rows, holding_captures
+from .runners import report_captured
+
+_QUERIES = (1, 4, MAX_QUERIES)
+"""Captured numbers of tokens: up to 64 tokens in all, a pass takes about as long as one of one token per row."""
+
+_MOST_PARTS = 4
+"""Parts of a divided pass; more take longer than one eager pass (H200, 7B: 7 and 38 ms)."""
+
+# Arguments that a captured pass reads itself, or leaves out as the decode steps do.
+_READ = {"input_ids", "position_ids", "attention_mask", "cache_position", "logits_to_keep", "return_dict", "use_cache"}
+
+
+class CapturedPasses:
+    """Replaces the passes of one call's decoding loop by captured ones, while the call holds the model's captures.
+
+    Args:
+        reorders: Whether the loop reorders rows, as beam search does.
+        watches: Whether the model may change between passes: the loop is the user's.
+    """
+
+    def __init__(self, call: CallContext, *, reorders: bool, watches: bool):
+        self._call, self._captures, self._model = call, call.state.captures, call.model
+        self._reorders, self._watches = reorders, watches
+        self._steps: dict[CaptureOptions, CapturedPass] = {}
+        self._checked = False
+        self._state: Hashable = None  # of the model at the first pass, for a loop of the user's
+        self._watch: ModelWatch | None = None
+        self._failures: dict[CaptureOptions, str] = {}  # of this call's batch
+        self._changed: str | None = None  # why no further pass is captured
+        self._captured, self._eager = 0, Counter[str]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the cache has passes of its own
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput | None:
+        """The output of a pass with these named arguments, or None for one that must run eagerly.
+
+        Raises ValueError if a forced mode cannot be captured.
+        """
+        reason = self._changed or self._refusal(cache, arguments)
+        output = None
+        if reason is None:
+            output, reason = self._run(cache, arguments)
+        if reason is not None:
+            self._eager[reason] += 1
+        return output
+
+    def end(self, cache: SharedContextCache) -> None:
+        """End with the call, and report what ran."""
+        cache.later_passes = None
+        call, eager = self._call, self._eager
+        if not eager:
+            return
+        why, total = eager.most_common(1)[0][0], eager.total()
+        forced = call.options.needs_capture
+        if self._captured:
+            reason = f"{call.report.mode_reason}; {total} of {total + self._captured} passes ran eagerly: {why}"
+            call.set_mode(call.mode, reason)
+            return
+        call.set_mode("eager", why)
+        if forced:
+            call.state.log_once(f"{forced} not used: {why}")
+
+    def _refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
+        """Why a pass cannot be captured, or None if no reason is known."""
+        model, ids, positions = self._model, arguments.get("input_ids"), arguments.get("position_ids")
+        if self._captures.owner != threading.get_ident():
+            return "it runs in another thread than generate"
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(model.device.type):
+            return "gradients or torch.autocast are enabled in the loop"
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.device != model.device or not ids.numel():
+            return "its input is not input_ids on the model's device"
+        if not self._has_met(cache) or len(ids) != cache.rows:
+            return "its rows are not those of the cache"
+        if ids.shape[1] > _MOST_PARTS * MAX_QUERIES:
+            return f"it has more than {_MOST_PARTS * MAX_QUERIES} tokens in each row"
+        if not isinstance(positions, Tensor) or positions.shape[-1] != ids.shape[1]:
+            return "its position_ids are not of its tokens"
+        if positions.dim() not in (2, 3) or positions.shape[-2] not in (1, len(ids)):
+            return "its position_ids are not of its rows"
+        mask, kept = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            return "its attention_mask is not [rows, tokens]"
+        if not (kept is None or (isinstance(kept, int) and kept >= 0)):
+            return "logits_to_keep is not a number of tokens"
+        as_tuple = arguments.get("return_dict") is False or not getattr(model.config, "return_dict", True)
+        if as_tuple or arguments.get("use_cache") is False:
+            return "it returns no output object with the cache"
+        if arguments.get("output_attentions") or getattr(model.config, "output_attentions", False):
+            return "it returns attention weights"
+        for name, value in arguments.items():
+            if not (
+                name == CACHE or name in _READ or is_nothing(value) or isinstance(value, bool | int | float | str)
+            ):
+                return f"the argument {name!r} is a {type(value).__name__}"
+        if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
+            return "slim layers are captured with one token of each row, in order"
+        return self._check_model()
+
+    def _has_met(self, cache: SharedContextCache) -> bool:
+        """Whether the cache's layers are those of the model."""
+        return cache.state.met is not None and cache.state.met() is self._model
+
+    def _check_model(self) -> str | None:
+        """Check the model once for a loop of transformers, and before every pass for one of the user's."""
+        call, configs = self._call, self._call.structure.configs
+        if not self._checked:
+            self._captures.refresh(self._model, configs, call.structure.walk)
+            self._checked = True
+            if self._watches:
+                self._state, self._watch = captured_state(self._model, configs), ModelWatch(self._model, configs)
+        elif self._watch is not None and self._watch.touched():
+            walk = ModelWalk(self._model)
+            self._changed = capture_reason(self._model, call.structure.layout, walk, call.options.backend, {})
+            if captured_state(self._model, configs, walk) != self._state:
+                self._changed = "the model's weights or modules changed between passes"
+            self._watch = ModelWatch(self._model, configs)
+        return self._changed
+
+    def _run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> tuple[ModelOutput | None, str | None]:
+        ids, positions, before = arguments["input_ids"], arguments["position_ids"], cache.suffix_length
+        if positions.dim() == 2 and cache.position_planes:
+            positions = positions.expand(cache.position_planes, -1, -1)
+        extra = {name: value for name, value in arguments.items() if name not in _READ and name != CACHE}
+        self._reorders |= not cache.state.suffixes.in_order
+        parts: list[list[Tensor]] = []
+        step: CapturedPass | None = None
+        at_once = min(ids.shape[1], MAX_QUERIES)
+        for part, places in zip(ids.split(at_once, 1), positions.split(at_once, -1), strict=True):
+            step, reason = self._step(cache, part.shape[1], tuple(positions.shape[:-2]), extra)
+            if step is None:
+                if parts:  # the whole pass runs eagerly
+                    cache.crop(before - cache.suffix_length)
+                return None, reason
+            parts.append(step.run(cache, part, places))
+            if (origins := cache.state.suffixes.origins) is not None:
+                origins.append(cache.suffix_length + part.shape[1])
+            cache.record_captured_step(part)
+        assert step is not None
+        tensors = [torch.cat(same, 1) for same in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
+        self._captured += 1
+        return step.fields.output(tensors, cache, arguments.get("logits_to_keep") or ids.shape[1]), None
+
+    def _step(
+        self, cache: SharedContextCache, tokens: int, planes: tuple[int, ...], extra: dict[str, Any]
+    ) -> tuple[CapturedPass | None, str | None]:
+        """The captured pass for so many tokens of each row, or None and why there is none."""
+        call, captures = self._call, self._captures
+        queries = next(number for number in _QUERIES if number >= tokens)
+        given = tuple(sorted((name, value) for name, value in extra.items() if not is_nothing(value)))
+        compiled = call.mode == "compile" and queries == 1 and not extra.get("output_hidden_states")
+        fused = fused_rows(call.options.fuse_projections, compiled=compiled)
+        options = CaptureOptions(compiled, fused, given, queries, planes, self._reorders)
+        if (reason := captures.pass_failures.get(options) or self._failures.get(options)) is not None:
+            return None, reason
+        self._reserve(cache, queries)
+        if (step := self._steps.get(options)) is not None and step.fits(cache):
+            return step, None
+        try:
+            found = captures.find(self._model, cache, call.structure, options, CapturedPass)
+        except Exception as error:  # out of memory, or an operation not allowed during capture
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if ran_out_of_memory(error):
+                captures.clear()
+                self._steps, self._changed = {}, f"out of memory ({reason})"
+                return None, self._changed
+            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
+            only_compiled = compiled and call.options.mode == "auto" and not unsupported
+            if not only_compiled and (forced := call.options.needs_capture):
+                raise cannot_run(forced, reason) from error
+        else:
+            assert isinstance(found, CapturedPass)
+            self._steps[options] = found
+            report_captured(cache, call.structure)
+            return found, None
+        if only_compiled:
+            captures.compile_failure = f"the layers cannot be compiled ({reason})"
+            call.set_mode("graph", captures.compile_failure)
+            return self._step(cache, tokens, planes, extra)
+        (self._failures if unsupported else captures.pass_failures)[options] = reason
+        call.state.log_once(f"passes of a decoding loop run eagerly: they cannot be captured ({reason})")
+        return None, reason
+
+    @staticmethod
+    def _reserve(cache: SharedContextCache, queries: int) -> None:
+        """Allocate room for a pass's tokens, and where storage must move, for some more passes of drafts."""
+        needed = cache.suffix_length + queries
+        if any(layer.storage.capacity < needed for layer in cache.attention_layers):
+            cache.reserve(needed if queries == 1 else needed + 4 * MAX_QUERIES)
+
+
+def capture_passes(call: CallContext, cache: SharedContextCache, *, reorders: bool, watches: bool) -> None:
+    """Let later passes over a cache be captured until the call's end, in the call's mode; see `CapturedPasses`."""
+    if call.mode == "eager":
+        return
+    if call.scope is None or not call.scope.is_open:
+        call.set_mode("eager", "the decoding loop runs outside of generate, or in another thread")
+        if forced := call.options.needs_capture:
+            call.state.log_once(f"{forced} not used: {call.report.mode_reason}")
+    elif call.scope.enter(holding_captures(call)):
+        cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
+        call.scope.callback(passes.end, cache)
