@@ -254,8 +254,9 @@ def shared_context_attention(
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
+        query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
-            out = key.attend(cast(query), scoring)  # as the cache layer did with keys and values
+            out = key.attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
 
 
