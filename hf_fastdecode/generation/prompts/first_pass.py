@@ -24,8 +24,7 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, reduced
-from ..steps.loop_passes import capture_passes
-from ..steps.modes import choose_mode
+from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
@@ -109,7 +108,7 @@ class FirstPassPrompts:
         users = self.loop == "custom_generate"
         if users:  # it may read keys, so that it gets stock's cache unless there is something to share
             require_gain(call, found, plan, max_suffix)
-        mode, why = choose_mode(call, max_suffix)
+        mode, why = choose_pass_mode(call, max_suffix)
         call.set_mode(mode, f"{reason}; {why}")
         if not users:
             require_gain(call, found, plan, max_suffix)

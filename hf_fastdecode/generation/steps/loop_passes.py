@@ -29,7 +29,7 @@ from .capture_memory import ran_out_of_memory
 from .captured_pass import CapturedPass
 from .captures import capture_reason
 from .cuda_graph import CaptureOptions
-from .modes import cannot_run, fused_rows, holding_captures
+from .modes import cannot_run, choose_mode, fused_rows, holding_captures
 from .runners import report_captured
 
 _QUERIES = (1, 4, MAX_QUERIES)
@@ -224,14 +224,21 @@ class CapturedPasses:
             cache.reserve(needed if queries == 1 else needed + 4 * MAX_QUERIES)
 
 
+def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
+    """Choose the mode of a loop's later passes, with the reason, as `choose_mode` does for decode steps."""
+    if call.scope is not None and call.scope.is_open:
+        return choose_mode(call, new_tokens)
+    reason = "the decoding loop runs outside of generate, or in another thread"
+    if forced := call.options.needs_capture:
+        call.state.log_once(f"{forced} not used: {reason}")
+    return "eager", reason
+
+
 def capture_passes(call: CallContext, cache: SharedContextCache, *, reorders: bool, watches: bool) -> None:
     """Let later passes over a cache be captured until the call's end, in the call's mode; see `CapturedPasses`."""
     if call.mode == "eager":
         return
-    if call.scope is None or not call.scope.is_open:
-        call.set_mode("eager", "the decoding loop runs outside of generate, or in another thread")
-        if forced := call.options.needs_capture:
-            call.state.log_once(f"{forced} not used: {call.report.mode_reason}")
-    elif call.scope.enter(holding_captures(call)):
+    assert call.scope is not None  # see `choose_pass_mode`
+    if call.scope.enter(holding_captures(call)):
         cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
         call.scope.callback(passes.end, cache)
