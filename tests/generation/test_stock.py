@@ -67,7 +67,7 @@ def test_a_model_with_its_own_inputs_keeps_its_loop(where):
     assert torch.equal(shared, stock)
     assert call.path == "shared"
     whose = "Shifted." if where == "class" else "the model's own "
-    assert call.mode_reason == f"{whose}prepare_inputs_for_generation uses another decoding loop"
+    assert call.sampler_reason == f"{whose}prepare_inputs_for_generation uses another decoding loop"
 
 
 def test_padded_prompts_without_positions_run_stock():
