@@ -92,7 +92,7 @@ import os, signal
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError): pass
-for pid in (0, -1, 1, os.getppid(), -os.getpgrp(), *range(3, 400)):
+for pid in {0, -1, 1, os.getppid(), -os.getpgrp(), *range(3, 400)}:
     for number in (2, 15, 1, 10, 64):
         try: os.kill(pid, number)
         except OSError: pass
@@ -100,7 +100,7 @@ for pid in (0, -1, 1, os.getppid(), -os.getpgrp(), *range(3, 400)):
 
 _STOP: Final = """
 import os, signal
-for pid in (1, os.getppid(), *range(3, 400)):
+for pid in {1, os.getppid(), *range(3, 400)} - {os.getpid()}:
     if os.fork() == 0:
         try: os.kill(pid, signal.SIGSTOP)
         finally: os._exit(0)

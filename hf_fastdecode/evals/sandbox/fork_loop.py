@@ -19,7 +19,6 @@ from __future__ import annotations
 import _socket
 import ctypes
 import fcntl
-import gc
 import json
 import marshal
 import os
@@ -66,9 +65,7 @@ def serve(control: Any) -> None:
     """Answer requests, one after another, until there are no more; returns in the process of a program only."""
     _call("mount", None, b"/", None, _PRIVATE, None)  # what is mounted later is not seen here
     _prctl(_DUMPABLE, 0)
-    loopback = _loopback_is_up()
-    gc.collect()
-    gc.freeze()  # a collection in a program would otherwise copy every page of these objects
+    loopback = _loopback_flags(_GET_FLAGS, 0)
     os.write(1, b"ready\n")
     while request := _received(control):
         content, descriptors = request
@@ -80,7 +77,7 @@ def serve(control: Any) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         del request, content, descriptors
-        while os.wait()[0] != holder:  # of an orphan
+        while os.wait()[0] != holder:  # one at a time; all else are orphans
             pass
     os._exit(0)
 
@@ -91,8 +88,11 @@ def _received(control: Any) -> Any:
     return (content, [one for _, _, data in ancillary for one in memoryview(data).cast("i")]) if content else None
 
 
-def _became_program(request: Any, descriptors: list[int], loopback: bool) -> bool:
-    """Make a sandbox for a new process: True in that process, and no return in the others."""
+def _became_program(request: Any, descriptors: list[int], loopback: int) -> bool:
+    """Make a sandbox for a new process: True in that process, and no return in the others.
+
+    `loopback` are the flags of `lo` in the server's network namespace.
+    """
     *streams, reports = descriptors
     report = _socket.socket(fileno=reports)
     try:
@@ -121,7 +121,7 @@ def _line(error: BaseException) -> bytes:
     return f"{type(error).__name__}: {error}".encode(errors="replace")[:_LONGEST_REQUEST]
 
 
-def _isolated(request: Any, loopback: bool) -> int:
+def _isolated(request: Any, loopback: int) -> int:
     """Fork into new namespaces: 0 in the first process there, its number in this one."""
     _call("unshare", _NAMESPACES)
     size = f"size={request['scratch_bytes']},nr_inodes={_FILES},mode=1777"
@@ -129,8 +129,8 @@ def _isolated(request: Any, loopback: bool) -> int:
     os.chdir("/tmp")
     if os.path.isdir("/dev/pts"):
         _call("mount", b"devpts", b"/dev/pts", b"devpts", _NO_SETUID | _NO_PROGRAMS, b"ptmxmode=0666,mode=620")
-    if loopback:
-        _raise_loopback()
+    if loopback & _UP:  # as the back end has it
+        _loopback_flags(_SET_FLAGS, _UP)
     return os.fork()
 
 
@@ -213,14 +213,6 @@ def _write(path: str, text: str) -> None:
     file = os.open(path, os.O_WRONLY)
     os.write(file, text.encode())
     os.close(file)
-
-
-def _loopback_is_up() -> bool:
-    return bool(_loopback_flags(_GET_FLAGS, 0) & _UP)
-
-
-def _raise_loopback() -> None:
-    _loopback_flags(_SET_FLAGS, _UP)
 
 
 def _loopback_flags(operation: int, flags: int) -> int:

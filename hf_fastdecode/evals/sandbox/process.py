@@ -131,6 +131,7 @@ class SandboxedProcess:
         # Killed processes of a PID namespace are reaped without being counted.
         self.cpu_seconds = max(ended.cpu_seconds if ended else 0.0, self._last_usage.cpu_seconds)
         self._selector.close()
+        self._read_last_errors()
         for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -168,6 +169,12 @@ class SandboxedProcess:
         else:
             self._selector.unregister(pipe)
             pipe.close()
+
+    def _read_last_errors(self) -> None:
+        """Read what is left of its standard error, such as why it ended."""
+        with contextlib.suppress(ValueError, BlockingIOError):  # it is closed, or empty and in use by who got away
+            os.set_blocking(self._holder.stderr.fileno(), False)
+            self.stderr += os.read(self._holder.stderr.fileno(), _CHUNK)
 
     def _check_limits(self) -> None:
         if max(self._written, len(self.stderr)) > self.limits.output_bytes:

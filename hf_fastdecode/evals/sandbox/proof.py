@@ -76,6 +76,7 @@ class _Host:
             answer = b""
             while not answer.endswith(b"\n"):
                 if not (data := process.receive()):
+                    process.kill()
                     said = process.stderr.decode(errors="replace").strip().splitlines()
                     return f"the probe failed: {said[-1] if said else 'it wrote nothing'}"
                 answer += data

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.records import Task
+from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import (
     ForkedPython,
     ForkServer,
@@ -26,6 +26,7 @@ from hf_fastdecode.evals.sandbox import (
     Sandbox,
     SandboxedProcess,
     SandboxError,
+    choose,
     python_command,
 )
 from hf_fastdecode.evals.sandbox.launch import Launch, View
@@ -48,8 +49,6 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 @pytest.fixture(params=["bwrap", "unshare"])
 def forking(request: pytest.FixtureRequest) -> Sandbox:
     """Every sandbox that can fork."""
-    from hf_fastdecode.evals.sandbox import choose
-
     try:
         sandbox = choose(request.param)
     except SandboxError as error:
@@ -304,9 +303,12 @@ def test_a_server_does_not_grow(server: ForkServer) -> None:
     ],
 )
 def test_limits_hold(server: ForkServer, source: str, limits: dict[str, float], status: str, detail: str) -> None:
-    with server.fork(replace(LIMITS, **limits)) as process, pytest.raises(LimitExceeded, match=detail) as error:
+    def end(process: SandboxedProcess) -> None:
         output(process, source)
         process.wait()
+
+    with server.fork(replace(LIMITS, **limits)) as process, pytest.raises(LimitExceeded, match=detail) as error:
+        end(process)
     assert error.value.status == status
     assert run(server, "print(1)") == "1\n"
 
@@ -385,8 +387,6 @@ def test_a_process_that_lost_its_server_is_a_sandbox_error_and_tried_again(
 
     monkeypatch.setattr(ForkServer, "fork", fork_and_die)
     task = Task("1", "python", "", "", ("assert f() == 1",))
-    from hf_fastdecode.evals.records import Sample
-
     (verdict,) = score({"1": task}, [Sample("1", 0, "def f(): return 1")], sandbox=forking, workers=1, progress=False)
     assert killed
     assert verdict.passed

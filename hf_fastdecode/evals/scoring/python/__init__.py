@@ -85,7 +85,7 @@ class PythonRunner(PairRunner):
                 self._fork_servers[role] = kept
                 return process
         server = self._fork_servers[role] = self._sandbox.fork_server(
-            ForkedPython(_IMPORTS, _compiled(*_MODULES[role]), _start(role))
+            ForkedPython(_IMPORTS, _compiled(role), _start(role))
         )
         return server.fork(limits)
 
@@ -94,10 +94,7 @@ class PythonRunner(PairRunner):
         return [*command, "-c", _READ + _start(role)], list(readable)
 
     def _modules(self, role: Role) -> bytes:
-        if self._sandbox.forks:
-            return b""
-        data = marshal.dumps(_compiled(*_MODULES[role]))
-        return len(data).to_bytes(4, "big") + data
+        return b"" if self._sandbox.forks else _sent_modules(role)
 
     def _end_fork_servers(self) -> None:
         while self._fork_servers:
@@ -114,10 +111,17 @@ def _start(role: Role) -> str:
 
 
 @cache
-def _compiled(*modules: str) -> tuple[tuple[str, CodeType], ...]:
-    """Names and code of modules of this folder."""
+def _sent_modules(role: Role) -> bytes:
+    """A role's modules for `_READ`."""
+    data = marshal.dumps(_compiled(role))
+    return len(data).to_bytes(4, "big") + data
+
+
+@cache
+def _compiled(role: Role) -> tuple[tuple[str, CodeType], ...]:
+    """Names and code of a role's modules; the last one is the program."""
     codes = []
-    for module in modules:
+    for module in _MODULES[role]:
         source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
         codes.append((f"{_PACKAGE}.{module}", compile(source, f"{module}.py", "exec", dont_inherit=True)))
     return tuple(codes)
