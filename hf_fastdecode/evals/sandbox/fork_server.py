@@ -66,6 +66,8 @@ class ForkServer:
                 raise
         ours.settimeout(SETUP_SECONDS)
         self._control = ours
+        self._prepared: _Fork | None = None
+        self._limits: Limits | None = None  # of the last process
         self.close = weakref.finalize(self, _close, self._command, ours)
         self.close.atexit = False  # it dies with its thread, and an exit may be that of a fork of this process
 
@@ -76,25 +78,33 @@ class ForkServer:
 
     def fork(self, limits: Limits) -> SandboxedProcess:
         """A new process within limits; a SandboxError if there is none, after which the server is of no use."""
-        request = json.dumps({"scratch_bytes": limits.scratch_bytes, "resources": limits.resources()})
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
-            report, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for end in (stdin, stdout, stderr):
-                theirs.callback(os.close, end)
-            theirs.enter_context(reports)
-            ours.enter_context(report)
-            ends = ((to_stdin, "wb"), (from_stdout, "rb"), (from_stderr, "rb"))
-            streams = [ours.enter_context(os.fdopen(end, mode, 0)) for end, mode in ends]
-            try:
-                socket.send_fds(self._control, [request.encode()], [stdin, stdout, stderr, reports.fileno()])
-                theirs.close()  # so that the report ends with those who write it
-                process = SandboxedProcess(_Fork(report, *streams), limits)
-            except (OSError, SandboxError) as error:
-                said = self._command.said().decode(errors="replace").strip().splitlines()
-                raise SandboxError(f"no process can be forked: {said[-1] if said else error}") from error
-            ours.pop_all()
-        return process
+        try:
+            fork = self._taken_prepared(limits)
+            if fork is None:
+                fork = _Fork(self._control, limits)
+                fork.await_ready()
+        except (OSError, SandboxError) as error:
+            said = self._command.said().decode(errors="replace").strip().splitlines()
+            raise SandboxError(f"no process can be forked: {said[-1] if said else error}") from error
+        self._limits = limits
+        return SandboxedProcess(fork, limits)
+
+    def prepare(self) -> None:
+        """Have the next process made from now on, within the limits of the last one; `fork` then gives that."""
+        if self._prepared is None and self._limits is not None:
+            with contextlib.suppress(OSError):  # `fork` will tell
+                self._prepared = _Fork(self._control, self._limits)
+
+    def _taken_prepared(self, limits: Limits) -> _Fork | None:
+        """The prepared process, if there is one within these limits that lives."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.await_ready()
+            if prepared.limits != limits or prepared.has_ended():
+                prepared.kill()
+                prepared.close()
+                return None
+        return prepared
 
     def __enter__(self) -> Self:
         return self
@@ -104,29 +114,60 @@ class ForkServer:
 
 
 class _Fork:
-    """Holds a forked process; `report` is the socket that its holder in the sandbox writes to."""
+    """Asks a fork server, at the other end of a socket, for a process, and holds it."""
 
     kills_for_memory = False
 
-    def __init__(self, report: socket.socket, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]):
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        self._report: socket.socket | None = report
+    def __init__(self, control: socket.socket, limits: Limits):
+        self.limits = limits
+        self.pid = self._first = -1
         self._end: Ended | None = None
-        report.settimeout(SETUP_SECONDS)
-        said, descriptors, _, _ = socket.recv_fds(report, _LONGEST_REPORT, 1)
-        if said != b"ready" or not descriptors:
-            raise SandboxError(said.decode(errors="replace") or "its sandbox was not set up")
-        (self._first,) = descriptors
-        os.set_inheritable(self._first, False)
-        self.pid = _pid_of(self._first)
+        request = json.dumps({"scratch_bytes": limits.scratch_bytes, "resources": limits.resources()})
+        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
+        self.stdin: IO[bytes] = os.fdopen(to_stdin, "wb", 0)
+        self.stdout: IO[bytes] = os.fdopen(from_stdout, "rb", 0)
+        self.stderr: IO[bytes] = os.fdopen(from_stderr, "rb", 0)
+        # What holds the process in the sandbox writes there, and nobody else does.
+        self._report, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._report.settimeout(SETUP_SECONDS)
+        try:
+            socket.send_fds(control, [request.encode()], [stdin, stdout, stderr, reports.fileno()])
+        except OSError:
+            self.close()
+            raise
+        finally:
+            for end in (stdin, stdout, stderr):
+                os.close(end)
+            reports.close()  # so that reports end with those who write them
+
+    def await_ready(self) -> None:
+        """Wait until its sandbox is set up; a SandboxError if that fails."""
+        try:
+            said, descriptors, _, _ = socket.recv_fds(self._report, _LONGEST_REPORT, 1)
+            if said != b"ready" or not descriptors:
+                raise SandboxError(said.decode(errors="replace") or "its sandbox was not set up")
+            (self._first,) = descriptors
+            os.set_inheritable(self._first, False)
+            self.pid = _pid_of(self._first)
+        except BaseException:
+            self.close()
+            raise
+
+    def has_ended(self) -> bool:
+        """Whether all its processes have ended."""
+        return wait_for(self._first, 0)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for one in (self.stdin, self.stdout, self.stderr, self._report):
+            one.close()
 
     def ended(self, *, wait: bool = False) -> Ended | None:
-        """How it ended, None while it runs; a SandboxError if its holder ended before it."""
-        if self._report is not None and wait_for(self._report.fileno(), SETUP_SECONDS if wait else 0):
-            report, self._report = self._report, None
-            with report, contextlib.suppress(ValueError):  # no numbers, but an error or nothing
-                self._end = Ended(*json.loads(report.recv(_LONGEST_REPORT)))
-        if self._report is None and self._end is None:
+        """How it ended, None while it runs; a SandboxError if nobody reports that any more."""
+        if self._report.fileno() >= 0 and wait_for(self._report.fileno(), SETUP_SECONDS if wait else 0):
+            with self._report, contextlib.suppress(ValueError):  # no numbers, but an error or nothing
+                self._end = Ended(*json.loads(self._report.recv(_LONGEST_REPORT)))
+        if self._report.fileno() < 0 and self._end is None:
             raise SandboxError("what held the sandbox ended before it")
         return self._end
 
@@ -135,8 +176,7 @@ class _Fork:
         if self._first >= 0:
             first, self._first = self._first, -1
             kill_first_process(first)
-        with contextlib.suppress(SandboxError):
-            self.ended(wait=True)
+        self._report.close()  # a report on a killed one counts no CPU time
         return self._end
 
 

@@ -72,7 +72,8 @@ class _Host:
         """What a probe could do that is started so; None for nothing."""
         before = _running(self.mark)
         with start() as process:
-            process.send(json.dumps(self.job).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # it says why in place of an answer
+                process.send(json.dumps(self.job).encode() + b"\n")
             answer = b""
             while not answer.endswith(b"\n"):
                 if not (data := process.receive()):

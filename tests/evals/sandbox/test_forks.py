@@ -30,7 +30,7 @@ from hf_fastdecode.evals.sandbox import (
     python_command,
 )
 from hf_fastdecode.evals.sandbox.launch import Launch, View
-from hf_fastdecode.evals.sandbox.limits import children_of, usage_of
+from hf_fastdecode.evals.sandbox.limits import children_of
 from hf_fastdecode.evals.sandbox.namespaces import Unshare
 from hf_fastdecode.evals.sandbox.proof import prove_forks
 from hf_fastdecode.evals.scoring import score
@@ -271,9 +271,11 @@ def memory(pid: int) -> bytes:
 
 
 def test_a_server_does_not_grow(server: ForkServer) -> None:
-    def used() -> tuple[int, int, list[int]]:
+    def used() -> tuple[int, int]:
         pid = interpreter(server)
-        return usage_of(pid).resident_bytes, len(os.listdir(f"/proc/{pid}/fd")), children_of(pid)
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        resident = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+        return resident, len(os.listdir(f"/proc/{pid}/fd"))
 
     run(server, "pass")
     before, here = used(), len(os.listdir("/proc/self/fd"))
@@ -284,10 +286,12 @@ def test_a_server_does_not_grow(server: ForkServer) -> None:
         )
         with server.fork(LIMITS) as process:
             process.send(b"while True: pass" if number % 2 else b"")
-    resident, descriptors, children = used()
-    assert resident < before[0] + (1 << 20)
+        server.prepare()
+    run(server, "pass")
+    resident, descriptors = used()
+    assert resident < before[0] + 1024
     assert descriptors == before[1]
-    assert len(children) <= 1, "what held the last one may not have ended yet"
+    assert len(children_of(interpreter(server))) <= 1, "what held the last one may not have ended yet"
     assert len(os.listdir("/proc/self/fd")) == here
 
 
@@ -311,6 +315,21 @@ def test_limits_hold(server: ForkServer, source: str, limits: dict[str, float], 
         end(process)
     assert error.value.status == status
     assert run(server, "print(1)") == "1\n"
+
+
+def test_a_prepared_process_is_as_another(server: ForkServer) -> None:
+    source = "import os, resource; print(os.listdir(), resource.getrlimit(resource.RLIMIT_NOFILE))"
+    server.prepare()  # nobody knows the limits
+    assert run(server, source) == "[] (64, 64)\n"
+    server.prepare()
+    server.prepare()
+    assert run(server, source) == "[] (64, 64)\n"
+    server.prepare()
+    assert run(server, source, replace(LIMITS, open_files=32)) == "[] (32, 32)\n"
+    server.prepare()
+    os.kill(interpreter(server), signal.SIGKILL)
+    with pytest.raises(SandboxError, match="no process can be forked"):
+        server.fork(LIMITS)
 
 
 def test_its_end_is_reported(server: ForkServer) -> None:

@@ -63,10 +63,13 @@ class PythonRunner(PairRunner):
     def check(self, task: Task, completion: str) -> Result:
         """Run a completion and the task's tests; see `Runner`."""
         try:
-            return super().check(task, completion)
+            result = super().check(task, completion)
         except SandboxError:
             self._end_fork_servers()
             raise
+        for server in self._fork_servers.values():
+            server.prepare()
+        return result
 
     def _check(self, task: Task, completion: str) -> Result:
         """Of a task whose tests are valid Python; another raises ValueError."""
