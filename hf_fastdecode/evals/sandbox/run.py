@@ -24,7 +24,12 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs in a back end; may be called from several threads."""
+    """Runs programs in a back end; may be called from several threads.
+
+    Attributes:
+        backend: Isolates them.
+        may_fork: Whether Python programs may run in forks of an interpreter, where these isolate too.
+    """
 
     backend: Backend
     may_fork: bool = True
