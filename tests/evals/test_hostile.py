@@ -126,6 +126,8 @@ def attack(sandbox: Sandbox, name: str, host: Host) -> None:
     start = time.monotonic()
     # A slow machine takes longer to write so much memory than programs may run.
     limits = replace(LIMITS, cpu_seconds=10, wall_seconds=15) if statuses == {"memory"} else LIMITS
+    if name == "answers-that-collide":  # CPU time decides, which takes longer on a busy machine
+        limits = replace(LIMITS, wall_seconds=15)
     with PythonRunner(sandbox, limits) as runner:
         before = runner.check(NOTICING, leaving.NOTICES)
         result = runner.check(secret_task(), host.program(program))

@@ -95,6 +95,20 @@ def numbers_of(pid: int) -> list[str]:
     return next(line.split()[1:] for line in lines if line.startswith("NSpid:"))
 
 
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def killed(pid: int) -> None:
+    """Kill an interpreter, and wait until it is gone with all that it has forked."""
+    os.kill(pid, signal.SIGKILL)
+    while lives(pid):
+        time.sleep(0.001)
+
+
 SEEN = """
 import json, os, resource, signal
 def read(path): return open(path).read()
@@ -327,7 +341,7 @@ def test_a_prepared_process_is_as_another(server: ForkServer) -> None:
     server.prepare()
     assert run(server, source, replace(LIMITS, open_files=32)) == "[] (32, 32)\n"
     server.prepare()
-    os.kill(interpreter(server), signal.SIGKILL)
+    killed(interpreter(server))
     with pytest.raises(SandboxError, match="no process can be forked"):
         server.fork(LIMITS)
 
@@ -373,7 +387,7 @@ def test_a_dead_server_is_noticed_and_replaced(forking: Sandbox) -> None:
         assert runner.check(task, "def f(): return 1").status == "pass"
         for role in ("server", "candidate"):
             dead = runner._fork_servers[role]
-            os.kill(interpreter(dead), signal.SIGKILL)
+            killed(interpreter(dead))
             assert runner.check(task, "def f(): return 1").status == "pass"
             assert runner._fork_servers[role] is not dead
 
@@ -393,21 +407,21 @@ def test_a_server_that_dies_takes_its_process_with_it(server: ForkServer) -> Non
 def test_a_process_that_lost_its_server_is_a_sandbox_error_and_tried_again(
     forking: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed: list[int] = []
+    dead: list[int] = []
     fork = ForkServer.fork
 
     def fork_and_die(self: ForkServer, limits: Limits) -> SandboxedProcess:
         pid = interpreter(self)
         process = fork(self, limits)
-        if not killed:
-            killed.append(pid)
+        if not dead:
+            dead.append(pid)
             os.kill(pid, signal.SIGKILL)
         return process
 
     monkeypatch.setattr(ForkServer, "fork", fork_and_die)
     task = Task("1", "python", "", "", ("assert f() == 1",))
     (verdict,) = score({"1": task}, [Sample("1", 0, "def f(): return 1")], sandbox=forking, workers=1, progress=False)
-    assert killed
+    assert dead
     assert verdict.passed
 
 
@@ -446,17 +460,10 @@ process.receive()
         assert running(token)
         host.send_signal(number)
         host.wait(30)
-    while (running(token) or _lives(pid)) and time.monotonic() < until:
+    while (running(token) or lives(pid)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not running(token)
-    assert not _lives(pid)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert not lives(pid)
 
 
 @dataclass(frozen=True)
