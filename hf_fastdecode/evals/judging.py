@@ -17,7 +17,7 @@ from .records import Sample, Task, Verdict
 from .sandbox import Limits, Sandbox
 from .scoring import LANGUAGES, score, usable_cpus
 
-_PROGRAMS_AT_ONCE: Final = 64
+_PROGRAMS_AT_ONCE: Final = 128
 """For each worker, programs between two writes."""
 
 _PROTOCOL: Final = 3

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import leaving
+
 _SEARCH: Final = """
 import gc, glob, os, re, sys
 
@@ -264,6 +266,8 @@ PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
         "    return libc.mount(b'tmpfs', b'/usr', b'tmpfs', 0, b'') == 0",
         {"fail"},
     ),
+    # Harming the next program
+    **leaving.PROGRAMS,
 }
 
 DEPEND_ON_THE_SANDBOX: Final = (
@@ -284,5 +288,6 @@ DEPEND_ON_THE_SANDBOX: Final = (
     "survive",
     "become-root",
     "mount",
+    *leaving.PROGRAMS,
 )
 """Programs that every back end has to withstand; the others meet the same code under all."""

@@ -18,6 +18,7 @@ from hf_fastdecode.evals.sandbox import Limits, Sandbox
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.scoring.python import PythonRunner
 
+from . import leaving
 from .hostile import DEPEND_ON_THE_SANDBOX, PROGRAMS, SEARCH_FOR_TESTS
 from .processes import running
 
@@ -96,6 +97,10 @@ def secret_task(call: str = "answer(7)") -> Task:
     return Task("secret", "python", "", "", (f"assert {call} == {expected!r}", f"assert {expected!r} == {call}"))
 
 
+NOTICING = Task("noticing", "python", "", "", ("assert len(answer()) > 1000",))
+"""A task whose result has a hash of all that `leaving.NOTICES` sees."""
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_program_passes_or_escapes(any_sandbox: Sandbox, name: str, host: Host) -> None:
     attack(any_sandbox, name, host)
@@ -108,14 +113,28 @@ def test_every_back_end_withstands(sandbox: Sandbox, any_sandbox: Sandbox, name:
     attack(sandbox, name, host)
 
 
+@pytest.mark.parametrize(
+    "name", sorted(set(DEPEND_ON_THE_SANDBOX) - {"leave-keys"})
+)  # see "Bounds" of docs/sandbox.md
+def test_a_new_interpreter_for_each_withstands(any_sandbox: Sandbox, name: str, host: Host) -> None:
+    attack(replace(any_sandbox, may_fork=False), name, host)
+
+
 def attack(sandbox: Sandbox, name: str, host: Host) -> None:
-    """Check a hostile program."""
+    """Check a hostile program, and an ordinary one before and after it."""
     program, statuses = PROGRAMS[name]
     start = time.monotonic()
     # A slow machine takes longer to write so much memory than programs may run.
     limits = replace(LIMITS, cpu_seconds=10, wall_seconds=15) if statuses == {"memory"} else LIMITS
-    result = PythonRunner(sandbox, limits).check(secret_task(), host.program(program))
+    if name == "answers-that-collide":  # CPU time decides, which takes longer on a busy machine
+        limits = replace(LIMITS, wall_seconds=15)
+    with PythonRunner(sandbox, limits) as runner:
+        before = runner.check(NOTICING, leaving.NOTICES)
+        result = runner.check(secret_task(), host.program(program))
+        after = runner.check(NOTICING, leaving.NOTICES)
     assert result.status in statuses, result
+    assert (before.status, before.outputs != "") == ("pass", True), before
+    assert (after, after.outputs) == (before, before.outputs)
     assert host.harm() == []
     assert time.monotonic() - start < 20
 
@@ -124,7 +143,8 @@ def test_the_search_finds_what_is_in_reach(any_sandbox: Sandbox, host: Host) -> 
     task = secret_task()
     expected = task.tests[0].split("'")[1]
     given = Task("given", "python", "", "", (f"assert answer({expected!r}) == {expected!r}",))
-    assert PythonRunner(any_sandbox, LIMITS).check(given, host.program(SEARCH_FOR_TESTS)).status == "pass"
+    with PythonRunner(any_sandbox, LIMITS) as runner:
+        assert runner.check(given, host.program(SEARCH_FOR_TESTS)).status == "pass"
 
 
 def test_the_run_goes_on(any_sandbox: Sandbox, host: Host) -> None:

@@ -72,6 +72,10 @@ class Container:
             stop=lambda: _kill(self.name, container),
         )
 
+    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch | None:
+        """None: a container has no rights to make namespaces."""
+        return None
+
     @property
     def _as_it_is(self) -> str:
         """Has podman not fill a tmpfs with what it covers."""

@@ -125,6 +125,8 @@ class Launch:
 class Backend(Protocol):
     """A way to isolate a program."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def name(self) -> str:
         """As `choose` takes it."""
@@ -134,6 +136,12 @@ class Backend(Protocol):
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
         """The command line that runs a program in a new sandbox."""
+
+    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch | None:
+        """As `launch`, for a program that is trusted and makes a sandbox of its own for each process that it forks: it
+        is the first process in its namespaces, keeps its rights over them, and writes `READY` itself. None where
+        processes can have no such rights.
+        """
 
 
 def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> list[str]:
@@ -177,3 +185,7 @@ class Unconfined:
             folder=Path(folder.name),
             clean=folder.cleanup,
         )
+
+    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch | None:
+        """None: there is nothing to keep programs from the server."""
+        return None

@@ -54,6 +54,14 @@ class Limits:
         program = shutil.which("prlimit")
         if program is None:
             return []
+        values = self.resources(processes=processes)
+        return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items())]
+
+    def resources(self, *, processes: bool = True) -> dict[str, tuple[int, int]]:
+        """Soft and hard limits of each process, by the kernel's names in small letters; `processes` with their number.
+
+        Those in force here that are lower already are left out.
+        """
         seconds = math.ceil(self.cpu_seconds)
         values = {
             "cpu": (seconds + 1, seconds + 2),  # behind the host's own accounting, which tells why
@@ -66,7 +74,7 @@ class Limits:
             values["nproc"] = (self.processes,) * 2
         if self.address_bytes is not None:
             values["as"] = (self.address_bytes,) * 2
-        return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items() if _lowers(name, hard))]
+        return {name: (soft, hard) for name, (soft, hard) in values.items() if _lowers(name, hard)}
 
     def exceeded_by(self, usage: Usage) -> tuple[Exceeded, str] | None:
         """The limit that a use exceeds, and a line about it."""

@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Final
 from .launch import NOBODY, SCRATCH, Launch, SandboxError, View, first_process, limited, tool
 from .limits import Limits
 
+_SERVER_BYTES: Final = 1 << 16  # of the folder of a fork server, which writes nothing
 _BWRAP: Final = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup")]
 
 
@@ -38,25 +39,34 @@ class Bubblewrap:
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
         """Run as `nobody` in new namespaces."""
-        paths = sources(view.readable)
         # Without user namespaces of its own the program cannot mount a tmpfs that has no size.
-        command = [tool("bwrap"), *_BWRAP, "--disable-userns", "--die-with-parent", "--as-pid-1"]
-        command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", "--cap-drop", "ALL"]
-        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-        command += ["--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", str(SCRATCH)]
-        for path in sorted([*view.hidden, *paths]):  # a folder before what lies in it
-            for parent in reversed(path.parents[:-1]):
-                command += ["--perms", "0755", "--dir", str(parent)]  # it would make them for its own user only
-            if path in paths:
-                command += ["--ro-bind", str(paths[path]), str(path)]
-            else:
-                command += ["--size", "4096", "--tmpfs", str(path)]
-        for path, target in view.links:
-            command += ["--symlink", target, str(path)]
-        for path in view.hidden:
-            command += ["--remount-ro", str(path)]
-        command += ["--remount-ro", "/", "--chdir", str(SCRATCH), "--", *first_process(limited(argv, limits))]
-        return Launch(without_root(command, paths))
+        rights = ["--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
+        return _bubblewrap(rights, view, limits.scratch_bytes, first_process(limited(argv, limits)))
+
+    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
+        """Run as root of a user namespace, which stands for `nobody`."""
+        return _bubblewrap(["--uid", "0", "--gid", "0", "--cap-add", "ALL"], view, _SERVER_BYTES, argv)
+
+
+def _bubblewrap(rights: Sequence[str], view: View, scratch_bytes: int, argv: Sequence[str]) -> Launch:
+    """Run a command line as the first process of new namespaces; `rights` are options that leave them to it or not."""
+    paths = sources(view.readable)
+    command = [tool("bwrap"), *_BWRAP, *rights, "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", str(SCRATCH)]
+    for path in sorted([*view.hidden, *paths]):  # a folder before what lies in it
+        for parent in reversed(path.parents[:-1]):
+            command += ["--perms", "0755", "--dir", str(parent)]  # it would make them for its own user only
+        if path in paths:
+            command += ["--ro-bind", str(paths[path]), str(path)]
+        else:
+            command += ["--size", "4096", "--tmpfs", str(path)]
+    for path, target in view.links:
+        command += ["--symlink", target, str(path)]
+    for path in view.hidden:
+        command += ["--remount-ro", str(path)]
+    command += ["--remount-ro", "/", "--chdir", str(SCRATCH), "--", *argv]
+    return Launch(without_root(command, paths))
 
 
 _PROGRAMS: Final = ("unshare", "mount", "umount", "pivot_root", "setpriv")
@@ -78,23 +88,23 @@ class Unshare:
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
         """Run as `nobody` in new namespaces."""
-        paths = sources(view.readable)
-        script = "\n".join(["set -eu", *_mounts(view, limits, paths), *_closing()])
         # The shell stays as the first process of the PID namespace: no signal from inside can end it, and it reaps.
-        command = [
-            tool("setpriv"),
-            "--pdeathsig",
-            "KILL",
-            tool("unshare"),
-            *_UNSHARE,
-            "--fork",
-            "--kill-child",
-        ]
-        command += ["--", "/bin/sh", "-c", script, "sh", *limited(argv, limits)]
-        return Launch(without_root(command, paths))
+        return _unshare(_closing(), view, limits.scratch_bytes, limited(argv, limits))
+
+    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
+        """Run as root of a user namespace, which stands for `nobody`."""
+        return _unshare([f'cd {SCRATCH} && exec "$@"'], view, _SERVER_BYTES, argv)
 
 
-def _mounts(view: View, limits: Limits, paths: dict[Path, Path]) -> Iterator[str]:
+def _unshare(closing: Iterable[str], view: View, scratch_bytes: int, argv: Sequence[str]) -> Launch:
+    """Put a root together in new namespaces, then run the shell commands `closing` with a command line."""
+    paths = sources(view.readable)
+    script = "\n".join(["set -eu", *_mounts(view, scratch_bytes, paths), *closing])
+    command = [tool("setpriv"), "--pdeathsig", "KILL", tool("unshare"), *_UNSHARE, "--fork", "--kill-child"]
+    return Launch(without_root([*command, "--", "/bin/sh", "-c", script, "sh", *argv], paths))
+
+
+def _mounts(view: View, scratch_bytes: int, paths: dict[Path, Path]) -> Iterator[str]:
     """Shell commands that put the root together. Each program that they call takes 2 ms, so they call few."""
     root = mount_point("root")
     folders = [SCRATCH, *(path for path in paths if path.is_dir())]
@@ -105,7 +115,7 @@ def _mounts(view: View, limits: Limits, paths: dict[Path, Path]) -> Iterator[str
     for name in _DEVICES:
         yield f": > {root}/dev/{name} && mount --bind /dev/{name} {root}/dev/{name}"
     yield f"cp -P /dev/fd /dev/stdin /dev/stdout /dev/stderr {root}/dev"
-    yield f"mount -t tmpfs -o size={limits.scratch_bytes},nr_inodes={_FILES},mode=1777 tmpfs {root}{SCRATCH}"
+    yield f"mount -t tmpfs -o size={scratch_bytes},nr_inodes={_FILES},mode=1777 tmpfs {root}{SCRATCH}"
     for path in sorted([*view.hidden, *paths]):  # a folder before what lies in it
         inside = _quoted(root, path)
         if path not in paths:

@@ -14,12 +14,14 @@ _NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER: sched.h
 
 
 def main() -> None:
-    """Read what to try as a line of JSON, write what succeeded as another, and leave a process behind.
+    """Read what to try as a line of JSON, write what succeeded as another, and leave a file and a process behind.
 
     That process is a grandchild in a session of its own, which never ends by itself.
     """
     job = json.loads(sys.stdin.readline())
     escapes = [said for attempt, said in ATTEMPTS.items() if _succeeds(attempt, job)]
+    with open("left", "w"):
+        pass
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -68,6 +70,10 @@ def _write(job: dict[str, Any]) -> bool:
             continue
         return True
     return False
+
+
+def _left(job: dict[str, Any]) -> bool:
+    return bool(os.listdir(job["scratch"]))
 
 
 def _fill(job: dict[str, Any]) -> bool:
@@ -148,6 +154,7 @@ ATTEMPTS = {
     _home: "it sees the home folder",
     _files: "it sees files of the host's temporary folder",
     _write: "it writes outside its own folder",
+    _left: "its own folder holds what others left",
     _fill: "its own folder takes more than its size",
     _processes: "it sees or kills processes of the host",
     _root: "it keeps root or capabilities",

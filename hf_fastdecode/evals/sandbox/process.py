@@ -6,30 +6,25 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import IO, Any, Final, Self
+from typing import IO, Final, Self
 
-from .launch import READY, Launch, SandboxError
-from .limits import Exceeded, LimitExceeded, Limits, Usage, children_of, memory_is_exhausted, starved_seconds, usage_of
+from .command import Holder
+from .limits import Exceeded, LimitExceeded, Limits, Usage, memory_is_exhausted, starved_seconds, usage_of
 
 _POLL: Final = 0.05  # seconds between two looks at what the processes use
 _CHUNK: Final = 1 << 16
-_SETUP_SECONDS: Final = 60.0
-_END_SECONDS: Final = 30.0
-_DETAIL: Final = 300  # letters
 _STARVED: Final = 0.05  # share of its time: a program that sleeps waits for nobody's CPU time
 
 
 class SandboxedProcess:
-    """A running sandboxed program with its standard input and output.
+    """A running sandboxed program with its standard input and output, from when its sandbox is set up.
 
-    Calls wait no longer than its limits allow: they raise `LimitExceeded` after killing it. The program also dies with
-    the thread that started it, so a thread that ends early must not start a server. As a context manager it is killed
-    and reaped at the end. A SandboxError if the sandbox cannot be set up.
+    Calls wait no longer than its limits allow: they raise `LimitExceeded` after killing it. As a context manager it is
+    killed and reaped at the end.
 
     Attributes:
         limits: The program's limits.
@@ -38,51 +33,26 @@ class SandboxedProcess:
         exit_code: 128 + the number of a signal; None until it has ended by itself.
     """
 
-    def __init__(self, launch: Launch, limits: Limits):
+    def __init__(self, holder: Holder, limits: Limits):
         self.limits = limits
         self.stderr = bytearray()
         self.cpu_seconds = 0.0
         self.exit_code: int | None = None
-        self._launch = launch
+        self._holder = holder
         self._last_usage = Usage()
         self._chunks: list[bytes] = []
         self._written = 0  # bytes of standard output
         self._started = self._renewed = self._waited = self._looked = time.monotonic()
         self._cpu_before = self._starved_before = 0.0  # when it was renewed
-        self._deadline = self._started + _SETUP_SECONDS
-        try:
-            self._process = subprocess.Popen(
-                launch.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=dict(launch.environment),
-                cwd=launch.folder,
-                start_new_session=True,
-            )
-        except OSError as error:
-            launch.clean()
-            raise SandboxError(f"{launch.command[0]} cannot be started: {error}") from error
-        self._stdin, self._stdout = _pipe(self._process.stdin), _pipe(self._process.stdout)
+        self._deadline = self._started + limits.wall_seconds
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._stdout, selectors.EVENT_READ, self._read_stdout)
-        self._selector.register(_pipe(self._process.stderr), selectors.EVENT_READ, self._read_stderr)
-        self._first: list[int] = []
-        self._holder = self.pid
-        try:
-            self._await_ready()
-        except BaseException:
-            self.kill()
-            raise
-        # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
-        self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
-        self._holder = launch.holder() or self.pid
+        self._selector.register(holder.stdout, selectors.EVENT_READ, self._read_stdout)
+        self._selector.register(holder.stderr, selectors.EVENT_READ, self._read_stderr)
 
     @property
     def pid(self) -> int:
-        """The host's process that holds the sandbox."""
-        return self._process.pid
+        """The host's process whose descendants are the sandbox's."""
+        return self._holder.pid
 
     @property
     def wall_seconds(self) -> float:
@@ -99,13 +69,13 @@ class SandboxedProcess:
         self.limits = replace(self.limits, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
         self._renewed = self._waited = time.monotonic()
         self._deadline = self._renewed + wall_seconds
-        self._cpu_before, self._starved_before = self.usage().cpu_seconds, starved_seconds(self._holder)
+        self._cpu_before, self._starved_before = self.usage().cpu_seconds, starved_seconds(self.pid)
         self._written = 0
         self.stderr.clear()
 
     def usage(self) -> Usage:
         """What all its processes use now."""
-        return usage_of(self._holder)
+        return usage_of(self.pid)
 
     def send(self, data: bytes) -> None:
         """Write to its standard input; a BrokenPipeError if it has closed that. Its output is kept for `receive`."""
@@ -115,21 +85,21 @@ class SandboxedProcess:
             nonlocal rest
             rest = rest[os.write(pipe.fileno(), rest[:_CHUNK]) :]
 
-        self._selector.register(self._stdin, selectors.EVENT_WRITE, write)
+        self._selector.register(self._holder.stdin, selectors.EVENT_WRITE, write)
         try:
             self._pump(lambda: not rest)
         finally:
             with contextlib.suppress(KeyError, ValueError):  # a kill has closed it
-                self._selector.unregister(self._stdin)
+                self._selector.unregister(self._holder.stdin)
 
     def close_input(self) -> None:
         """Close its standard input."""
         with contextlib.suppress(OSError):
-            self._stdin.close()
+            self._holder.stdin.close()
 
     def receive(self) -> bytes:
         """The next bytes of its standard output; none once that is closed."""
-        self._pump(lambda: bool(self._chunks) or self._stdout.closed)
+        self._pump(lambda: bool(self._chunks) or self._holder.stdout.closed)
         data = b"".join(self._chunks)
         self._chunks.clear()
         return data
@@ -143,14 +113,13 @@ class SandboxedProcess:
         while self.receive():
             pass
         pause = 0.001
-        while not self._reap(os.WNOHANG):
+        while (ended := self._holder.ended()) is None:
             self._check_limits()
             time.sleep(pause)  # its output is closed: it is about to end
             pause = min(2 * pause, _POLL)
-        code = self._process.returncode
-        self.exit_code = code if code >= 0 else 128 - code
+        self.exit_code = ended.code if ended.code >= 0 else 128 - ended.code
         self.kill()
-        if self._launch.kills_for_memory and self.exit_code == 128 + signal.SIGKILL:
+        if self._holder.kills_for_memory and self.exit_code == 128 + signal.SIGKILL:
             raise LimitExceeded(*self.limits.memory_exceeded())
         if self.exit_code == 128 + signal.SIGXCPU:  # the kernel looked before this busy host did
             raise LimitExceeded(*self.limits.cpu_exceeded())
@@ -158,26 +127,14 @@ class SandboxedProcess:
 
     def kill(self) -> None:
         """Kill all its processes, wait until they are gone, and reap; nothing happens where that was done."""
-        for first in self._first:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(first, signal.SIGKILL)
-            if not _ended(first, _END_SECONDS):
-                raise SandboxError(
-                    f"a killed sandbox lives on after {_END_SECONDS:g} s; look for processes in state D"
-                )
-            os.close(first)
-        # Its holder then ends by itself, having counted the CPU time of all.
-        if not self._first or not self._ends_by_itself():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self._first = []
-        self._launch.stop()
-        self._reap(0)
+        ended = self._holder.kill()
+        # Killed processes of a PID namespace are reaped without being counted.
+        self.cpu_seconds = max(ended.cpu_seconds if ended else 0.0, self._last_usage.cpu_seconds)
         self._selector.close()
-        for pipe in (self._stdin, self._stdout, _pipe(self._process.stderr)):
+        self._read_last_errors()
+        for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             with contextlib.suppress(OSError):
                 pipe.close()
-        self._launch.clean()
 
     def __enter__(self) -> Self:
         return self
@@ -186,23 +143,6 @@ class SandboxedProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-
-    def _await_ready(self) -> None:
-        """Wait until the sandbox is set up; then the program's time begins."""
-        text = b""
-        try:
-            while len(text) < len(READY) and (more := self.receive()):
-                text += more
-        except LimitExceeded as error:
-            raise SandboxError(f"the sandbox was not set up: {error.detail}") from error
-        if not text.startswith(READY):
-            while self._selector.get_map() and self._selector.select(_POLL):
-                self._read_stderr(_pipe(self._process.stderr))
-            said = " ".join((self.stderr or text).decode(errors="replace").split())
-            raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
-        self._chunks = [text[len(READY) :]] if len(text) > len(READY) else []
-        self._started = self._renewed = self._looked = time.monotonic()
-        self._deadline = self._started + self.limits.wall_seconds
 
     def _pump(self, done: Callable[[], bool]) -> None:
         """Move bytes until something is done, within the limits."""
@@ -230,6 +170,12 @@ class SandboxedProcess:
             self._selector.unregister(pipe)
             pipe.close()
 
+    def _read_last_errors(self) -> None:
+        """Read what is left of its standard error, such as why it ended."""
+        with contextlib.suppress(ValueError, BlockingIOError):  # it is closed, or empty and in use by who got away
+            os.set_blocking(self._holder.stderr.fileno(), False)
+            self.stderr += os.read(self._holder.stderr.fileno(), _CHUNK)
+
     def _check_limits(self) -> None:
         if max(self._written, len(self.stderr)) > self.limits.output_bytes:
             self._exceeded("output", f"wrote more than {self.limits.output_bytes:,} bytes")
@@ -244,42 +190,9 @@ class SandboxedProcess:
             self._exceeded("memory", "the machine ran out of memory", load=True)
         if now > self._deadline:
             seconds, cpu = now - self._renewed, usage.cpu_seconds - self._cpu_before
-            starved = starved_seconds(self._holder) - self._starved_before > _STARVED * seconds
+            starved = starved_seconds(self.pid) - self._starved_before > _STARVED * seconds
             self._exceeded("timeout", f"not done after {seconds:.0f} s, {cpu:.1f} s of CPU", load=starved)
 
     def _exceeded(self, status: Exceeded, detail: str, *, load: bool = False) -> None:
         self.kill()
         raise LimitExceeded(status, detail, load=load)
-
-    def _ends_by_itself(self) -> bool:
-        """Whether the process that holds the sandbox ends shortly."""
-        if self._process.returncode is not None:
-            return True
-        holder = os.pidfd_open(self.pid)
-        try:
-            return _ended(holder, 1.0)
-        finally:
-            os.close(holder)
-
-    def _reap(self, options: int) -> bool:
-        """Whether the process that holds the sandbox has ended; `options` are those of `waitpid`."""
-        if self._process.returncode is None:
-            pid, status, usage = os.wait4(self.pid, options)
-            if pid == 0:
-                return False
-            self._process.returncode = os.waitstatus_to_exitcode(status)
-            # Killed processes of a PID namespace are reaped without being counted.
-            self.cpu_seconds = max(usage.ru_utime + usage.ru_stime, self._last_usage.cpu_seconds)
-        return True
-
-
-def _pipe(pipe: IO[Any] | None) -> IO[bytes]:
-    assert pipe is not None  # each was asked for
-    return pipe
-
-
-def _ended(pidfd: int, seconds: float) -> bool:
-    """Whether a process ends within so many seconds."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pidfd, selectors.EVENT_READ)
-        return bool(selector.select(seconds))

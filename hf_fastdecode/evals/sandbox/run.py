@@ -1,30 +1,46 @@
-"""Sandboxes: running programs in a back end, choosing one, and proving that it isolates."""
+"""Sandboxes: running programs in a back end, and choosing one that is proved to isolate."""
 
 from __future__ import annotations
 
-import json
-import secrets
-import socket
-import subprocess
-import tempfile
+import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from .command import Command
 from .containers import Container
-from .launch import SCRATCH, Backend, SandboxError, Unconfined, python_command, view_of
-from .limits import LimitExceeded, Limits
+from .fork_server import ForkedPython, ForkServer
+from .launch import Backend, SandboxError, Unconfined, python_command, view_of
+from .limits import Limits
 from .namespaces import Bubblewrap, Unshare
 from .process import SandboxedProcess
+from .proof import prove, prove_forks
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs in a back end; may be called from several threads."""
+    """Runs programs in a back end; may be called from several threads.
+
+    Attributes:
+        backend: Isolates them.
+        may_fork: Whether Python programs may run in forks of an interpreter, where these isolate too.
+    """
 
     backend: Backend
+    may_fork: bool = True
+
+    @property
+    def forks(self) -> bool:
+        """Whether `fork_server` can be used: it may be, and isolates under this back end, which is proved once."""
+        if not self.may_fork:
+            return False
+        with _PROVING:
+            return _fork_refusal(self.backend) is None
 
     @property
     def name(self) -> str:
@@ -40,18 +56,20 @@ class Sandbox:
         absolute folders and files of the host, at the same paths. A SandboxError if the sandbox cannot be set up.
         """
         limits = limits or Limits()
-        return SandboxedProcess(self.backend.launch(argv, view_of(tuple(readable)), limits), limits)
+        return SandboxedProcess(Command(self.backend.launch(argv, view_of(tuple(readable)), limits)), limits)
 
+    def fork_server(self, python: ForkedPython) -> ForkServer:
+        """An interpreter that forks a sandboxed process at a time; a SandboxError if it cannot be set up."""
+        return ForkServer(self.backend, python)
+
+
+_PROVING: Final = threading.Lock()
 
 BACKENDS: Final[dict[str, Backend]] = {
     backend.name: backend
     for backend in (Bubblewrap(), Unshare(), Container("podman"), Container("docker"), Unconfined())
 }
 """By name; `auto` tries them in this order, but never `none`."""
-
-_PROBE: Final = Path(__file__).with_name("probe.py")
-_PROOF_LIMITS: Final = Limits(scratch_bytes=1 << 20, file_bytes=4 << 20, processes=16, wall_seconds=30)
-
 
 _SETTINGS: Final = Path("/proc/sys")
 _DENIES_USER_NAMESPACES: Final = (
@@ -106,67 +124,13 @@ def _refusal(name: str) -> str | None:
     return backend.missing() or prove(backend)
 
 
-def prove(backend: Backend) -> str | None:
-    """Run `probe` in a sandbox: no network, home, foreign files, processes or rights, and limits that bind.
-
-    Returns what the probe could do, or why it did not run; None where the sandbox isolates.
-    """
-    token = f"hf-fastdecode-{secrets.token_hex(16)}"
+@cache
+def _fork_refusal(backend: Backend) -> str | None:
+    """Why a back end's fork server cannot be used; None where it passes the proof, which is run once per process."""
     command, readable = python_command()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        tempfile.NamedTemporaryFile() as file,
-        subprocess.Popen(["/bin/sh", "-c", "read line", token], stdin=subprocess.PIPE) as canary,
-    ):
-        home = Path.home()
-        job = {
-            "port": server.getsockname()[1],
-            "home": str(home),
-            "shown_of_home": [path.relative_to(home).parts[0] for path in readable if path.is_relative_to(home)],
-            "file": file.name,
-            "pid": canary.pid,
-            "token": token,
-            "scratch": str(SCRATCH),
-            "scratch_bytes": _PROOF_LIMITS.scratch_bytes,
-            "processes": _PROOF_LIMITS.processes,
-            "memory_bytes": _PROOF_LIMITS.memory_bytes,
-        }
-        try:
-            escapes = _probe(backend, [*command, "-c", _PROBE.read_text(encoding="utf-8"), token], readable, job)
-        except (SandboxError, LimitExceeded, OSError, ValueError) as error:
-            return str(error)
-        if canary.poll() is not None and not escapes:
-            return "it kills processes of the host"
-        assert canary.stdin is not None  # a pipe
-        canary.stdin.close()  # which ends it
-    return escapes
-
-
-def _probe(backend: Backend, argv: list[str], readable: Sequence[Path], job: dict[str, Any]) -> str | None:
-    # The token that the probe looks for is that of the canary; its own arguments hold another.
-    mark = argv[-1] = f"{argv[-1]}-probe"
-    with Sandbox(backend).popen(argv, readable=readable, limits=_PROOF_LIMITS) as process:
-        process.send(json.dumps(job).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n"):
-            if not (data := process.receive()):
-                said = process.stderr.decode(errors="replace").strip().splitlines()
-                return f"the probe failed: {said[-1] if said else 'it wrote nothing'}"
-            answer += data
-        if escapes := json.loads(answer):
-            return ", ".join(escapes)
-        if not _running(mark):
-            return "its processes cannot be seen from here, so that their end cannot be proved"
-        process.wait()
-        return "a process that it left behind lives on" if _running(mark) else None
-
-
-def _running(token: str) -> bool:
-    """Whether a process of this machine has this argument."""
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and token.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                return True
-        except OSError:
-            continue
-    return False
+    if backend.launch_fork_server(command, view_of(readable)) is None:
+        return "it has none"
+    refusal = prove_forks(backend)
+    if refusal is not None:
+        _LOG.warning("%s starts a new interpreter for each program, since it cannot fork: %s", backend.name, refusal)
+    return refusal

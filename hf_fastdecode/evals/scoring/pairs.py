@@ -9,6 +9,7 @@ Messages are lists of byte strings over standard input and output.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import struct
 from abc import ABC, abstractmethod
@@ -87,20 +88,26 @@ class PairRunner(ABC):
         return self._server
 
     def _start(self, role: Role, limits: Limits) -> Peer:
-        command, readable = self._launch(role)
-        process = self._sandbox.popen(command, readable=readable, limits=limits)
+        process = self._open(role, limits)
         peer = Peer(process, self._longest)
         try:
-            process.send(self._modules(role))
+            with contextlib.suppress(BrokenPipeError):  # it says why in place of ``started``
+                process.send(self._modules(role))
             if (said := peer.receive()) != [b"started"]:
                 raise EOFError(one_line(b" ".join(said)))
-        except (EOFError, BrokenPipeError, LimitExceeded) as error:
+        except (EOFError, LimitExceeded) as error:
             process.kill()
-            raise SandboxError(f"{command[0]} does not start: {one_line(bytes(process.stderr)) or error}") from error
+            name = self._launch(role)[0][0]
+            raise SandboxError(f"{name} does not start: {one_line(bytes(process.stderr)) or error}") from error
         except BaseException:
             process.kill()
             raise
         return peer
+
+    def _open(self, role: Role, limits: Limits) -> SandboxedProcess:
+        """A new process in a new sandbox."""
+        command, readable = self._launch(role)
+        return self._sandbox.popen(command, readable=readable, limits=limits)
 
     def _tested(self, program: Sequence[bytes | str], tests: Sequence[bytes | str]) -> Result:
         """Load a program in a new process and run tests on it; both are messages, the tests without their nonce.

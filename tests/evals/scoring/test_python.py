@@ -19,7 +19,8 @@ def asserts(*tests: str, setup: str = "", entry_point: str = "", stem: str = "")
 
 
 def check(sandbox: Sandbox, task: Task, program: str) -> Result:
-    return PythonRunner(sandbox, LIMITS).check(task, program)
+    with PythonRunner(sandbox, LIMITS) as runner:
+        return runner.check(task, program)
 
 
 DOUBLE = asserts("assert double(2) == 4", "assert double(-3) == -6")
@@ -349,7 +350,8 @@ def test_outputs_never_run_the_program(any_sandbox: Sandbox, container: str, bod
 def test_large_results_are_not_kept_for_their_outputs(any_sandbox: Sandbox) -> None:
     limits = Limits(cpu_seconds=20, wall_seconds=60, memory_bytes=256 << 20, output_bytes=1 << 30)
     task = asserts("for _ in range(40):\n    assert len(f()) == 8 << 20")
-    result = PythonRunner(any_sandbox, limits).check(task, "def f(): return 'x' * (8 << 20)")
+    with PythonRunner(any_sandbox, limits) as runner:
+        result = runner.check(task, "def f(): return 'x' * (8 << 20)")
     assert result == Result("pass")
     assert result.outputs
 

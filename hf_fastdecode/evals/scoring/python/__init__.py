@@ -6,10 +6,11 @@ import marshal
 import platform
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import ClassVar, Final
 
 from ...records import Task
-from ...sandbox import Limits, python_command
+from ...sandbox import ForkedPython, ForkServer, Limits, Sandbox, SandboxedProcess, SandboxError, python_command
 from ..pairs import PairRunner, Role
 from ..runner import LanguageSupport, Result
 from .job import job_of
@@ -21,9 +22,17 @@ _MODULES: Final[dict[Role, tuple[str, ...]]] = {
     "candidate": ("messages", "plain", "candidate"),
 }
 
+# What programs and tests import most. None that imports a submodule of another package, as `typing` and `decimal` do
+# with `collections.abc`: a program that forgets to import that would find it.
+_IMPORTS: Final = (
+    *("abc", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "datetime", "enum", "functools"),
+    *("hashlib", "heapq", "itertools", "json", "math", "numbers", "operator", "random", "re", "string", "textwrap"),
+    *("time", "types"),
+)
+
 # Modules come compiled from the host, since the sandbox shows no folder of this package. What follows them on standard
 # input is for `Messages`, so exactly their bytes are read.
-_START: Final = f"""
+_READ: Final = f"""
 import marshal, os, sys
 def take(size):
     data = b""
@@ -34,38 +43,92 @@ for name, code in marshal.loads(take(int.from_bytes(take(4), "big"))):
     module = sys.modules[name] = type(sys)(name)
     module.__package__ = {_PACKAGE!r}
     exec(code, module.__dict__)
-module.main(sys.modules["{_PACKAGE}.messages"].Messages())
 """
 
 
 class PythonRunner(PairRunner):
-    """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules."""
+    """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules.
+
+    Where the sandbox can fork, both are forked from interpreters that the runner keeps, one for programs and one for
+    tests.
+    """
 
     _keeps_server: ClassVar[bool] = False
     _longest: ClassVar[int] = 16 << 20
+
+    def __init__(self, sandbox: Sandbox, limits: Limits):
+        super().__init__(sandbox, limits)
+        self._fork_servers: dict[Role, ForkServer] = {}
+
+    def check(self, task: Task, completion: str) -> Result:
+        """Run a completion and the task's tests; see `Runner`."""
+        try:
+            result = super().check(task, completion)
+        except SandboxError:
+            self._end_fork_servers()
+            raise
+        for server in self._fork_servers.values():
+            server.prepare()
+        return result
 
     def _check(self, task: Task, completion: str) -> Result:
         """Of a task whose tests are valid Python; another raises ValueError."""
         program = task.program(completion).encode("utf-8", "surrogatepass")
         return self._tested([program], [dumps(job_of(task), no_handle)])
 
+    def _open(self, role: Role, limits: Limits) -> SandboxedProcess:
+        if not self._sandbox.forks:
+            return super()._open(role, limits)
+        if (kept := self._fork_servers.pop(role, None)) is not None:
+            try:
+                process = kept.fork(limits)
+            except SandboxError:  # it may have been killed, as by a system without memory
+                kept.close()
+            else:
+                self._fork_servers[role] = kept
+                return process
+        server = self._fork_servers[role] = self._sandbox.fork_server(
+            ForkedPython(_IMPORTS, _compiled(role), _start(role))
+        )
+        return server.fork(limits)
+
     def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
         command, readable = python_command()
-        return [*command, "-c", _START], list(readable)
+        return [*command, "-c", _READ + _start(role)], list(readable)
 
     def _modules(self, role: Role) -> bytes:
-        return _compiled(*_MODULES[role])
+        return b"" if self._sandbox.forks else _sent_modules(role)
+
+    def _end_fork_servers(self) -> None:
+        while self._fork_servers:
+            self._fork_servers.popitem()[1].close()
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        self._end_fork_servers()
+
+
+def _start(role: Role) -> str:
+    """Statements that run the last of a role's modules, and leave out the costly end of an interpreter."""
+    main = f'sys.modules["{_PACKAGE}.{_MODULES[role][-1]}"].main'
+    return f'{main}(sys.modules["{_PACKAGE}.messages"].Messages()); os._exit(0)'
 
 
 @cache
-def _compiled(*modules: str) -> bytes:
-    """Modules of this folder for `_START`; the last one is the program."""
+def _sent_modules(role: Role) -> bytes:
+    """A role's modules for `_READ`."""
+    data = marshal.dumps(_compiled(role))
+    return len(data).to_bytes(4, "big") + data
+
+
+@cache
+def _compiled(role: Role) -> tuple[tuple[str, CodeType], ...]:
+    """Names and code of a role's modules; the last one is the program."""
     codes = []
-    for module in modules:
+    for module in _MODULES[role]:
         source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
         codes.append((f"{_PACKAGE}.{module}", compile(source, f"{module}.py", "exec", dont_inherit=True)))
-    data = marshal.dumps(codes)
-    return len(data).to_bytes(4, "big") + data
+    return tuple(codes)
 
 
 PYTHON: Final = LanguageSupport(
