@@ -128,7 +128,6 @@ def _forward_shared(
                 cache.record_tokens(input_ids)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
-        report.fused = str(structure.fused or "")
         report.observe(cache)
     return output
 

@@ -19,14 +19,18 @@ class Structure:
     """A model's configs, layers and modules, which may change between calls.
 
     Attributes:
-        walk: The model's modules.
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._model, self.walk = model, ModelWalk(model)
+        self._model = model
         found = {id(config): config for config in self.walk.attributes("config")}
         self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+
+    @cached_property
+    def walk(self) -> ModelWalk:
+        """The model's modules."""
+        return ModelWalk(self._model)
 
     @cached_property
     def layout(self) -> ModelLayout:
@@ -41,8 +45,8 @@ class Structure:
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        del self.walk
-        vars(self).pop("fused", None)
+        for name in ("walk", "fused"):  # made again for passes after the call
+            vars(self).pop(name, None)
 
     @contextmanager
     def passing(self, lengths: RowLengths) -> Iterator[None]:

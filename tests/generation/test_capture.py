@@ -13,7 +13,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import RowLengths, active
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import cuda_graph as capture
+from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers

@@ -12,8 +12,8 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import compiled_layers, modes, projections
-from hf_fastdecode.generation.steps import cuda_graph as capture
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.generation.structure import Structure

@@ -52,6 +52,7 @@ class PrefillPasses:
             return None
         logits = captured(cache, forest, tokens, wanted)
         call.report.captured_prefill_tokens += len(tokens)
+        call.report.observe(cache)
         return logits
 
     def _find(
