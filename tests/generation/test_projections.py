@@ -13,7 +13,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import compiled_layers, modes, projections
+from hf_fastdecode.generation.steps import compiled_layers, cuda_graph, modes, projections
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.generation.structure import Structure
@@ -227,14 +227,14 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
         logits.sum().backward()
         seen.append((kinds, same, len(graphs) - before, logits, attention.q_proj.weight.grad is not None))
 
-    def meanwhile(*args, stock=capture.forward_pass, **kwargs):
+    def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
         if not seen:
             thread = threading.Thread(target=train)
             thread.start()
             thread.join()
         return stock(*args, **kwargs)
 
-    monkeypatch.setattr(capture, "forward_pass", meanwhile)
+    monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
     with fd.enabled(model, mode=mode, backend="triton"):
         state = captured_state(model, Structure(model).configs)
         model.generate(**call)

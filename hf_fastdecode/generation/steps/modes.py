@@ -112,13 +112,16 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
             captures.refresh(model, structure.configs, structure.walk)
             checked = True
 
+    # `captured` itself, by a reference that ends with the call: a cycle would keep the model until it is collected.
+    again: list[Callable[[SharedContextCache, CapturedSteps | None], Steps]] = []
+
     def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         compiled = call.mode == "compile"
         fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
             refresh()
             return CapturedSteps(
-                model, cache, arguments, captures, structure, captured, compiled=compiled, fused_rows=fused
+                model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
             )
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():
@@ -138,19 +141,23 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
             captures.compile_failure = f"the layers cannot be compiled ({reason})"
             call.state.log_once(f"decode steps of this model run as a graph: {captures.compile_failure}")
             call.set_mode("graph", captures.compile_failure)
-            return captured(cache, larger)
+            return again[0](cache, larger)
         if not unsupported:
             captures.fail(reason, of_memory=_is_memory_failure(reason))
         call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
         call.set_mode("eager", reason)
         return eager(cache)
 
-    with holding_captures(call) as held:
-        if held:
-            fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
-            yield CallPasses(captured, PrefillPasses(call, refresh, fused_tokens))
-        else:
-            yield CallPasses(eager)
+    again.append(captured)
+    try:
+        with holding_captures(call) as held:
+            if held:
+                fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
+                yield CallPasses(captured, PrefillPasses(call, refresh, fused_tokens))
+            else:
+                yield CallPasses(eager)
+    finally:
+        again.clear()
 
 
 def cannot_run(forced: str, reason: str) -> ValueError:
