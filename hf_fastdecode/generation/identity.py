@@ -232,11 +232,17 @@ def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _samples(walk: ModelWalk) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """A few elements of each parameter, by device and dtype."""
+    """Bytes of a few elements of each parameter, by device and dtype; bytes compare equal for NaN."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in _plain_parameters(walk):
         flat = parameter.detach().reshape(-1)
-        numbers = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone(memory_format=torch.contiguous_format)
-        as_bytes = numbers.view(torch.uint8)  # bytes compare equal for NaN, and concatenate for every dtype
-        found.setdefault((parameter.device, parameter.dtype), []).append(as_bytes)
-    return {kind: torch.cat(parts) for kind, parts in found.items()}
+        few = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES]
+        found.setdefault((parameter.device, parameter.dtype), []).append(few)
+    return {kind: _bytes(parts) for kind, parts in found.items()}
+
+
+def _bytes(parts: list[Tensor]) -> Tensor:
+    """The bytes of vectors of one dtype, end to end, in one launch where PyTorch concatenates that dtype."""
+    if parts[0].dtype.itemsize == 1:  # of float8 and float4 it does not
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+    return torch.cat(parts).view(torch.uint8)

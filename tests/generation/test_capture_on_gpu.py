@@ -12,6 +12,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import captured_prefill
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -40,8 +41,9 @@ def gpu_call(*lengths, **extra):
 
 
 @pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_captured_steps_serve_other_calls(mode, on_a_gpu):
+def test_captured_steps_serve_other_calls(mode, on_a_gpu, monkeypatch):
     """Other lengths, trees, samples and longer suffixes: nothing is captured again."""
+    monkeypatch.setattr(captured_prefill, "_SIZES", ())  # whose logits are rounded otherwise than the eager pass's
     model = on_a_gpu
     calls = [
         gpu_call(300, 200),

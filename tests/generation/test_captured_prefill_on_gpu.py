@@ -10,6 +10,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill
+from hf_fastdecode.generation.steps.projections import has_projections
 
 from ..tiny_models import ragged_prompts, tiny_model
 
@@ -104,7 +105,7 @@ def test_weights_that_changed_in_place_are_read(on_a_gpu):
 def test_projections_are_branches_of_a_pass(on_a_gpu):
     model, prompt = on_a_gpu, prompts_of(300)
     found = []
-    for fuse in (True, False):
+    for fuse in (has_projections(model) or "auto", False):
         with fd.enabled(model, mode="graph", fuse_projections=fuse):
             found.append(logits_of(model, prompt))
     assert torch.equal(*found)
