@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ...attention.forest import Forest
@@ -12,6 +13,10 @@ from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from .capture_memory import ran_out_of_memory
 from .captured_prefill import CapturedPrefill, PrefillShape
+
+_MEMORY_PER_BUFFERS = 64
+"""Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
+with multi-head attention on 40 GB."""
 
 
 class PrefillPasses:
@@ -39,6 +44,8 @@ class PrefillPasses:
         shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
         if shape is None or (shape.several, shape.contexts) in call.state.captures.prefills.failures:
             return None
+        if not self._takes_little_memory(shape.tokens):
+            return None
         cache.meet(call.structure.layout)
         window, longest = call.structure.layout.smallest_window, cache.longest_row(len(tokens))
         if not takes_captured_passes(cache, items, call.model.dtype, call.model.device) or (
@@ -54,6 +61,15 @@ class PrefillPasses:
         call.report.captured_prefill_tokens += len(tokens)
         call.report.observe(cache)
         return logits
+
+    def _takes_little_memory(self, tokens: int) -> bool:
+        """Whether the buffers of so many tokens, which stay allocated, take a small share of the device's memory."""
+        model, layout = self._call.model, self._call.structure.layout
+        if model.device.type != "cuda":
+            return True
+        numbers = sum(store.numbers * layers for store, layers in layout.distinct.items())
+        total = torch.cuda.get_device_properties(model.device).total_memory
+        return tokens * numbers * model.dtype.itemsize <= total / _MEMORY_PER_BUFFERS
 
     def _find(
         self, shape: PrefillShape, cache: SharedContextCache, forest: Forest | None, longest: int
