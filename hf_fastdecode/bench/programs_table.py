@@ -88,11 +88,11 @@ def vllm_table(rows: Sequence[Measurement]) -> str:
         prompts = 1 if tree is None else tree.problems
         cells = [first["shape"].partition(" ")[0], f"{prompts} of {int(first['context']):,}"]
         cells += [str(int(first["samples"]) // prompts), *(_call(ways.get(way)) for way in _VLLM_WAYS)]
-        lines.append([*cells, " → ".join(f"{float(ways[way]['prefill_s']):.3f} s" for way in ("vllm", "compile"))])
-    ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("compile", "vllm"))
+        lines.append([*cells, " → ".join(f"{float(ways[way]['prefill_s']):.3f} s" for way in ("vllm", "shared"))])
+    ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("shared", "vllm"))
     where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
     legend = 'compiled: `enable(model, mode="compile")`'
-    names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → compiled"]
+    names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → `enable(model)`"]
     return markdown(names, lines, f"{where}; a call (a step); {legend}; empty: not measured; medians.")
 
 
