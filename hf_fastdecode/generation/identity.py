@@ -169,9 +169,10 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                 id(module),
                 None if module is walk.model else id(_function(module.__dict__.get("forward"))),
                 *[
-                    (name, type(value), value if type(value) in _EXACT else _comparable(module, value))
+                    (name, type(value), value if type(value) in _EXACT else _comparable(value))
                     for name, value in module.__dict__.items()
                     if type(value) in _BAKED_IN and name[:1] != "_" and name not in left_out
+                    if type(value) is not Tensor or not _changes_frequencies(module)
                 ],
             )
             for module in walk.modules
@@ -179,11 +180,9 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     )
 
 
-def _comparable(module: nn.Module, value: float | Tensor) -> str | int | None:
-    """What tells a number or a tensor of a module from another; None for frequencies that passes write anew."""
-    if isinstance(value, Tensor):
-        return None if _changes_frequencies(module) else value.data_ptr()
-    return str(value)  # tells zeros apart, and no NaN from another
+def _comparable(value: float | Tensor) -> str | int:
+    """What tells a number or a tensor of a module from another."""
+    return value.data_ptr() if isinstance(value, Tensor) else str(value)  # text tells zeros apart, and no NaN
 
 
 def _function(method: object) -> object:

@@ -14,7 +14,7 @@ from hf_fastdecode.attention.interface import RowLengths, active
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps import cuda_graph, modes
 from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket
@@ -292,14 +292,14 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
         finally:
             checked.set()
 
-    def meanwhile(*args, stock=capture.forward_pass, **kwargs):
+    def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
         if not checked.is_set():
             thread.start()
             checked.wait(60)
         return stock(*args, **kwargs)
 
     thread = threading.Thread(target=second)
-    monkeypatch.setattr(capture, "forward_pass", meanwhile)
+    monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
     torch._dynamo.reset()
     with fd.enabled(model, mode=mode, backend="triton"):
         state_of(model).captures.compiled = CompiledLayers(backend="eager")

@@ -148,8 +148,9 @@ def below(weights: Tensor, causal: bool) -> float:
 def test_measured(plan: str) -> None:
     """The text goes through dense layers, and each is judged on the inputs that it has there."""
     slim = pair(plan)[1]
-    state = deepcopy(slim.config.to_dict())
+    state, hooks = deepcopy(slim.config.to_dict()), dict(slim.model.layers[1].self_attn._forward_hooks)
     report = fd.measure_sparsity(slim, THRESHOLD, TEXT)
+    assert dict(slim.model.layers[1].self_attn._forward_hooks) == hooks
     eager = deepcopy(slim)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
@@ -163,7 +164,6 @@ def test_measured(plan: str) -> None:
     assert all(0 < layer.output_error < 1 for layer in report.layers)
     assert 0 < report.same_tokens <= 1
     assert slim.config.to_dict() == state
-    assert not slim.model.layers[1].self_attn._forward_hooks
     assert f"Threshold 0.02: {report.skipped:.1%} of the weights skipped on 256 tokens" in str(report)
     assert report.to_dict()["layers"][0]["name"] == report.layers[0].name
     errors = [fd.measure_sparsity(slim, threshold, TEXT).logits_error for threshold in (0, 1e-3, 1e-2, 1e-1)]
