@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import combinations, cycle, product
 from math import prod
@@ -110,7 +110,7 @@ def pretending(capability: tuple[int, int]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.get_device_properties", lambda _: properties))
         stack.enter_context(patch("torch.cuda.get_device_capability", lambda _: capability))
-        stack.enter_context(patch("torch.cuda.device", lambda _: nullcontext()))
+        stack.enter_context(patch("torch.cuda.current_device", lambda: CUDA.index))
         stack.enter_context(Claiming())
         yield
 
