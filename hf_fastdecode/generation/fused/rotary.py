@@ -68,7 +68,9 @@ def replacement(module: nn.Module, forms: Forms) -> Any:
     """What runs in the place of the module."""
     forward = type(module).forward
     function = inspect.unwrap(forward).__globals__[_NAME]
-    return partial(_run, module, _calling(forward, partial(_rotate, function, forms)))
+    copied = _calling(forward, partial(_rotate, function, forms))
+    assert copied is not None  # for `form_of` made one
+    return partial(_run, module, copied)
 
 
 def _calling(forward: Any, rotate: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -57,7 +57,7 @@ def settings(module: nn.Module) -> Hashable | None:
     None where attributes are tensors or collections, which may differ between modules that look alike.
     """
     read = names_in(type(module)) if not _OF_A_LAYER.isdisjoint(vars(module)) else ()
-    found: list[Hashable] = [type(module), function_key(type(module).forward)]
+    found: list[Any] = [type(module), function_key(type(module).forward)]
     for name, value in vars(module).items():
         if name in _OF_EVERY_MODULE or (name in _OF_A_LAYER and name not in read):
             continue

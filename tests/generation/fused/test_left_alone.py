@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -72,8 +73,8 @@ def test_global_hooks() -> None:
     assert seen == expected
 
 
-def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As transformers renames arguments: what it gives its function differs from what it takes."""
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that does something, as transformers' does that renames arguments."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +86,7 @@ def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_decorators_of_attention_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half()
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", renamed(modeling_llama.LlamaAttention.forward))
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", doubled(modeling_llama.LlamaAttention.forward))
     expected, fused = logits(model), FusedModules(model)
     assert any(isinstance(module, modeling_llama.LlamaAttention) for module in fused.modules)
     with fused.installed():
@@ -293,13 +294,13 @@ def test_activations_without_a_hash() -> None:
 
 
 def test_address_of_a_sum_that_waits() -> None:
-    first, second = torch.ones(2, 8).half(), torch.ones(2, 8).half()
-    if DEVICE == "cpu":
-        pytest.skip("only CUDA tensors have this interface")
-    first, second = first.to(DEVICE), second.to(DEVICE)
+    """Who asks for the address by this interface, as CuPy does, calls no function of PyTorch's that reads it."""
+    first = torch.ones(2, 8, dtype=torch.float16, device=DEVICE)
     with torch.no_grad(), WaitingSums() as sums:
-        total = first + second
-        assert total.__cuda_array_interface__
+        total = first + first
+        assert (total.shape, total.dtype, sums.waits(total)) == ((2, 8), torch.float16, True)
+        with suppress(AttributeError):  # which a CPU's tensors raise
+            _ = total.__cuda_array_interface__
         assert not sums.waits(total)
 
 
