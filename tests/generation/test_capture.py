@@ -14,7 +14,7 @@ from hf_fastdecode.attention.interface import RowLengths, active
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps import cuda_graph, modes
 from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket
@@ -292,14 +292,14 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
         finally:
             checked.set()
 
-    def meanwhile(*args, stock=capture.forward_pass, **kwargs):
+    def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
         if not checked.is_set():
             thread.start()
             checked.wait(60)
         return stock(*args, **kwargs)
 
     thread = threading.Thread(target=second)
-    monkeypatch.setattr(capture, "forward_pass", meanwhile)
+    monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
     torch._dynamo.reset()
     with fd.enabled(model, mode=mode, backend="triton"):
         state_of(model).captures.compiled = CompiledLayers(backend="eager")
@@ -372,12 +372,25 @@ def in_a_tensor_of_a_module(model):
     model.model.layers[0].mlp.table = torch.zeros(3)
 
 
+def in_a_function_of_a_module(model):
+    model.model.layers[0].mlp.function = torch.nn.functional.relu
+
+
+def in_a_class(model):
+    kind = type(model.model.layers[0].mlp)
+    model.patch.setattr(kind, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+
+
+CHANGES = [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
+
+
 @on_the_cpu
-@pytest.mark.parametrize(
-    "change", [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
-)
-def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
+@pytest.mark.parametrize("change", [*CHANGES, in_a_function_of_a_module, in_a_class])
+def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured, monkeypatch):
     model = tiny_model(**SMALL)
+    model.model.layers[0].mlp.function = torch.nn.functional.gelu
+    monkeypatch.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # for a class of this file
+    model.patch = monkeypatch
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
     with fd.enabled(model, mode="graph", backend="triton"):
         captures = state_of(model).captures
