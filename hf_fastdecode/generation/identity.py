@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", 
 
 _BAKED_IN = frozenset({bool, int, float, str, type(None), Tensor})
 """Types of module attributes that can affect what a module computes."""
+
+_FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
+"""Types of functions that a module may call, such as activations; those of the model itself are methods."""
 
 _EXACT = _BAKED_IN - {float, Tensor}
 """Those of which equal values are the same."""
@@ -158,30 +162,43 @@ def _adapter_switches(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
-    """Host-side state of modules: scalar, string and tensor attributes, and instance-level `forward` overrides.
+    """Host-side state of modules: scalar, string, tensor and function attributes, and the code of `forward`.
 
     The model's own `forward` is left to the caller, since `enable` overrides it; private attributes are bookkeeping.
     """
     left_out = {*without, *SET_BY_CALLS}
-    return tuple(
-        [  # a list takes half the time of a generator, for thousands of attributes
-            (
-                id(module),
-                None if module is walk.model else id(_function(module.__dict__.get("forward"))),
-                *[
-                    (name, type(value), value if type(value) in _EXACT else _comparable(value))
-                    for name, value in module.__dict__.items()
-                    if type(value) in _BAKED_IN and name[:1] != "_" and name not in left_out
-                    if type(value) is not Tensor or not _changes_frequencies(module)
-                ],
-            )
-            for module in walk.modules
-        ]
+    with_functions = _BAKED_IN | _FUNCTIONS
+    return (
+        tuple(map(_forward_of, walk.classes)),
+        tuple(
+            [  # a list takes half the time of a generator, for thousands of attributes
+                (
+                    id(module),
+                    None if module is walk.model else id(_function(module.__dict__.get("forward"))),
+                    *[
+                        (name, type(value), value if type(value) in _EXACT else _comparable(value))
+                        for name, value in module.__dict__.items()
+                        if type(value) in (_BAKED_IN if module is walk.model else with_functions)
+                        and name[:1] != "_"
+                        and name not in left_out
+                        and (type(value) is not Tensor or not _changes_frequencies(module))
+                    ],
+                )
+                for module in walk.modules
+            ]
+        ),
     )
 
 
-def _comparable(value: float | Tensor) -> str | int:
-    """What tells a number or a tensor of a module from another."""
+def _forward_of(kind: type[nn.Module]) -> int | None:
+    """What tells the code of a class from another that it may be given."""
+    return next((id(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)), None)
+
+
+def _comparable(value: float | Tensor | FunctionType | BuiltinFunctionType) -> str | int:
+    """What tells a number, tensor or function of a module from another."""
+    if type(value) in _FUNCTIONS:
+        return id(value)
     return value.data_ptr() if isinstance(value, Tensor) else str(value)  # text tells zeros apart, and no NaN
 
 

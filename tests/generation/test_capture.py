@@ -372,12 +372,25 @@ def in_a_tensor_of_a_module(model):
     model.model.layers[0].mlp.table = torch.zeros(3)
 
 
+def in_a_function_of_a_module(model):
+    model.model.layers[0].mlp.function = torch.nn.functional.relu
+
+
+def in_a_class(model):
+    kind = type(model.model.layers[0].mlp)
+    model.patch.setattr(kind, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+
+
+CHANGES = [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
+
+
 @on_the_cpu
-@pytest.mark.parametrize(
-    "change", [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
-)
-def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured):
+@pytest.mark.parametrize("change", [*CHANGES, in_a_function_of_a_module, in_a_class])
+def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured, monkeypatch):
     model = tiny_model(**SMALL)
+    model.model.layers[0].mlp.function = torch.nn.functional.gelu
+    monkeypatch.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # for a class of this file
+    model.patch = monkeypatch
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
     with fd.enabled(model, mode="graph", backend="triton"):
         captures = state_of(model).captures

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._compat import uncompiled_call
@@ -13,12 +14,14 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import gated
 from ...kernels.pointwise.forms import Activation
-from .runs import runs_fused
-from .trial import linear, matching, names_in, random, settings, twin
+from .runs import is_plain, runs_fused
+from .trial import TRIED_IN, function_key, linear, matching, names_in, random, settings, twin
 
 WHAT = "gated activations"
 
 _WIDTH, _HIDDEN = 32, 48
+_SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").to(TRIED_IN)[:, None]
+"""Of tokens: large numbers show limits of activations."""
 _APART, _TOGETHER = frozenset({"gate_proj", "up_proj", "down_proj"}), frozenset({"gate_up_proj", "down_proj"})
 _ACTIVATIONS = ("act_fn", "activation_fn")
 
@@ -33,8 +36,11 @@ def kind(module: nn.Module) -> Hashable | None:
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
     if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or activation is None:
         return None
-    of_activation = settings(activation) if isinstance(activation, nn.Module) else activation
-    return settings(module), frozenset(names), of_activation
+    of_module = settings(module)
+    of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+    if of_module is None or of_activation is None:
+        return None
+    return of_module, frozenset(names), of_activation
 
 
 def form_of(module: nn.Module) -> Activation | None:
@@ -46,7 +52,7 @@ def form_of(module: nn.Module) -> Activation | None:
     else:
         parts |= {"gate_proj": linear(_WIDTH, _HIDDEN, seed=4), "up_proj": linear(_WIDTH, _HIDDEN, seed=5)}
     kept = {name: part for name, part in module._modules.items() if name in _ACTIVATIONS and part is not None}
-    small, x = twin(module, **parts, **kept), random(2, 9, _WIDTH, seed=6)
+    small, x = twin(module, **parts, **kept), random(2, 9, _WIDTH, seed=6) * _SCALES
     found = type(module).forward(small, x)
     gate, up = _projected(small, x)
     forms = ((form, parts["down_proj"](reference.gated(gate, up, form))) for form in Activation)
@@ -55,13 +61,15 @@ def form_of(module: nn.Module) -> Activation | None:
 
 def replacement(module: nn.Module, activation: Activation) -> Any:
     """What runs in the place of the module."""
-    return partial(_run, module, activation)
+    return partial(_run, module, activation, _activation(module))
 
 
-def _run(module: nn.Module, activation: Activation, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or not runs_fused(x):
+def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or not runs_fused(x) or not is_plain(module) or _activation(module) is not own:
         return uncompiled_call(module, x, *args, **kwargs)
     gate, up = _projected(module, x)
+    if not (type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype and gate.shape == up.shape):
+        return uncompiled_call(module, x)
     try:
         hidden = gated(gate, up, activation)
     except KernelFailedError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -13,11 +12,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..._compat import COMPILED_CALL
+from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...kernels.installed import triton_is_installed
-from ..instance_patch import own_method
 from . import gated, norms, rotary
-from .runs import fused_here
+from .runs import fused_here, is_plain
 from .trial import tried
 
 _KINDS: tuple[ModuleType, ...] = (norms, gated, rotary)
@@ -38,7 +36,7 @@ class FusedModules:
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module] | None = None):
         known = _found.setdefault(model, {})
         every = model.modules() if modules is None else modules
-        self._calls = list(_calls(every, known)) if triton_is_installed() else []
+        self._calls = list(_calls(every, known)) if triton_is_installed() and not _all_have_hooks() else []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -56,7 +54,10 @@ class FusedModules:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Context in which this thread's passes run these modules as kernels."""
+        """Context in which this thread's passes run these modules as kernels, unless all modules have a hook."""
+        if _all_have_hooks():
+            yield
+            return
         _switch.enter(self._calls)
         try:
             with fused_here():
@@ -70,9 +71,12 @@ Call = tuple[nn.Module, Callable[..., Any], ModuleType]
 
 
 def _calls(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Call]:
+    kinds: dict[type[nn.Module], list[ModuleType]] = {}  # not kept: a class may get another `forward`
     for module in modules:
-        for of in _kinds_of(type(module)):  # type: ignore[arg-type]  # mypy reads the instances' hash
-            if (kind := of.kind(module)) is None or not _is_plain(module):
+        if (of_class := kinds.get(type(module))) is None:
+            of_class = kinds[type(module)] = [of for of in _KINDS if of.may_be(type(module))]
+        for of in of_class:
+            if (kind := of.kind(module)) is None or not is_plain(module):
                 continue
             if kind not in known:
                 known[kind] = tried(of.form_of, module)
@@ -81,16 +85,9 @@ def _calls(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator
                 break
 
 
-@lru_cache(maxsize=1024)
-def _kinds_of(module: type[nn.Module]) -> tuple[ModuleType, ...]:
-    """What modules of a class may be."""
-    return tuple(of for of in _KINDS if of.may_be(module))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module is a call of its class's `forward`."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module)
-    return not hooks and own_method(module, "forward") is None
+def _all_have_hooks() -> bool:
+    """Whether each call of any module runs a hook, trials' included."""
+    return next(global_forward_hooks(), None) is not None
 
 
 class _Switch:

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..._compat import uncompiled_call
@@ -13,14 +14,17 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, rms_norm
 from ...kernels.pointwise.forms import NormForm
-from .runs import runs_fused
+from .runs import is_plain, runs_fused
 from .sums import waiting_sums
-from .trial import matching, random, settings, twin
+from .trial import TRIED_IN, matching, random, settings, twin
 
 WHAT = "norms"
 
 _EPS = ("variance_epsilon", "eps")
 _COLUMNS = 96
+
+_SCALES = torch.tensor([1, 0.1, 0.01, 0.001] * 2, dtype=TRIED_IN, device="cpu")[:, None]
+"""Of rows: small ones show where an epsilon is added."""
 
 
 def may_be(module: type[nn.Module]) -> bool:
@@ -33,13 +37,17 @@ def kind(module: nn.Module) -> Hashable | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
-    return settings(module) if _eps(module) is not None else None
+    of_module = settings(module) if _eps(module) is not None else None
+    return (of_module, weight.dtype == torch.float32) if of_module is not None else None
 
 
 def form_of(module: nn.Module) -> NormForm | None:
     """Which form a norm computes; None if none of them."""
-    eps, x, weight = _eps(module), random(8, _COLUMNS, seed=1), random(_COLUMNS, seed=2)
+    eps, own = _eps(module), module._parameters["weight"]
     assert eps is not None
+    assert own is not None
+    x = random(8, _COLUMNS, seed=1) * _SCALES
+    weight = random(_COLUMNS, seed=2, dtype=torch.float32 if own.dtype == torch.float32 else TRIED_IN)
     found = type(module).forward(twin(module, weight=weight), x)
     return matching(found, ((form, reference.rms_norm(x, weight, eps, form)) for form in NormForm))
 
@@ -55,11 +63,13 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
     if (
         args
         or kwargs
-        or weight is None
+        or not is_plain(module)
+        or type(weight) is not nn.Parameter
         or eps is None
         or not runs_fused(x)
         or not (waits or x.is_contiguous())
         or weight.shape != x.shape[-1:]
+        or weight.device != x.device
         or weight.shape[0] > MOST_COLUMNS
         or (form is NormForm.ROUNDED and weight.dtype != x.dtype)
     ):
@@ -69,7 +79,7 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
             with sums.taken() as (first, plus):
                 return rms_norm(first, weight, eps, form, plus)
         return rms_norm(x, weight, eps, form)
-    except KernelFailedError:
+    except (ValueError, KernelFailedError):  # a weight that is not contiguous, or no kernel
         return uncompiled_call(module, x)
 
 

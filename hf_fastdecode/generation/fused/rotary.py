@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from functools import partial
-from types import FunctionType
+from itertools import product
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import rotate
 from ...kernels.pointwise.forms import RotaryForm
-from .runs import runs_fused
-from .trial import TRIED_IN, matching, names_in, random
+from .runs import is_plain, runs_fused
+from .trial import TRIED_IN, function_key, matching, names_in, random, tried
 
 WHAT = "rotary embeddings"
 
 _NAME = "apply_rotary_pos_emb"
 
-Forms = dict[torch.dtype, RotaryForm]
-"""By the dtype of cosines and sines: where they are wider than queries, PyTorch computes in theirs."""
+Forms = dict[tuple[torch.dtype, bool], RotaryForm]
+"""By the dtype of cosines and sines, since PyTorch computes in theirs where they are wider than queries, and by
+whether they are as long as a head."""
 
 
 def may_be(module: type[nn.Module]) -> bool:
@@ -39,52 +41,82 @@ def may_be(module: type[nn.Module]) -> bool:
 def kind(module: nn.Module) -> Hashable | None:
     """What tells modules apart that rotate differently; None where the file has no function of that name."""
     function = inspect.unwrap(type(module).forward).__globals__.get(_NAME)
-    return (type(module), function) if callable(function) else None
+    if (key := function_key(function)) is None:
+        return None
+    return type(module), function_key(type(module).forward), key
 
 
 def form_of(module: nn.Module) -> Forms | None:
-    """In which forms the function rotates; None if in none of them."""
+    """In which forms the function rotates; None if in none of them, or if no copy of `forward` can call another."""
     function = inspect.unwrap(type(module).forward).__globals__[_NAME]
+    if _calling(type(module).forward, function) is None:
+        return None
     queries, keys = (random(2, 5, heads, 32, seed=heads).transpose(1, 2) for heads in (4, 2))
-    angles, forms = 10 * random(2, 5, 16, seed=7, dtype=torch.float32).repeat(1, 1, 2), Forms()
-    for dtype in (TRIED_IN, torch.float32):
+    forms = Forms()
+    for width, dtype in product((32, 16), (TRIED_IN, torch.float32)):
+        angles = 10 * random(2, 5, width // 2, seed=7, dtype=torch.float32).repeat(1, 1, 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        found = _joined(function(queries.clone(), keys.clone(), cos, sin))
+        if (found := tried(function, queries.clone(), keys.clone(), cos, sin)) is None:
+            continue
         expected = ((form, _joined(reference.rotate(queries, keys, cos, sin, form))) for form in RotaryForm)
-        if (form := matching(found, expected)) is not None:
-            forms[dtype] = form
+        if (form := matching(_joined(found), expected)) is not None:
+            forms[dtype, width == 32] = form
     return forms or None
 
 
 def replacement(module: nn.Module, forms: Forms) -> Any:
     """What runs in the place of the module."""
-    forward = inspect.unwrap(type(module).forward)
-    names = {**forward.__globals__, _NAME: partial(_rotate, forward.__globals__[_NAME], forms)}
-    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    forward = type(module).forward
+    function = inspect.unwrap(forward).__globals__[_NAME]
+    copied = _calling(forward, partial(_rotate, function, forms))
+    assert copied is not None  # for `form_of` made one
     return partial(_run, module, copied)
+
+
+def _calling(forward: Any, rotate: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A copy of a function, and of its decorators, in which the name is another; None if they cannot be copied."""
+    if not isinstance(forward, FunctionType):
+        return None
+    names, cells, wrapped = forward.__globals__, forward.__closure__ or (), getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        names = {**names, _NAME: rotate}
+    else:
+        inner = _calling(wrapped, rotate)
+        held = [cell for cell in cells if _contents(cell) is wrapped]
+        if inner is None or not held:
+            return None
+        cells = tuple(CellType(inner) if cell in held else cell for cell in cells)
+    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     hidden = kwargs.get("hidden_states", args[0] if args else None)
-    if not isinstance(hidden, Tensor) or not runs_fused(hidden):
+    if not isinstance(hidden, Tensor) or not runs_fused(hidden) or not is_plain(module):
         return uncompiled_call(module, *args, **kwargs)
     return forward(module, *args, **kwargs)
 
 
-def _rotate(
-    function: Any, forms: Forms, queries: Any, keys: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any
-) -> Any:
-    given = (queries, keys, cos, sin)
-    plain = not args and not kwargs and all(isinstance(one, Tensor) for one in given)
-    if plain and queries.dim() == 4 and cos.dim() == 3 and runs_fused(queries) and keys.dtype == queries.dtype:
-        form = forms.get(torch.float32 if cos.dtype == torch.float32 else TRIED_IN)
-        if form is not None and cos.dtype in (queries.dtype, torch.float32):
-            try:
-                return rotate(queries, keys, cos, sin, form)
-            except (ValueError, KernelFailedError):
-                pass
-    return function(*given, *args, **kwargs)
+def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 4 and not kwargs and all(type(one) is Tensor for one in args):
+        queries, keys, cos, sin = args
+        if queries.dim() == 4 and cos.dim() == 3 and runs_fused(queries) and keys.dtype == queries.dtype:
+            wide = cos.dtype == torch.float32
+            form = forms.get((torch.float32 if wide else TRIED_IN, cos.shape[-1] == queries.shape[-1]))
+            if form is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
+                try:
+                    return rotate(queries, keys, cos, sin, form)
+                except (ValueError, KernelFailedError):
+                    pass
+    return function(*args, **kwargs)
 
 
 def _joined(pair: tuple[Tensor, Tensor]) -> Tensor:

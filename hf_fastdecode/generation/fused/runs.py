@@ -1,4 +1,7 @@
-"""Whether a replaced module runs its kernel: in passes of this package, in half precision, without gradients."""
+"""Whether a replaced module runs its kernel: in passes of this package, in half precision, without gradients.
+
+It is asked at every call, since hooks and methods may be put on a module between passes, and within one.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..instance_patch import own_method
 
 _on: ContextVar[bool] = ContextVar("hf_fastdecode_fused", default=False)
 
@@ -20,6 +25,14 @@ def fused_here() -> Iterator[None]:
         yield
     finally:
         _on.reset(token)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is a call of its class's `forward`."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own or "_call_impl" in own:
+        return False
+    return "forward" not in own or own_method(module, "forward") is None
 
 
 def runs_fused(x: Tensor) -> bool:

@@ -20,12 +20,17 @@ from ...kernels.pointwise.api import Plus
 
 _SUMS = (torch.add, Tensor.add, Tensor.__add__)
 _HALF = (torch.float16, torch.bfloat16)
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
+)
+"""Reads of attributes that do not lead to a tensor's memory."""
 
 
 class WaitingSums(TorchFunctionMode):
     """Context in which this thread's sums wait. Of several function modes it must be entered last.
 
-    A function mode sees every operation on tensors, attributes apart, so that none reads memory that is not written.
+    A function mode sees every operation on tensors and every read of their attributes, so that none reads memory
+    that is not written.
     """
 
     def __init__(self) -> None:
@@ -43,7 +48,7 @@ class WaitingSums(TorchFunctionMode):
         self.compute()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__get__":  # an attribute: a shape, a dtype
+        if function in _METADATA:
             return function(*args, **(kwargs or {}))
         self.compute()
         if function in _SUMS and not kwargs and len(args) == 2 and _can_wait(*args):

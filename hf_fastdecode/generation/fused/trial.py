@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,14 @@ from torch import Tensor, nn
 Form = TypeVar("Form")
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
-_OF_A_LAYER = frozenset({"layer_idx", "layer_id", "training"})
-"""Attributes that differ between layers, or calls, that compute the same."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
+"""Attributes that are no settings."""
+
+_OF_A_LAYER = frozenset({"layer_idx", "layer_id"})
+"""Attributes that differ between layers, which compute the same unless their `forward` reads them."""
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_WITH_CONTENTS = (Tensor, list, dict, set)
 
 TRIED_IN = torch.bfloat16
 """What numbers are tried in: its roundings tell the forms of a formula apart."""
@@ -43,14 +51,28 @@ def twin(module: nn.Module, **parts: nn.Module | Tensor) -> nn.Module:
     return small
 
 
-def settings(module: nn.Module) -> Hashable:
-    """What a module computes depends on: its class and plain attributes."""
-    plain = [
-        (name, value)
-        for name, value in vars(module).items()
-        if type(value) in _SCALARS and name[:1] != "_" and name not in _OF_A_LAYER
-    ]
-    return type(module), *plain
+def settings(module: nn.Module) -> Hashable | None:
+    """What a module computes depends on: its class, that class's `forward`, and attributes.
+
+    None where attributes are tensors or collections, which may differ between modules that look alike.
+    """
+    read = names_in(type(module)) if not _OF_A_LAYER.isdisjoint(vars(module)) else ()
+    found: list[Any] = [type(module), function_key(type(module).forward)]
+    for name, value in vars(module).items():
+        if name in _OF_EVERY_MODULE or (name in _OF_A_LAYER and name not in read):
+            continue
+        if type(value) in _SCALARS:
+            found.append((name, value))
+        elif isinstance(value, _FUNCTIONS):
+            found.append((name, function_key(value)))
+        elif isinstance(value, _WITH_CONTENTS):
+            return None
+    return tuple(found)
+
+
+def function_key(function: Any) -> Hashable | None:
+    """Tells functions apart without keeping them, and what they refer to, alive; None for other callables."""
+    return ref(function) if isinstance(function, _FUNCTIONS) else None
 
 
 def names_in(module: type[nn.Module]) -> tuple[str, ...]:

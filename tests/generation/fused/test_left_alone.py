@@ -1,0 +1,323 @@
+"""What modules must not lose where kernels run in their place: hooks, decorators, settings, and their own weights."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.fused.sums import WaitingSums
+
+from .test_modules import DEVICE, half, logits
+
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "norm": lambda model: model.model.layers[0].input_layernorm,
+    "gated": lambda model: model.model.layers[0].mlp,
+    "attention": lambda model: model.model.layers[0].self_attn,
+}
+
+
+def scaled(output: Any) -> Any:
+    return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_code_that_comes_between_passes(place: str, how: str) -> None:
+    """Hooks and methods of an instance run, also those that were put there after the modules were found."""
+    model = half()
+    module = PLACES[place](model)
+    with FusedModules(model).installed():
+        if how == "hook":
+            module.register_forward_hook(lambda module, inputs, output: scaled(output))
+        else:
+            own = module.forward
+            module.forward = MethodType(lambda self, *args, **kwargs: scaled(own(*args, **kwargs)), module)
+        found = logits(model)
+    torch.testing.assert_close(found, logits(model), rtol=0, atol=2e-2)
+
+
+def test_activation_replaced_between_passes() -> None:
+    model = half()
+    with FusedModules(model).installed():
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.ReLU()
+        found = logits(model)
+    torch.testing.assert_close(found, logits(model), rtol=0, atol=2e-2)
+
+
+def test_global_hooks() -> None:
+    model, seen = half(), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *args: seen.append(module))
+    try:
+        logits(model)
+        expected, seen[:] = list(seen), []
+        with FusedModules(model).installed():
+            logits(model)
+    finally:
+        handle.remove()
+    assert seen == expected
+
+
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that does something, as transformers' does that renames arguments."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output, weights = function(*args, **kwargs)
+        return output * 2, weights
+
+    return wrapped
+
+
+def test_decorators_of_attention_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half()
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", doubled(modeling_llama.LlamaAttention.forward))
+    expected, fused = logits(model), FusedModules(model)
+    assert any(isinstance(module, modeling_llama.LlamaAttention) for module in fused.modules)
+    with fused.installed():
+        found = logits(model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
+def test_class_patched_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half()
+    FusedModules(model)
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x) - self.up_proj(x)))
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x * self.weight)
+    found = FusedModules(model).modules
+    assert not any(isinstance(module, LlamaMLP | LlamaRMSNorm) for module in found)
+
+
+class EpsOutsideNorm(LlamaRMSNorm):
+    """Adds its epsilon behind the root, which only small numbers show."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        normalized = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        return self.weight * normalized.to(hidden_states.dtype)
+
+
+class InDtypeOfWeightNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * normalized).to(self.weight.dtype)
+
+
+def test_epsilon_elsewhere() -> None:
+    model = half()
+    model.model.norm.__class__ = EpsOutsideNorm
+    assert model.model.norm not in FusedModules(model).modules
+
+
+def test_dtype_of_the_weight() -> None:
+    model = half()
+    model.model.norm.__class__ = InDtypeOfWeightNorm
+    model.model.norm.float()
+    x = torch.ones(2, 64, dtype=torch.float16, device=DEVICE)
+    with torch.no_grad(), FusedModules(model).installed():
+        assert model.model.norm(x).dtype == torch.float32
+
+
+class ByTensor(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.factor.to(x))
+
+
+class ByLayer(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (1 + self.layer_idx)
+
+
+class ByPrivate(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self._factor
+
+
+class Clamped(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=30) * self.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (ByTensor, "factor", (torch.tensor(1.0), torch.tensor(1.5))),
+        (ByLayer, "layer_idx", (0, 1)),
+        (ByPrivate, "_factor", (1.0, 1.5)),
+        (Clamped, "unused", (1, 1)),
+    ],
+)
+def test_settings_of_a_layer(kind: type[LlamaMLP], name: str, values: tuple[Any, Any]) -> None:
+    model = half()
+    for layer, value in zip(model.model.layers, values, strict=True):
+        layer.mlp.__class__ = kind
+        setattr(layer.mlp, name, value)
+    found = FusedModules(model).modules
+    assert model.model.layers[1].mlp not in found
+
+
+def test_strided_weight() -> None:
+    """A weight that is a column of a matrix: the model's own code runs."""
+    model = half()
+    model.model.norm.weight = nn.Parameter(torch.rand(64, 2, device=DEVICE).half()[:, 0])
+    expected = logits(model)
+    with FusedModules(model).installed():
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-2)
+        with WaitingSums():
+            torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-2)
+
+
+class OwnTensor(torch.Tensor):
+    """Stands for tensors whose memory no kernel may read as it lies there."""
+
+
+def test_weights_of_other_classes() -> None:
+    model = half()
+    norm = model.model.norm
+    norm.weight = nn.Parameter(norm.weight.detach().as_subclass(OwnTensor), requires_grad=False)
+    x = torch.ones(2, 64, dtype=torch.float16, device=DEVICE)
+    with torch.no_grad(), FusedModules(model).installed():
+        assert type(norm(x)) is OwnTensor
+
+
+class Wide(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class Back(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def test_projections_of_other_dtypes() -> None:
+    """A projection that returns its sums in fp32, as some quantized ones do."""
+    model = half()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Wide
+        layer.mlp.down_proj.__class__ = Back
+    expected = logits(model)
+    with FusedModules(model).installed():
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-2)
+
+
+def test_rotation_by_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_fastdecode.generation.fused import rotary
+
+    model = half()
+    layer = model.model.layers[0].self_attn
+    forms = rotary.form_of(layer)
+    assert forms is not None
+    queries, angles = torch.rand(1, 2, 3, 16).half(), torch.rand(1, 3, 16).half()
+    expected = modeling_llama.apply_rotary_pos_emb(q=queries, k=queries, cos=angles, sin=angles)
+    found = rotary._rotate(modeling_llama.apply_rotary_pos_emb, forms, q=queries, k=queries, cos=angles, sin=angles)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_partial_rotation_of_the_last_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_llama.apply_rotary_pos_emb
+
+    def behind(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        kept = q.shape[-1] - cos.shape[-1]
+        turned = original(q[..., kept:], k[..., kept:], cos, sin)
+        return tuple(torch.cat((x[..., :kept], y), -1) for x, y in zip((q, k), turned, strict=True))
+
+    from hf_fastdecode.generation.fused import rotary
+    from hf_fastdecode.generation.fused.runs import fused_here
+
+    model = half()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", behind)
+    forms = rotary.form_of(model.model.layers[0].self_attn)
+    queries, angles = torch.rand(1, 2, 3, 16).half(), torch.rand(1, 3, 8).half()
+    with torch.no_grad(), fused_here():
+        found = rotary._rotate(behind, forms, queries, queries, angles, angles)
+    assert torch.equal(found[0], behind(queries, queries, angles, angles)[0])
+
+
+def test_classes_are_let_go() -> None:
+    class Local(LlamaRMSNorm):
+        pass
+
+    model = half()
+    model.model.norm.__class__ = Local
+    FusedModules(model)
+    seen = weakref.ref(Local)
+    del model, Local
+    gc.collect()
+    assert seen() is None
+
+
+def test_model_that_its_activation_refers_to_is_let_go() -> None:
+    model = half()
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+
+    def activation(x: Tensor, model: nn.Module = model) -> Tensor:
+        return torch.nn.functional.silu(x)
+
+    mlp.act_fn = activation
+    FusedModules(model)
+    seen = weakref.ref(model)
+    del model, mlp, activation
+    gc.collect()
+    assert seen() is None
+
+
+def test_activations_without_a_hash() -> None:
+    class Swish:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.silu(x)
+
+    model = half()
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = Swish()
+    assert not any(isinstance(module, LlamaMLP) for module in FusedModules(model).modules)
+
+
+def test_address_of_a_sum_that_waits() -> None:
+    """Who asks for the address by this interface, as CuPy does, calls no function of PyTorch's that reads it."""
+    first = torch.ones(2, 8, dtype=torch.float16, device=DEVICE)
+    with torch.no_grad(), WaitingSums() as sums:
+        total = first + first
+        assert (total.shape, total.dtype, sums.waits(total)) == ((2, 8), torch.float16, True)
+        with suppress(AttributeError):  # which a CPU's tensors raise
+            _ = total.__cuda_array_interface__
+        assert not sums.waits(total)
+
+
+def test_autocast_keeps_the_models_code() -> None:
+    model = half()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        expected = logits(model)
+        with FusedModules(model).installed():
+            found = logits(model)
+    assert torch.equal(found, expected)
+
+
+def test_copies_made_within(tmp_path: Any) -> None:
+    model = half()
+    expected = logits(model)
+    with FusedModules(model).installed():
+        copied = deepcopy(model)
+        torch.save(model, tmp_path / "model")
+    assert torch.equal(logits(copied), expected)
+    assert torch.equal(logits(torch.load(tmp_path / "model", weights_only=False)), expected)
