@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -19,8 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 pytest.importorskip("triton")
 
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.sums import WaitingSums
+from hf_fastdecode.generation.structure import Structure
 
 from .test_modules import DEVICE, half, logits
 
@@ -321,3 +325,49 @@ def test_copies_made_within(tmp_path: Any) -> None:
         torch.save(model, tmp_path / "model")
     assert torch.equal(logits(copied), expected)
     assert torch.equal(logits(torch.load(tmp_path / "model", weights_only=False)), expected)
+
+
+class Scaled(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("change", ["number", "class"])
+def test_a_loop_of_the_users_that_changes_the_model(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pass of the loop runs as kernels is found anew for it."""
+
+    def passes(fused: Any) -> list[Tensor]:
+        model, found = half(), []
+        for layer in model.model.layers:
+            layer.mlp.__class__, layer.mlp.scale = Scaled, 1.0
+
+        def loop(model: Any, input_ids: Tensor, **arguments: Any) -> Tensor:
+            cache = arguments[CACHE]
+            model(input_ids, **{CACHE: cache})
+            for scale in (1.0, 1.0, 3.0):
+                for layer in model.model.layers:
+                    if change == "class" and scale == 3:
+                        monkeypatch.setattr(Scaled, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+                    layer.mlp.scale = scale if change == "number" else 1.0
+                fed = torch.full((cache.rows, 1), 7, device=DEVICE)
+                found.append(model(fed, **{CACHE: cache}).logits)
+            return input_ids
+
+        with monkeypatch.context() as patched:
+            patched.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # classes of this file
+            kept = cached_property(fused)
+            kept.__set_name__(Structure, "fused")
+            patched.setattr(Structure, "fused", kept)
+            ids = torch.arange(3, 43, device=DEVICE).repeat(2, 1)
+            with fd.enabled(model, mode="eager", min_saved_tokens=1):
+                model.generate(ids, custom_generate=loop, max_new_tokens=9)
+                report = fd.explain(model).last_call
+                assert report.path == "shared", report
+        return found
+
+    forward = Scaled.forward
+    expected = passes(lambda structure: None)
+    monkeypatch.setattr(Scaled, "forward", forward)
+    found = passes(lambda structure: FusedModules(structure._model, structure.walk.modules))
+    assert (expected[2] - expected[1]).abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
