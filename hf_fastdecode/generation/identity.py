@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._compat import ATTENTION_FIELD, tensor_version
 from ..attention.autocast import autocast_dtype
 from .forward_pass import input_device
-from .model_walk import ModelWalk
+from .model_walk import ModelWalk, attributes
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
@@ -121,7 +121,7 @@ class ModelWatch:
         found: list[dict[str, Any] | list[Any]] = []
         for one in (*model.modules(), *configs):
             found.append(vars(one))
-            found += (part for name, part in vars(one).items() if _holds_state(name, part))
+            found += (part for name, part in attributes(one).items() if _holds_state(name, part))
         self._held = [(part, list(_values(part))) for part in found]
         self._tensors = [value for _, values in self._held for value in values if isinstance(value, Tensor)]
         self._addresses = addresses(self._tensors)
@@ -129,7 +129,7 @@ class ModelWatch:
     def touched(self) -> bool:
         """Whether an attribute, parameter, buffer, module, hook or address is another than it was."""
         for part, held in self._held:
-            if len(part) != len(held) or not all(map(operator.is_, _values(part), held)):
+            if len(now := list(_values(part))) != len(held) or not all(map(operator.is_, now, held)):
                 return True
         return self._addresses != addresses(self._tensors)
 
@@ -177,7 +177,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                     None if module is walk.model else id(_function(module.__dict__.get("forward"))),
                     *[
                         (name, type(value), value if type(value) in _EXACT else _comparable(module, value))
-                        for name, value in module.__dict__.items()
+                        for name, value in attributes(module).items()
                         if type(value) in (_BAKED_IN if module is walk.model else with_functions)
                         and name[:1] != "_"
                         and name not in left_out

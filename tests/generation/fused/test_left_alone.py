@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property
@@ -24,7 +27,10 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.sums import WaitingSums
+from hf_fastdecode.generation.identity import ModelWatch, captured_state
+from hf_fastdecode.generation.model_walk import ModelWalk
 from hf_fastdecode.generation.structure import Structure
+from hf_fastdecode.generation.support import check_state
 
 from .test_modules import DEVICE, half, logits
 
@@ -371,3 +377,31 @@ def test_a_loop_of_the_users_that_changes_the_model(change: str, monkeypatch: py
     found = passes(lambda structure: FusedModules(structure._model, structure.walk.modules))
     assert (expected[2] - expected[1]).abs().max() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
+def test_a_model_that_is_read_while_another_thread_computes() -> None:
+    model, stopped, interval = half(), threading.Event(), sys.getswitchinterval()
+    configs = Structure(model).configs
+
+    def passes() -> None:
+        fused = FusedModules(model)
+        while not stopped.is_set():
+            with fused.installed():
+                pass
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(passes)
+            try:
+                for _ in range(100):
+                    captured_state(model, configs)
+                    ModelWatch(model, configs).touched()
+                    FusedModules(model)
+                    model.train()
+                    check_state(ModelWalk(model))
+            finally:
+                stopped.set()
+            other.result()
+    finally:
+        sys.setswitchinterval(interval)
