@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -23,13 +24,13 @@ _SAMPLES = 4
 _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
-_BAKED_IN = frozenset({bool, int, float, str, type(None), Tensor})
+_BAKED_IN = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, Tensor})
 """Types of module attributes that can affect what a module computes."""
 
 _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 """Types of functions that a module may call, such as activations; those of the model itself are methods."""
 
-_EXACT = _BAKED_IN - {float, Tensor}
+_EXACT = _BAKED_IN - {float, tuple, Tensor}
 """Those of which equal values are the same."""
 
 _NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
@@ -189,17 +190,24 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     )
 
 
-def _forward_of(kind: type[nn.Module]) -> int | None:
-    """What tells the code of a class from another that it may be given."""
-    return next((id(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)), None)
+def _forward_of(kind: type[nn.Module]) -> Hashable:
+    """What tells the code of a class from another that it may be given, or functions of its file that it calls."""
+    forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+    bare = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
+    if not isinstance(bare, FunctionType):
+        return id(forward)
+    names = bare.__globals__
+    return id(forward), *[id(names[name]) for name in bare.__code__.co_names if name in names]
 
 
-def _comparable(module: nn.Module, value: float | Tensor | FunctionType | BuiltinFunctionType) -> str | int | None:
-    """What tells a number, tensor or function of a module from another; None for frequencies that passes write."""
+def _comparable(module: nn.Module, value: Any) -> str | int | None:
+    """What tells an attribute of a module from another; None for frequencies that passes write anew."""
     if type(value) in _FUNCTIONS:
         return id(value)
     if isinstance(value, Tensor):
         return None if _changes_frequencies(module) else value.data_ptr()
+    if isinstance(value, tuple) and not all(type(part) in _EXACT or type(part) is float for part in value):
+        return id(value)
     return str(value)  # tells zeros apart, and no NaN from another
 
 
