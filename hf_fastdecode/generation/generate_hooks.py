@@ -117,6 +117,8 @@ def _forward_shared(
             given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
     structure = _structure(model)
+    if (active_call := _active_call.get()) is not None and active_call.loop is not None:
+        structure.release()  # the user's loop may have changed the model since the last pass
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -15,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._compat import ATTENTION_FIELD, tensor_version
 from ..attention.autocast import autocast_dtype
 from .forward_pass import input_device
-from .model_walk import ModelWalk
+from .model_walk import ModelWalk, attributes
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
@@ -23,13 +24,13 @@ _SAMPLES = 4
 _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
-_BAKED_IN = frozenset({bool, int, float, str, type(None), Tensor})
+_BAKED_IN = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, Tensor})
 """Types of module attributes that can affect what a module computes."""
 
 _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 """Types of functions that a module may call, such as activations; those of the model itself are methods."""
 
-_EXACT = _BAKED_IN - {float, Tensor}
+_EXACT = _BAKED_IN - {float, tuple, Tensor}
 """Those of which equal values are the same."""
 
 _NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
@@ -121,7 +122,7 @@ class ModelWatch:
         found: list[dict[str, Any] | list[Any]] = []
         for one in (*model.modules(), *configs):
             found.append(vars(one))
-            found += (part for name, part in vars(one).items() if _holds_state(name, part))
+            found += (part for name, part in attributes(one).items() if _holds_state(name, part))
         self._held = [(part, list(_values(part))) for part in found]
         self._tensors = [value for _, values in self._held for value in values if isinstance(value, Tensor)]
         self._addresses = addresses(self._tensors)
@@ -129,7 +130,7 @@ class ModelWatch:
     def touched(self) -> bool:
         """Whether an attribute, parameter, buffer, module, hook or address is another than it was."""
         for part, held in self._held:
-            if len(part) != len(held) or not all(map(operator.is_, _values(part), held)):
+            if len(now := list(_values(part))) != len(held) or not all(map(operator.is_, now, held)):
                 return True
         return self._addresses != addresses(self._tensors)
 
@@ -177,7 +178,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                     None if module is walk.model else id(_function(module.__dict__.get("forward"))),
                     *[
                         (name, type(value), value if type(value) in _EXACT else _comparable(value))
-                        for name, value in module.__dict__.items()
+                        for name, value in attributes(module).items()
                         if type(value) in (_BAKED_IN if module is walk.model else with_functions)
                         and name[:1] != "_"
                         and name not in left_out
@@ -190,16 +191,25 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     )
 
 
-def _forward_of(kind: type[nn.Module]) -> int | None:
-    """What tells the code of a class from another that it may be given."""
-    return next((id(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base)), None)
+def _forward_of(kind: type[nn.Module]) -> Hashable:
+    """What tells the code of a class from another that it may be given, or functions of its file that it calls."""
+    forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+    bare = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
+    if not isinstance(bare, FunctionType):
+        return id(forward)
+    names = bare.__globals__
+    return id(forward), *[id(names[name]) for name in bare.__code__.co_names if name in names]
 
 
-def _comparable(value: float | Tensor | FunctionType | BuiltinFunctionType) -> str | int:
-    """What tells a number, tensor or function of a module from another."""
+def _comparable(value: Any) -> str | int:
+    """What tells an attribute of a module from another."""
     if type(value) in _FUNCTIONS:
         return id(value)
-    return value.data_ptr() if isinstance(value, Tensor) else str(value)  # text tells zeros apart, and no NaN
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple) and not all(type(part) in _EXACT or type(part) is float for part in value):
+        return id(value)
+    return str(value)  # tells zeros apart, and no NaN from another
 
 
 def _function(method: object) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -78,6 +79,11 @@ class ModelWalk:
     def paths(self) -> dict[nn.Module, str]:
         """Each module's name in the model, empty for the model's own."""
         return {module: path for path, module in self.model.named_modules()}
+
+
+def attributes(one: object) -> dict[str, Any]:
+    """The attributes of an object, in a copy: passes of other threads put calls of their own on modules meanwhile."""
+    return one.__dict__.copy()
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
-from .model_walk import ModelWalk
+from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
 # Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
@@ -212,7 +212,7 @@ def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
     """Name and value of the module's active dropout or jitter setting, or None."""
     if isinstance(module, AnyDropout):
         return ("p", module.p) if module.p else None
-    for name, value in vars(module).items():
+    for name, value in attributes(module).items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float | int) and value > 0 and value is not True:
             return name, value
     return None

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.interface import RowLengths, active
@@ -376,6 +377,16 @@ def in_a_function_of_a_module(model):
     model.model.layers[0].mlp.function = torch.nn.functional.relu
 
 
+def in_a_tuple_of_a_module(model):
+    model.model.layers[0].mlp.limits = (0.0, 7.0)
+
+
+def in_a_function_of_a_file(model):
+    """As packages of kernels replace it."""
+    turn = modeling_llama.apply_rotary_pos_emb
+    model.patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args, **kwargs: turn(*args, **kwargs))
+
+
 def in_a_class(model):
     kind = type(model.model.layers[0].mlp)
     model.patch.setattr(kind, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
@@ -385,11 +396,14 @@ CHANGES = [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, i
 
 
 @on_the_cpu
-@pytest.mark.parametrize("change", [*CHANGES, in_a_function_of_a_module, in_a_class])
+@pytest.mark.parametrize(
+    "change", [*CHANGES, in_a_tuple_of_a_module, in_a_function_of_a_module, in_a_function_of_a_file, in_a_class]
+)
 def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured, monkeypatch):
     model = tiny_model(**SMALL)
     model.model.layers[0].mlp.function = torch.nn.functional.gelu
     monkeypatch.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # for a class of this file
+    model.model.layers[0].mlp.limits = (0.0, 6.0)
     model.patch = monkeypatch
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
     with fd.enabled(model, mode="graph", backend="triton"):

@@ -11,6 +11,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..model_walk import attributes
+
 Form = TypeVar("Form")
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
@@ -44,7 +46,7 @@ def twin(module: nn.Module, **parts: nn.Module | Tensor) -> nn.Module:
     """A small module of the same class and settings, with these parts in the place of its own."""
     small: nn.Module = object.__new__(type(module))
     nn.Module.__init__(small)
-    vars(small).update({name: value for name, value in vars(module).items() if name not in vars(small)})
+    vars(small).update({name: value for name, value in attributes(module).items() if name not in vars(small)})
     small.training = module.training
     for name, part in parts.items():
         setattr(small, name, part if isinstance(part, nn.Module) else nn.Parameter(part, requires_grad=False))
@@ -58,7 +60,7 @@ def settings(module: nn.Module) -> Hashable | None:
     """
     read = names_in(type(module)) if not _OF_A_LAYER.isdisjoint(vars(module)) else ()
     found: list[Any] = [type(module), function_key(type(module).forward)]
-    for name, value in vars(module).items():
+    for name, value in attributes(module).items():
         if name in _OF_EVERY_MODULE or (name in _OF_A_LAYER and name not in read):
             continue
         if type(value) in _SCALARS:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -19,8 +23,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 pytest.importorskip("triton")
 
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.sums import WaitingSums
+from hf_fastdecode.generation.identity import ModelWatch, captured_state
+from hf_fastdecode.generation.model_walk import ModelWalk
+from hf_fastdecode.generation.structure import Structure
+from hf_fastdecode.generation.support import check_state
 
 from .test_modules import DEVICE, half, logits
 
@@ -94,84 +104,6 @@ def test_decorators_of_attention_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
 
 
-def test_class_patched_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = half()
-    FusedModules(model)
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x) - self.up_proj(x)))
-    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x * self.weight)
-    found = FusedModules(model).modules
-    assert not any(isinstance(module, LlamaMLP | LlamaRMSNorm) for module in found)
-
-
-class EpsOutsideNorm(LlamaRMSNorm):
-    """Adds its epsilon behind the root, which only small numbers show."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        wide = hidden_states.float()
-        normalized = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
-        return self.weight * normalized.to(hidden_states.dtype)
-
-
-class InDtypeOfWeightNorm(LlamaRMSNorm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        wide = hidden_states.float()
-        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight * normalized).to(self.weight.dtype)
-
-
-def test_epsilon_elsewhere() -> None:
-    model = half()
-    model.model.norm.__class__ = EpsOutsideNorm
-    assert model.model.norm not in FusedModules(model).modules
-
-
-def test_dtype_of_the_weight() -> None:
-    model = half()
-    model.model.norm.__class__ = InDtypeOfWeightNorm
-    model.model.norm.float()
-    x = torch.ones(2, 64, dtype=torch.float16, device=DEVICE)
-    with torch.no_grad(), FusedModules(model).installed():
-        assert model.model.norm(x).dtype == torch.float32
-
-
-class ByTensor(LlamaMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.factor.to(x))
-
-
-class ByLayer(LlamaMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (1 + self.layer_idx)
-
-
-class ByPrivate(LlamaMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self._factor
-
-
-class Clamped(LlamaMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=30) * self.up_proj(x))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "values"),
-    [
-        (ByTensor, "factor", (torch.tensor(1.0), torch.tensor(1.5))),
-        (ByLayer, "layer_idx", (0, 1)),
-        (ByPrivate, "_factor", (1.0, 1.5)),
-        (Clamped, "unused", (1, 1)),
-    ],
-)
-def test_settings_of_a_layer(kind: type[LlamaMLP], name: str, values: tuple[Any, Any]) -> None:
-    model = half()
-    for layer, value in zip(model.model.layers, values, strict=True):
-        layer.mlp.__class__ = kind
-        setattr(layer.mlp, name, value)
-    found = FusedModules(model).modules
-    assert model.model.layers[1].mlp not in found
-
-
 def test_strided_weight() -> None:
     """A weight that is a column of a matrix: the model's own code runs."""
     model = half()
@@ -217,39 +149,6 @@ def test_projections_of_other_dtypes() -> None:
         torch.testing.assert_close(logits(model), expected, rtol=0, atol=2e-2)
 
 
-def test_rotation_by_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fastdecode.generation.fused import rotary
-
-    model = half()
-    layer = model.model.layers[0].self_attn
-    forms = rotary.form_of(layer)
-    assert forms is not None
-    queries, angles = torch.rand(1, 2, 3, 16).half(), torch.rand(1, 3, 16).half()
-    expected = modeling_llama.apply_rotary_pos_emb(q=queries, k=queries, cos=angles, sin=angles)
-    found = rotary._rotate(modeling_llama.apply_rotary_pos_emb, forms, q=queries, k=queries, cos=angles, sin=angles)
-    assert torch.equal(found[0], expected[0])
-
-
-def test_partial_rotation_of_the_last_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = modeling_llama.apply_rotary_pos_emb
-
-    def behind(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        kept = q.shape[-1] - cos.shape[-1]
-        turned = original(q[..., kept:], k[..., kept:], cos, sin)
-        return tuple(torch.cat((x[..., :kept], y), -1) for x, y in zip((q, k), turned, strict=True))
-
-    from hf_fastdecode.generation.fused import rotary
-    from hf_fastdecode.generation.fused.runs import fused_here
-
-    model = half()
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", behind)
-    forms = rotary.form_of(model.model.layers[0].self_attn)
-    queries, angles = torch.rand(1, 2, 3, 16).half(), torch.rand(1, 3, 8).half()
-    with torch.no_grad(), fused_here():
-        found = rotary._rotate(behind, forms, queries, queries, angles, angles)
-    assert torch.equal(found[0], behind(queries, queries, angles, angles)[0])
-
-
 def test_classes_are_let_go() -> None:
     class Local(LlamaRMSNorm):
         pass
@@ -277,20 +176,6 @@ def test_model_that_its_activation_refers_to_is_let_go() -> None:
     del model, mlp, activation
     gc.collect()
     assert seen() is None
-
-
-def test_activations_without_a_hash() -> None:
-    class Swish:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __call__(self, x: Tensor) -> Tensor:
-            return torch.nn.functional.silu(x)
-
-    model = half()
-    for layer in model.model.layers:
-        del layer.mlp.act_fn
-        layer.mlp.act_fn = Swish()
-    assert not any(isinstance(module, LlamaMLP) for module in FusedModules(model).modules)
 
 
 def test_address_of_a_sum_that_waits() -> None:
@@ -321,3 +206,77 @@ def test_copies_made_within(tmp_path: Any) -> None:
         torch.save(model, tmp_path / "model")
     assert torch.equal(logits(copied), expected)
     assert torch.equal(logits(torch.load(tmp_path / "model", weights_only=False)), expected)
+
+
+class Scaled(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("change", ["number", "class"])
+def test_a_loop_of_the_users_that_changes_the_model(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pass of the loop runs as kernels is found anew for it."""
+
+    def passes(fused: Any) -> list[Tensor]:
+        model, found = half(), []
+        for layer in model.model.layers:
+            layer.mlp.__class__, layer.mlp.scale = Scaled, 1.0
+
+        def loop(model: Any, input_ids: Tensor, **arguments: Any) -> Tensor:
+            cache = arguments[CACHE]
+            model(input_ids, **{CACHE: cache})
+            for scale in (1.0, 1.0, 3.0):
+                for layer in model.model.layers:
+                    if change == "class" and scale == 3:
+                        monkeypatch.setattr(Scaled, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+                    layer.mlp.scale = scale if change == "number" else 1.0
+                fed = torch.full((cache.rows, 1), 7, device=DEVICE)
+                found.append(model(fed, **{CACHE: cache}).logits)
+            return input_ids
+
+        with monkeypatch.context() as patched:
+            patched.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # classes of this file
+            kept = cached_property(fused)
+            kept.__set_name__(Structure, "fused")
+            patched.setattr(Structure, "fused", kept)
+            ids = torch.arange(3, 43, device=DEVICE).repeat(2, 1)
+            with fd.enabled(model, mode="eager", min_saved_tokens=1):
+                model.generate(ids, custom_generate=loop, max_new_tokens=9)
+                report = fd.explain(model).last_call
+                assert report.path == "shared", report
+        return found
+
+    forward = Scaled.forward
+    expected = passes(lambda structure: None)
+    monkeypatch.setattr(Scaled, "forward", forward)
+    found = passes(lambda structure: FusedModules(structure._model, structure.walk.modules))
+    assert (expected[2] - expected[1]).abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+
+
+def test_a_model_that_is_read_while_another_thread_computes() -> None:
+    model, stopped, interval = half(), threading.Event(), sys.getswitchinterval()
+    configs = Structure(model).configs
+
+    def passes() -> None:
+        fused = FusedModules(model)
+        while not stopped.is_set():
+            with fused.installed():
+                pass
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(passes)
+            try:
+                for _ in range(100):
+                    captured_state(model, configs)
+                    ModelWatch(model, configs).touched()
+                    FusedModules(model)
+                    model.train()
+                    check_state(ModelWalk(model))
+            finally:
+                stopped.set()
+            other.result()
+    finally:
+        sys.setswitchinterval(interval)

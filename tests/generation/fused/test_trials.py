@@ -1,0 +1,139 @@
+"""What trials of modules tell apart: formulas, epsilons, settings of a layer, and which numbers rotate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.generation.fused import rotary
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.fused.runs import fused_here
+
+from .test_modules import DEVICE, half
+
+
+def test_class_patched_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half()
+    FusedModules(model)
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x) - self.up_proj(x)))
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x * self.weight)
+    found = FusedModules(model).modules
+    assert not any(isinstance(module, LlamaMLP | LlamaRMSNorm) for module in found)
+
+
+class EpsOutsideNorm(LlamaRMSNorm):
+    """Adds its epsilon behind the root, which only small numbers show."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        normalized = wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        return self.weight * normalized.to(hidden_states.dtype)
+
+
+class InDtypeOfWeightNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * normalized).to(self.weight.dtype)
+
+
+def test_epsilon_elsewhere() -> None:
+    model = half()
+    model.model.norm.__class__ = EpsOutsideNorm
+    assert model.model.norm not in FusedModules(model).modules
+
+
+def test_dtype_of_the_weight() -> None:
+    model = half()
+    model.model.norm.__class__ = InDtypeOfWeightNorm
+    model.model.norm.float()
+    x = torch.ones(2, 64, dtype=torch.float16, device=DEVICE)
+    with torch.no_grad(), FusedModules(model).installed():
+        assert model.model.norm(x).dtype == torch.float32
+
+
+class ByTensor(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.factor.to(x))
+
+
+class ByLayer(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (1 + self.layer_idx)
+
+
+class ByPrivate(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self._factor
+
+
+class Clamped(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=30) * self.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (ByTensor, "factor", (torch.tensor(1.0), torch.tensor(1.5))),
+        (ByLayer, "layer_idx", (0, 1)),
+        (ByPrivate, "_factor", (1.0, 1.5)),
+        (Clamped, "unused", (1, 1)),
+    ],
+)
+def test_settings_of_a_layer(kind: type[LlamaMLP], name: str, values: tuple[Any, Any]) -> None:
+    model = half()
+    for layer, value in zip(model.model.layers, values, strict=True):
+        layer.mlp.__class__ = kind
+        setattr(layer.mlp, name, value)
+    found = FusedModules(model).modules
+    assert model.model.layers[1].mlp not in found
+
+
+def test_rotation_by_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = half()
+    layer = model.model.layers[0].self_attn
+    forms = rotary.form_of(layer)
+    assert forms is not None
+    queries, angles = torch.rand(1, 2, 3, 16).half(), torch.rand(1, 3, 16).half()
+    expected = modeling_llama.apply_rotary_pos_emb(q=queries, k=queries, cos=angles, sin=angles)
+    found = rotary._rotate(modeling_llama.apply_rotary_pos_emb, forms, q=queries, k=queries, cos=angles, sin=angles)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_partial_rotation_of_the_last_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_llama.apply_rotary_pos_emb
+
+    def behind(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        kept = q.shape[-1] - cos.shape[-1]
+        turned = original(q[..., kept:], k[..., kept:], cos, sin)
+        return tuple(torch.cat((x[..., :kept], y), -1) for x, y in zip((q, k), turned, strict=True))
+
+    model = half()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", behind)
+    forms = rotary.form_of(model.model.layers[0].self_attn)
+    queries, angles = torch.rand(1, 2, 3, 16).half(), torch.rand(1, 3, 8).half()
+    with torch.no_grad(), fused_here():
+        found = rotary._rotate(behind, forms, queries, queries, angles, angles)
+    assert torch.equal(found[0], behind(queries, queries, angles, angles)[0])
+
+
+def test_activations_without_a_hash() -> None:
+    class Swish:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.silu(x)
+
+    model = half()
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = Swish()
+    assert not any(isinstance(module, LlamaMLP) for module in FusedModules(model).modules)
