@@ -91,9 +91,28 @@ class CapturedCache(Cache):
         return found
 
 
-class _CapturedLayer(CacheLayerMixin):
+class LayerOfACapture(CacheLayerMixin):
+    """A layer whose storage and lengths are known to the capture alone.
+
+    Positions are passed as tensors: lengths read here would be constants in the graph.
+    """
+
     is_sliding = False
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """No-op: who captures allocates the storage."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _CapturedLayer(LayerOfACapture):
     def __init__(
         self,
         tables: StepTables,
@@ -106,23 +125,10 @@ class _CapturedLayer(CacheLayerMixin):
         self.tables, self.index, self.storage, self.is_initialized = tables, index, storage, True
         self.stored_window, self.origins = window, origins
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No-op: the batch's own cache allocates storage."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
         handle = _CapturedKV(self, self.storage.keys_and_values(parts))
         return handle, handle
-
-    # Positions are passed as tensors: lengths read here would be constants in the graph.
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class InPlaceLayer(_CapturedLayer):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.forest import Forest, Node, Span, joined
 from ..attention.interface import SharedKV
@@ -23,6 +22,7 @@ from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
 from ..attention.torch_operators.padded_prefill import padded_causal_attention, separating_bias
 from ..errors import Unsupported
+from .captured import LayerOfACapture
 from .layers.attention import SharedContextLayer
 from .layers.empty import EmptyLayer
 from .shared import SharedContextCache
@@ -222,16 +222,11 @@ class _Pass:
         return self._bias
 
 
-class _PrefillLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _PrefillLayer(LayerOfACapture):
     def __init__(self, layer: SharedContextLayer, in_pass: _Pass):
         super().__init__()
         self.index, self.storage, self.stored_window = layer.index, layer.storage.empty(), layer.store.window
         self.in_pass, self.is_initialized = in_pass, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No-op: the pass allocates its buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
         stored = self.storage.parts_of(key_states, value_states, *args, **kwargs)
@@ -239,16 +234,6 @@ class _PrefillLayer(CacheLayerMixin):
         self.in_pass.write(self.index, parts)
         handle = _PaddedKV(self, parts)
         return handle, handle
-
-    # Positions are passed as tensors: lengths read here would be constants in the graph.
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class _PaddedKV(SharedKV):
