@@ -14,6 +14,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import gated
 from ...kernels.pointwise.forms import Activation
+from .products import products_here
 from .runs import is_plain, runs_fused
 from .trial import TRIED_IN, function_key, linear, matching, names_in, random, settings, twin
 
@@ -67,6 +68,9 @@ def replacement(module: nn.Module, activation: Activation) -> Any:
 def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or not runs_fused(x) or not is_plain(module) or _activation(module) is not own:
         return uncompiled_call(module, x, *args, **kwargs)
+    down: Any = module.down_proj
+    if (hidden := _product(module, activation, x)) is not None:
+        return down(hidden)
     gate, up = _projected(module, x)
     if not (type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype and gate.shape == up.shape):
         return uncompiled_call(module, x)
@@ -74,8 +78,16 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
         hidden = gated(gate, up, activation)
     except KernelFailedError:
         return uncompiled_call(module, x)
-    down: Any = module.down_proj
     return down(hidden)
+
+
+def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | None:
+    """What `down_proj` takes, computed in one launch; None where projections are not plain or rows are many."""
+    products = products_here()
+    gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
+    if products is None or not (type(gate) is type(up) is nn.Linear and is_plain(gate) and is_plain(up)):
+        return None
+    return products.gated(x, (gate.weight, up.weight), (gate.bias, up.bias), activation)
 
 
 def _projected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

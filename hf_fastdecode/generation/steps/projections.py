@@ -1,9 +1,10 @@
-"""Concurrent projections of the same input in captured steps.
+"""Matrix products of captured steps: those of few rows by a kernel, others of the same input concurrently.
 
 A decode step's matrix product takes as long as reading its weights, plus some microseconds in which memory is idle.
-Query, key and value projections have the same input, and so do gate and up projections: as parallel branches of the
-captured graph, one product starts while another drains. `FusedProjections` does this for uncompiled layers,
-`compiled_layers` for compiled ones.
+Query, key and value projections have the same input, and so do gate and up projections. Where `RowProducts` serves
+them they are one launch, as is each other product; otherwise they are parallel branches of the captured graph, where
+one product starts while another drains. `FusedProjections` does this for uncompiled layers; in compiled ones
+`compiled_layers` makes branches.
 
 Parameters keep their memory and modules stay in place for every value of ``fuse_projections``. Only passes of the
 capturing thread are affected.
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat import tensor_version
+from ..fused.products import RowProducts
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -49,8 +51,9 @@ def linears(
 class _Group:
     """Projections of the same input; caches the outputs for the latest input until each has been read."""
 
-    def __init__(self, parts: Sequence[nn.Linear]):
+    def __init__(self, parts: Sequence[nn.Linear], products: RowProducts):
         self.weights = [part.weight for part in parts]
+        self._products = products
         self._biases = [part.bias for part in parts]
         self._inputs: Tensor | None = None
         self._version: int | None = None
@@ -61,7 +64,8 @@ class _Group:
         version = tensor_version(inputs)
         if inputs is not self._inputs or version != self._version or part not in self._outputs:
             self._inputs, self._version = inputs, version
-            self._outputs = dict(enumerate(linears(inputs, self.weights, self._biases)))
+            outputs = self._products.linears(inputs, self.weights, self._biases)
+            self._outputs = dict(enumerate(outputs or linears(inputs, self.weights, self._biases)))
         output = self._outputs.pop(part)
         if not self._outputs:
             self._inputs = None
@@ -69,20 +73,34 @@ class _Group:
 
 
 class FusedProjections(TorchFunctionMode):
-    """Context in which this thread computes projections of the same input concurrently.
+    """Context in which this thread computes products of few rows by a kernel, and projections of one input together.
 
     A function mode is thread-local and replaces no module, so passes of other threads are unaffected.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        groups = map(_Group, _groups(model))
+        self._products = RowProducts()
+        groups = (_Group(parts, self._products) for parts in _groups(model))
         self._parts = {id(weight): (group, part) for group in groups for part, weight in enumerate(group.weights)}
 
+    def __enter__(self) -> Any:
+        self._here = self._products.here()
+        self._here.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._here.__exit__(*error)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and (found := self._parts.get(id(args[1]))) is not None:
-            group, part = found
-            return group.output(args[0], part)
+        if func is F.linear and not kwargs:
+            inputs, weight, bias = args if len(args) > 2 else (*args, None)
+            if (found := self._parts.get(id(weight))) is not None:
+                group, part = found
+                return group.output(inputs, part)
+            if (outputs := self._products.linears(inputs, [weight], [bias])) is not None:
+                return outputs[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -168,12 +168,18 @@ def gate(
     kept = column < COLUMNS
     x = tl.load(gates + row * gate_stride + column, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(ups + row * up_stride + column, mask=kept, other=0.0).to(tl.float32)
+    share = opened(x, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, (share * up).to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def opened(gates, ACTIVATION: tl.constexpr):
+    """The activation of gates, in fp32."""
     if ACTIVATION == SILU:
-        opened = x / (1.0 + tl.exp(-x))
+        result = gates / (1.0 + tl.exp(-gates))
     elif ACTIVATION == GELU:
-        opened = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        result = 0.5 * gates * (1.0 + tl.erf(gates * 0.7071067811865476))
     else:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        opened = 0.5 * x * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
-    opened = opened.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, (opened * up).to(out.dtype.element_ty), mask=kept)
+        inner = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
+        result = 0.5 * gates * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
+    return result
