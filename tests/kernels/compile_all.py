@@ -40,6 +40,7 @@ from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, fores
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
@@ -164,6 +165,7 @@ def launches() -> list[Launch]:
         attend_to_slim_caches()
         multiply_by_stored_matrices()
         compute_between_products()
+        multiply_few_rows()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -334,6 +336,17 @@ def compute_between_products() -> None:
         cos = torch.empty(1, 5, rotary, dtype=dtype, device=CUDA)
         for form in RotaryForm:
             rotate(queries, keys, cos, cos, form)
+
+
+def multiply_few_rows() -> None:
+    """Weights with and without biases, and gates, of all numbers of rows and of a width that 128 does not divide."""
+    for dtype, rows, width in product((torch.bfloat16, torch.float16), (1, 17), (4096, 2880)):
+        inputs, weight = (torch.empty(count, width, dtype=dtype, device=CUDA) for count in (rows, 4096))
+        bias = torch.empty(4096, dtype=dtype, device=CUDA)
+        for own in (None, bias):
+            row_products(inputs, [weight] * 3, [own] * 3)
+        for activation in Activation:
+            gated_product(inputs, weight, weight, (None, None), activation)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ def row_products(
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    outs = [inputs.new_empty(*inputs.shape[:-1], len(weight)) for weight in weights]
+    outs = [_output(inputs, len(weight)) for weight in weights]
     config = config or _config(inputs, [len(weight) for weight in weights], gated=False)
     _launch(inputs, weights, biases, outs, arrived, config, None)
     return outs
@@ -82,10 +82,14 @@ def gated_product(
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    out = inputs.new_empty(*inputs.shape[:-1], len(gate))
+    out = _output(inputs, len(gate))
     config = config or _config(inputs, [len(gate)], gated=True)
     _launch(inputs, [gate, up], biases, [out], arrived, config, activation)
     return out
+
+
+def _output(inputs: Tensor, columns: int) -> Tensor:
+    return torch.empty(*inputs.shape[:-1], columns, dtype=inputs.dtype, device=inputs.device)
 
 
 def _config(inputs: Tensor, columns: Sequence[int], *, gated: bool) -> Config:
