@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -34,6 +35,14 @@ class _Kept:
 
     cache: SharedContextCache
     prompts: StoredPrompts
+
+    @cached_property
+    def storages(self) -> dict[tuple[torch.device, int], int]:
+        """Bytes of the nodes' storages, by device and address."""
+        stored = (
+            part.untyped_storage() for layer in self.cache.attention_layers for part in layer.storage.tensors()
+        )
+        return {(one.device, one.data_ptr()): one.nbytes() for one in stored}
 
 
 class PrefixStore:
@@ -107,13 +116,10 @@ class PrefixStore:
 
     def _nbytes(self) -> int:
         """Bytes of the kept caches' storage, shared storage counted once."""
-        stored = [
-            part.untyped_storage()
-            for kept in self._kept
-            for layer in kept.cache.attention_layers
-            for part in layer.storage.tensors()
-        ]
-        return sum({(one.device, one.data_ptr()): one.nbytes() for one in stored}.values())
+        storages: dict[tuple[torch.device, int], int] = {}
+        for kept in self._kept:
+            storages |= kept.storages
+        return sum(storages.values())
 
 
 _CALLS_TO_TELL = 3

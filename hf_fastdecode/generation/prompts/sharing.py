@@ -121,7 +121,6 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
         report.reason += f", {sum(found.prompts.reused_lengths)} were stored before"
     report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens) + unshared
     report.cache = ref(found.cache)
-    report.fused = str(call.structure.fused or "")
 
 
 def _what_helps(groups: list[PromptGroup], reuse_prefix: bool | int) -> str:
