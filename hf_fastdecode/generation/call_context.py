@@ -17,6 +17,7 @@ from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from .identity import Fingerprint
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport
@@ -106,6 +107,7 @@ class CallContext:
         mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
+        fingerprint: That the prefix store compared the model with in this call; None if it did not.
     """
 
     model: PreTrainedModel
@@ -117,6 +119,7 @@ class CallContext:
     mode: str = "eager"
     runs_stock: bool = False
     scope: CallScope | None = None
+    fingerprint: Fingerprint | None = None
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)
     must_share: bool = field(init=False)

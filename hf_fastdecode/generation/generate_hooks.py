@@ -52,6 +52,7 @@ from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
+from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
 from .support import check_call, other_loop
@@ -300,6 +301,7 @@ def _decode(
         call.config, call.arguments = generation_config, model_kwargs
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
+        begin_compiling_sampler(call, logits_processor, input_ids)
         with call_passes(call) as passes:
             with call.or_stock():
                 if synced_gpus:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ...errors import Unsupported
+from ...kernels.ahead import compiled_ahead
 from ...kernels.failures import KernelFailedError
 from ...kernels.sampling import limits
 from .processor_chain import Chain, read_chain
+
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ...kernels.sampling.api import Settings
 
 
 class Drawn(NamedTuple):
@@ -129,9 +135,8 @@ class FastSampler:
             keep = torch.arange(prompts.shape[1], device=prompts.device)[None] >= counts
             self._seen = seen_tokens(prompts, logits.shape[1], keep.expand_as(prompts)).to(logits.device)
         self._rows: tuple[Tensor, Tensor] | None = None
-        # Compile now, with a skipped row, while falling back to another sampler is still possible.
-        skipped = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
-        sample(logits[:1], skipped, self._settings, seen=self._seen)
+        # Compile now, while falling back to another sampler is still possible.
+        compiled_ahead(partial(_sample_nothing, logits, self._settings, self._seen), logits.device)
         if do_sample:
             self._settings.update(seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -174,6 +179,26 @@ def choose_sampler(
         return stock, str(error)
     why = "the kernel supports the call's processors"
     return fast, "sampler='fast' was requested" if asked == "fast" else why
+
+
+def compile_sampler(
+    asked: str, processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor
+) -> None:
+    """Launch the kernel that the sampler of a call would launch, if it has one; arguments as for `choose_sampler`."""
+    if asked == "hf":
+        return
+    with suppress(Unsupported):
+        chain = _chain(processors, config, prompts, logits)
+        seen = torch.empty(1, (logits.shape[1] + 31) // 32, dtype=torch.int32, device=logits.device)
+        _sample_nothing(logits, chain.settings(logits.device, greedy=not config.do_sample), seen)
+
+
+def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> None:
+    """Launch the kernel over a skipped row."""
+    from ...kernels.sampling.api import sample  # needs Triton
+
+    skipped = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
+    sample(logits[:1], skipped, settings, seen=seen)
 
 
 def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:

@@ -135,6 +135,7 @@ class FirstPassPrompts:
             passes = list(packed(embeddings=embeddings, **extra))
         if reuse:
             keep_nodes(call, cache)
+        call.report.fused = str(call.structure.fused or "")
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])
         rows = torch.tensor([group.count for group in groups], device="cpu")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -35,6 +36,12 @@ class _Kept:
     cache: SharedContextCache
     prompts: StoredPrompts
 
+    @cached_property
+    def storages(self) -> dict[tuple[torch.device, int], int]:
+        """Bytes of the nodes' storages, by device and address."""
+        stored = (part.untyped_storage() for layer in self.cache.attention_layers for part in layer.storage.tensors())
+        return {(one.device, one.data_ptr()): one.nbytes() for one in stored}
+
 
 class PrefixStore:
     """LRU store of nodes prefilled by a model's recent calls, bounded in bytes.
@@ -51,8 +58,13 @@ class PrefixStore:
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixStore:
         return PrefixStore()  # a copy of the model has other weights
 
-    def find(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> SharedContextCache | None:
-        """Return the kept cache with most of the prompts' tokens, or None if the longest match is under `least`."""
+    def find(
+        self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int
+    ) -> tuple[SharedContextCache | None, Fingerprint | None]:
+        """Return the kept cache with most of the prompts' tokens, or None if the longest match is under `least`.
+
+        With it, the fingerprint that the model has, if there is one; for `keep`.
+        """
         with self._lock:
             self._drop_if_outdated(model)
             best, most = None, 0
@@ -62,13 +74,17 @@ class PrefixStore:
                 if max(lengths) >= least and sum(lengths) > most:
                     best, most = kept, sum(lengths)
             if best is None:
-                return None
+                return None, self._fingerprint
             self._kept.remove(best)
             self._kept.append(best)
-            return best.cache
+            return best.cache, self._fingerprint
 
-    def keep(self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int) -> int:
+    def keep(
+        self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int, *, found: Fingerprint | None = None
+    ) -> int:
         """Keep the nodes of a call's cache, with one row per distinct prompt; returns the bytes kept over all calls.
+
+        `found` is the fingerprint that `find` has compared the model with in this call, which is not done again.
 
         Raises torch.OutOfMemoryError where memory does not suffice to merge a prompt's nodes; the store is then empty.
         """
@@ -82,7 +98,8 @@ class PrefixStore:
             raise
         prompts = StoredPrompts(twin)
         with self._lock:
-            self._drop_if_outdated(model)
+            if found is None or found is not self._fingerprint:
+                self._drop_if_outdated(model)
             if self._fingerprint is None:
                 self._fingerprint, self._pass_settings = Fingerprint(model), pass_settings(model)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
@@ -107,13 +124,10 @@ class PrefixStore:
 
     def _nbytes(self) -> int:
         """Bytes of the kept caches' storage, shared storage counted once."""
-        stored = [
-            part.untyped_storage()
-            for kept in self._kept
-            for layer in kept.cache.attention_layers
-            for part in layer.storage.tensors()
-        ]
-        return sum({(one.device, one.data_ptr()): one.nbytes() for one in stored}.values())
+        storages: dict[tuple[torch.device, int], int] = {}
+        for kept in self._kept:
+            storages |= kept.storages
+        return sum(storages.values())
 
 
 _CALLS_TO_TELL = 3

@@ -64,7 +64,8 @@ def find_shared(
     if given is not None:
         _check_cache(call, given)
     elif options.reuse_prefix and reuse:
-        base = call.state.prefix_store.find(call.model, groups, least=options.min_shared_tokens)
+        store = call.state.prefix_store
+        base, call.fingerprint = store.find(call.model, groups, least=options.min_shared_tokens)
     elif reuse:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
@@ -121,7 +122,6 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
         report.reason += f", {sum(found.prompts.reused_lengths)} were stored before"
     report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens) + unshared
     report.cache = ref(found.cache)
-    report.fused = str(call.structure.fused or "")
 
 
 def _what_helps(groups: list[PromptGroup], reuse_prefix: bool | int) -> str:
@@ -145,7 +145,9 @@ def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
             consolidate(cache)
     if call.options.reuse_prefix and call.given is None:  # which may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
-            call.report.kept_bytes = call.state.prefix_store.keep(call.model, cache, call.options.reused_bytes)
+            call.report.kept_bytes = call.state.prefix_store.keep(
+                call.model, cache, call.options.reused_bytes, found=call.fingerprint
+            )
     call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
 
 

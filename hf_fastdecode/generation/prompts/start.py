@@ -13,6 +13,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device
+from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
 from .packed import node_logits, prefill_nodes, stacked
@@ -72,6 +73,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
+    begin_compiling_attention(call, plan.forest)
     if unshared is not None:
         return _start_with_unshared(call, found, plan, unshared, input_ids)
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token

@@ -61,6 +61,7 @@ class Captures:
         self._state: Hashable = None
         self._pool: Any = None
         self._has_workspaces = False
+        self._gains_by_compiling: bool | None = None  # None if not known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a copy of the model has other weights
@@ -122,6 +123,15 @@ class Captures:
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         return self._pool
 
+    def gains_by_compiling(self, structure: Structure) -> bool:
+        """Whether compiled layers are faster than captured ones: not where kernels do what compilers would fuse.
+
+        Modules are tried once for all calls, until the model changes.
+        """
+        if self._gains_by_compiling is None:
+            self._gains_by_compiling = structure.fused is None or not structure.fused.of_every_kind
+        return self._gains_by_compiling
+
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
         kept = (step for step in self._steps if type(step) is CapturedStep and step.options == options)
@@ -153,7 +163,7 @@ class Captures:
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
-        self._steps, self._pool, self._state = [], None, None
+        self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
         self.prefills.clear()
         self.retry()
 

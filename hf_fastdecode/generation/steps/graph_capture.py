@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
+from ...kernels.ahead import compiled_ahead
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -71,7 +72,7 @@ class CapturedGraph:
             stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                sizes = [output.nbytes for output in run()]
+                sizes = [output.nbytes for output in compiled_ahead(run, device)]
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

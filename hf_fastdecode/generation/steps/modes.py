@@ -200,10 +200,8 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    fused = structure.fused
-    if fused is not None and fused.of_every_kind:
-        return "graph", f"{steps} steps {which} pay for a capture"
-    if (so_far := captures.steps_asked) >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model):
+    so_far = captures.steps_asked
+    if so_far >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and captures.gains_by_compiling(structure):
         if captures.compile_failure is not None:
             return "graph", captures.compile_failure
         return "compile", f"{so_far} steps so far pay for compiling the layers"

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from .arguments import check_numbers, check_query, check_schedule, check_table, check_tokens
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
@@ -123,7 +124,9 @@ def forest_decode(
     )
     results = (out, lse if lse is not None else out)
     with launching(Kernel.FOREST, query.device):
-        attend_suffixes[(rows * kv_heads,)](
+        launch(
+            attend_suffixes,
+            (rows * kv_heads,),
             query,
             new_keys,
             new_values,
@@ -141,6 +144,7 @@ def forest_decode(
             origins if origins is not None else slots,
             rows,
             kv_heads,
+            *_merging(schedule),
             origins.stride(0) if origins is not None else 0,
             scale,
             soft_cap or 0.0,
@@ -158,6 +162,7 @@ def forest_decode(
             SINKS=sinks is not None,
             OTHER=other is not None,
             ORIGINS=origins is not None,
+            HAS_NODES=depths > 0,
             OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,
             **options,
@@ -227,8 +232,6 @@ def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "TILE": triton.next_power_of_2(group * queries),
-        "BLOCK_M": schedule.block_m,
-        "DEPTHS": schedule.row_units.shape[0],
         "LSE": lse,
         "PDL": overlap,
         "enable_fp_fusion": True,  # as in `attend_nodes`
@@ -238,6 +241,11 @@ def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *
 
 def _unit_tables(schedule: Schedule) -> tuple[Tensor, ...]:
     return schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots
+
+
+def _merging(schedule: Schedule) -> tuple[int, int]:
+    """Levels of nodes, and the logarithm of the packed queries of a tile: not compiled in, since they differ."""
+    return schedule.row_units.shape[0], schedule.block_m.bit_length() - 1
 
 
 def _merge(
@@ -253,7 +261,9 @@ def _merge(
     rows, heads, queries, head_dim = out.shape
     kv_heads = heads // options["GROUP"]
     merging = choose_merge_config(options["GROUP"] * queries, head_dim)
-    merge_rows[(triton.cdiv(rows, merging.rows) * kv_heads,)](
+    launch(
+        merge_rows,
+        (triton.cdiv(rows, merging.rows) * kv_heads,),
         slots,
         *_unit_tables(schedule),
         *workspace,
@@ -262,6 +272,7 @@ def _merge(
         schedule.overlap_suffix,
         rows,
         kv_heads,
+        *_merging(schedule),
         ROWS=merging.rows,
         OWN=own is not None,
         MERGE=merging.merge,

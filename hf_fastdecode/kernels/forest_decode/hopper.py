@@ -171,7 +171,7 @@ def _consume(
             gdc_wait()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["node_capacity"], do_not_specialize_on_alignment=["nodes", "pieces"])
 def hopper_node_partials(
     query,  # as in `node_partials`, up to partial_lse; head_dim is 64 or 128
     nodes,

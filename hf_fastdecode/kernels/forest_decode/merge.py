@@ -8,48 +8,22 @@ from .node_kernel import LN2, LOWEST
 
 
 @triton.jit
-def locate_pieces(
-    row, head, within, valid_query, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M: tl.constexpr
-):
+def locate_pieces(row, head, within, valid_query, depth, tables):
     """Locate the partials of queries at one depth: first slot, number of pieces, and row in the query tile.
 
     ``within`` are the queries' indices among the packed queries of their row and KV head; queries that are not valid
-    have no pieces.
+    have no pieces, and there are none below the last depth.
     """
-    unit = tl.load(row_units + depth * rows + row)
-    tiles = tl.load(row_tiles + depth * rows + row)
-    offset = tl.load(row_offsets + depth * rows + row)
-    own = unit + head * tiles + (offset + within) // BLOCK_M - offset // BLOCK_M
+    row_units, row_offsets, row_tiles, unit_slots, rows, depths, block_m_log2 = tables
+    at, exists = depth * rows + row, depth < depths
+    unit = tl.load(row_units + at, mask=exists, other=-1)
+    tiles = tl.load(row_tiles + at, mask=exists, other=0)
+    offset = tl.load(row_offsets + at, mask=exists, other=0)
+    own = unit + head * tiles + ((offset + within) >> block_m_log2) - (offset >> block_m_log2)
     has = tl.where(unit >= 0, valid_query, False)
     first = tl.load(unit_slots + own, mask=has, other=0)
     count = tl.load(unit_slots + own + 1, mask=has, other=0) - first
-    return first, count, (offset + within) % BLOCK_M
-
-
-@triton.jit
-def locate_first_depths(
-    row,
-    head,
-    within,
-    valid_query,
-    rows,
-    row_units,
-    row_offsets,
-    row_tiles,
-    unit_slots,
-    BLOCK_M: tl.constexpr,
-    DEPTHS: tl.constexpr,
-):
-    """`locate_pieces` of the first two depths, loaded before the partials are ready; for `merge_depths`."""
-    first, count, row_in_tile = locate_pieces(
-        row, head, within, valid_query, 0, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-    )
-    if DEPTHS == 1:
-        return first, count, row_in_tile, first, count, row_in_tile
-    next_first, next_count, next_row_in_tile = locate_pieces(
-        row, head, within, valid_query, 1, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-    )
-    return first, count, row_in_tile, next_first, next_count, next_row_in_tile
+    return first, count, (offset + within) & ((1 << block_m_log2) - 1)
 
 
 @triton.jit
@@ -66,6 +40,7 @@ def merge_pieces(
     first,
     count,
     row_in_tile,
+    block_m_log2,
     partial_out,
     partial_lse,
     row_max,
@@ -73,7 +48,6 @@ def merge_pieces(
     acc,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """Merge the pieces of one depth, in order."""
@@ -82,7 +56,7 @@ def merge_pieces(
     for start in range(0, tl.max(count, 0), MERGE):
         for index in tl.static_range(MERGE):  # independent loads
             here = start + index < count
-            at = (first + start + index).to(tl.int64) * BLOCK_M + row_in_tile
+            at = ((first + start + index).to(tl.int64) << block_m_log2) + row_in_tile
             lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
             part = tl.load(
                 partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
@@ -93,21 +67,17 @@ def merge_pieces(
 
 @triton.jit
 def merge_depths(
-    first,  # these six from `locate_first_depths`
+    first,  # of depth 0, from `locate_pieces`
     count,
     row_in_tile,
-    next_first,
+    next_first,  # of depth 1
     next_count,
     next_row_in_tile,
-    row,  # these and the tables as in `locate_first_depths`
+    row,  # these and the tables as in `locate_pieces`
     head,
     within,
     valid_query,
-    rows,
-    row_units,
-    row_offsets,
-    row_tiles,
-    unit_slots,
+    tables,
     partial_out,
     partial_lse,
     row_max,
@@ -115,22 +85,20 @@ def merge_depths(
     acc,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     MERGE: tl.constexpr,
-    DEPTHS: tl.constexpr,
 ):
-    """Merge the pieces of all depths, in order."""
-    for depth in tl.static_range(DEPTHS):
-        if depth == 1:
-            first, count, row_in_tile = next_first, next_count, next_row_in_tile
-        if depth > 1:
-            first, count, row_in_tile = locate_pieces(
-                row, head, within, valid_query, depth, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M
-            )
+    """Merge the pieces of all depths, in order.
+
+    Pieces are located two depths ahead. The loop is not unrolled: the time to compile grows with the square of the
+    loads in a kernel.
+    """
+    depths, block_m_log2 = tables[5], tables[6]
+    for depth in range(0, depths):
         row_max, row_sum, acc = merge_pieces(
             first,
             count,
             row_in_tile,
+            block_m_log2,
             partial_out,
             partial_lse,
             row_max,
@@ -138,9 +106,10 @@ def merge_depths(
             acc,
             HEAD_DIM,
             BLOCK_D,
-            BLOCK_M,
             MERGE,
         )
+        first, count, row_in_tile = next_first, next_count, next_row_in_tile
+        next_first, next_count, next_row_in_tile = locate_pieces(row, head, within, valid_query, depth + 2, tables)
     return row_max, row_sum, acc
 
 
@@ -156,7 +125,12 @@ def locate_rows(slots, rows, kv_heads, queries_per_kv_head: tl.constexpr, TILE: 
     return head, row, within, valid_query, tl.load(slots + row) >= 0
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "depths", "block_m_log2"],
+    do_not_specialize_on_alignment=[
+        *("slots", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
+    ],
+)
 def merge_rows(
     slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse; without OWN, these are not read
     row_units,
@@ -172,14 +146,14 @@ def merge_rows(
     overlap_suffix,
     rows,
     kv_heads,
+    depths,
+    block_m_log2,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     MERGE: tl.constexpr,
-    DEPTHS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,  # rows per program
@@ -195,9 +169,9 @@ def merge_rows(
     active_query = valid_query & active
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
-        row, head, within, active_query, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
-    )
+    tables = (row_units, row_offsets, row_tiles, unit_slots, rows, depths, block_m_log2)
+    first, count, row_in_tile = locate_pieces(row, head, within, active_query, 0, tables)
+    next_first, next_count, next_row_in_tile = locate_pieces(row, head, within, active_query, 1, tables)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -223,11 +197,7 @@ def merge_rows(
         head,
         within,
         active_query,
-        rows,
-        row_units,
-        row_offsets,
-        row_tiles,
-        unit_slots,
+        tables,
         partial_out,
         partial_lse,
         row_max,
@@ -235,9 +205,7 @@ def merge_rows(
         acc,
         HEAD_DIM,
         BLOCK_D,
-        BLOCK_M,
         MERGE,
-        DEPTHS,
     )
     seen = active if OWN else row_sum > 0
     result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)

@@ -71,7 +71,11 @@ def prefetch(addresses, wanted):
     )
 
 
-@triton.jit
+@triton.jit(
+    # Numbers that differ from call to call, and tables that are read a number at a time.
+    do_not_specialize=["node_capacity", "window"],
+    do_not_specialize_on_alignment=["nodes", "pieces", "contexts", "lengths"],
+)
 def node_partials(
     query,  # [rows, heads, queries, head_dim]
     nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from .config import Config
 from .limits import compute_capability
@@ -125,7 +126,9 @@ def attend_nodes(
         options["launch_pdl"] = True
     if not config.hopper:
         with launching(Kernel.FOREST, query.device):
-            node_partials[(schedule.programs,)](
+            launch(
+                node_partials,
+                (schedule.programs,),
                 *tensors,
                 schedule.contexts,
                 lengths,
@@ -148,15 +151,17 @@ def attend_nodes(
             )
         return schedule.scratch
 
-    def launch() -> None:
+    def launch_hopper() -> None:
         from .hopper import hopper_node_partials  # needs Gluon
 
         triton.set_allocator(scratch)
         numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
         memory = all_memory(query.dtype, schedule.block_n, head_dim, PLANE)
         options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
-        hopper_node_partials[(schedule.programs,)](*tensors, memory, *numbers, *strides, **options, num_warps=4)
+        launch(
+            hopper_node_partials, (schedule.programs,), *tensors, memory, *numbers, *strides, **options, num_warps=4
+        )
 
     with launching(Kernel.HOPPER, query.device):
-        copy_context().run(launch)  # keeps Triton's allocator as it was outside
+        copy_context().run(launch_hopper)  # keeps Triton's allocator as it was outside
     return workspace

@@ -8,7 +8,7 @@ it runs beside the node kernel on the remaining multiprocessors, it writes its o
 import triton
 import triton.language as tl
 
-from .merge import locate_first_depths, merge_depths, merge_partial
+from .merge import locate_pieces, merge_depths, merge_partial
 from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
 
 
@@ -28,7 +28,13 @@ def online_softmax_step_single_query(
     return new_row_max, row_sum * rescale + tl.sum(weights, 1), acc * rescale[:, None] + added[None, :]
 
 
-@triton.jit
+@triton.jit(
+    # Numbers that differ from call to call, and tables that are read a number at a time.
+    do_not_specialize=["rows", "depths", "block_m_log2", "origin_stride", "window"],
+    do_not_specialize_on_alignment=[
+        *("suffix", "slots", "lengths", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
+    ],
+)
 def attend_suffixes(
     query,  # [rows, heads, queries, head_dim]
     new_keys,  # [rows, kv_heads, queries, head_dim]
@@ -53,6 +59,8 @@ def attend_suffixes(
     origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
     kv_heads,
+    depths,  # levels of nodes
+    block_m_log2,  # of `node_partials`
     origin_stride,
     scale,
     soft_cap,
@@ -73,11 +81,10 @@ def attend_suffixes(
     BLOCK_P: tl.constexpr,  # packed queries of a row, padded for tensor cores; 1 for a single query without them
     TILE: tl.constexpr,  # packed queries of a row, padded to a power of two
     BLOCK_Q: tl.constexpr,  # new tokens, padded like BLOCK_P
-    BLOCK_M: tl.constexpr,  # of `node_partials`
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
     MERGE: tl.constexpr,  # partials of a query loaded at once
-    DEPTHS: tl.constexpr,  # levels of nodes
+    HAS_NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -136,15 +143,14 @@ def attend_suffixes(
         part_at = other_at[:, None] * HEAD_DIM + dims[None, :]
         part = tl.load(other_out + part_at, mask=valid_query[:, None] & in_dim[None, :], other=0.0)
         row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
-    HAS_NODES: tl.constexpr = DEPTHS > 0
     THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and TILE != BLOCK_P)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
     active_query = tl.where(active, index < queries_per_kv_head, False)
     if HAS_NODES:
-        first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
-            row, head, index, active_query, rows, row_units, row_offsets, row_tiles, unit_slots, BLOCK_M, DEPTHS
-        )
+        tables = (row_units, row_offsets, row_tiles, unit_slots, rows, depths, block_m_log2)
+        first, count, row_in_tile = locate_pieces(row, head, index, active_query, 0, tables)
+        next_first, next_count, next_row_in_tile = locate_pieces(row, head, index, active_query, 1, tables)
     # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -217,11 +223,7 @@ def attend_suffixes(
             head,
             index,
             active_query,
-            rows,
-            row_units,
-            row_offsets,
-            row_tiles,
-            unit_slots,
+            tables,
             partial_out,
             partial_lse,
             row_max,
@@ -229,9 +231,7 @@ def attend_suffixes(
             acc,
             HEAD_DIM,
             BLOCK_D,
-            BLOCK_M,
             MERGE,
-            DEPTHS,
         )
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)

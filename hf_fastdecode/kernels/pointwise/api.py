@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from . import kernel
 from .forms import Activation, NormForm, RotaryForm
@@ -63,7 +64,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
     at_once = max(1, _NUMBERS // block)
     rows, out = x.numel() // columns, torch.empty_like(x)
     with launching(Kernel.POINTWISE, x.device):
-        kernel.normalize[(-(-rows // at_once),)](
+        launch(
+            kernel.normalize,
+            (-(-rows // at_once),),
             x,
             addend,
             total,
@@ -111,7 +114,9 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
     if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
         return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form)
     with launching(Kernel.POINTWISE, queries.device):
-        kernel.rotate[(batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS))](
+        launch(
+            kernel.rotate,
+            (batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS)),
             queries,
             keys,
             cos,
@@ -158,7 +163,9 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         gates, ups = gates.contiguous(), ups.contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     with launching(Kernel.POINTWISE, gate.device):
-        kernel.gate[(len(gates) * -(-columns // _NUMBERS),)](
+        launch(
+            kernel.gate,
+            (len(gates) * -(-columns // _NUMBERS),),
             gates,
             ups,
             out,

@@ -11,7 +11,7 @@ SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def normalize(
     x,  # [rows, COLUMNS], contiguous
     addend,  # as x; not read without ADDS
@@ -45,7 +45,7 @@ def normalize(
     tl.store(out + at, (factor * numbers).to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def rotate(
     queries,  # [batch, QUERY_HEADS, length, HEAD_DIM], contiguous along head_dim
     keys,  # likewise, of KEY_HEADS

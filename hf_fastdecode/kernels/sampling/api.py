@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from .row_kernel import sample_rows
 
@@ -233,7 +234,9 @@ def sample(
     )
     scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
     with launching(Kernel.SAMPLING, logits.device):
-        sample_rows[(rows,)](
+        launch(
+            sample_rows,
+            (rows,),
             logits,
             row_ids,
             settings.numbers,

@@ -15,7 +15,7 @@ from .arguments import Arguments, check_alignment, check_arguments
 from .cluster import ClusterConfig
 from .config import TwoLaunchConfig, check_two_launch_config, choose_cluster_config, choose_two_launch_config
 from .inputs import RotaryTables, Scales
-from .launches import cluster_shape, groups_of, launch
+from .launches import cluster_shape, groups_of, launch_all
 
 __all__ = [
     "ClusterConfig",
@@ -153,7 +153,7 @@ def slim_decode(
     else:
         check_alignment("coordinates", coordinates)
     try:
-        launch(given, config, result)
+        launch_all(given, config, result)
     except KernelFailedError:
         if chosen and isinstance(config, ClusterConfig):  # which is not chosen again
             return slim_decode(*given[:4], scale=scale, key_offset=key_offset, rotary=rotary, starts=starts)

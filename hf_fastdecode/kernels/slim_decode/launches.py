@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import multiprocessors
 from ..forest_decode.node_kernel import LOG2E
@@ -23,7 +24,9 @@ _PIECES_AT_ONCE = 4
 """Pieces of a row that the merge loads before it waits for one."""
 
 
-def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]) -> None:
+def launch_all(
+    given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked.
 
     Raises:
@@ -38,7 +41,9 @@ def launch(given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tu
             groups, tile, parts = _in_two_launches(given, config)
         block = 512
         most_tiles = rows * triton.cdiv(given.keys.shape[1], tile)
-        merge_pieces[(rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block))](
+        launch(
+            merge_pieces,
+            (rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block)),
             *parts,
             given.first_slots,
             given.lengths,
@@ -132,7 +137,9 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
     scores = torch.empty(tiles, block_h, config.block_t, dtype=torch.float32, device=device)
     numbers = [part.view(torch.int8) if scales else part for part in (keys, coordinates)]
     for phase in (SCORES, AVERAGES):
-        slim_partials[(groups * members,)](
+        launch(
+            slim_partials,
+            (groups * members,),
             query,
             *numbers,
             *(scales or (lse, lse)),

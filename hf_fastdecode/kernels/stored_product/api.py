@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import shared_memory
 from ..installed import interpreted
@@ -107,7 +108,9 @@ def stored_product(
     second = terms[-1]
     out = torch.empty(config.parts, rows, columns, dtype=torch.float32, device=device)
     with launching(Kernel.PRODUCT, device):
-        kernel[(groups * triton.cdiv(of_group, config.columns), config.parts)](
+        launch(
+            kernel,
+            (groups * triton.cdiv(of_group, config.columns), config.parts),
             *terms[0],
             *second,
             constant if constant is not None else out,

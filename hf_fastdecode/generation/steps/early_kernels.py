@@ -1,0 +1,69 @@
+"""Begins to compile, while a model's first prompts are prefilled, the kernels that the steps after them will launch.
+
+They are found by launches over empty tensors, which do not take place (`kernels.ahead`). Kernels that are not found
+are compiled when a step is captured.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from ...attention.forest import Forest
+from ...attention.kv import Scoring
+from ...attention.launch.kernel_call import run_kernels
+from ...attention.launch.plan import HeadShape, LaunchPlan
+from ...cache.layout import Store
+from ...kernels.ahead import compile_in_background
+from ..decoding.sampling import compile_sampler
+from .cuda_graph import bucket
+
+if TYPE_CHECKING:
+    from ..call_context import CallContext
+
+
+def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
+    """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
+    head = call.model.get_output_embeddings()
+    if not _is_first_capture(call) or head is None:
+        return
+    vocabulary, dtype, device = head.weight.shape[0], call.model.dtype, call.model.device
+
+    def launch() -> None:
+        logits = torch.empty(1, vocabulary, dtype=dtype, device=device)
+        compile_sampler(call.options.sampler, processors, call.config, prompts, logits)
+
+    compile_in_background(launch, device)
+
+
+def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
+    """Begin to compile the decode kernels for steps over a forest."""
+    if not _is_first_capture(call):
+        return
+    model, stores = call.model, call.structure.layout.distinct
+
+    def launch() -> None:
+        for store in stores:
+            if store.kv_heads and store.head_dim == store.value_dim:
+                _attend(store, forest, model.dtype, model.device)
+
+    compile_in_background(launch, model.device)
+
+
+def _is_first_capture(call: CallContext) -> bool:
+    return call.mode != "eager" and not call.state.captures.made
+
+
+def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
+    rows, heads = bucket(forest.rows), store.kv_heads * store.group_size
+    empty = partial(torch.empty, device=device)
+    query = empty(rows, heads, 1, store.head_dim, dtype=dtype)
+    new = empty(rows, store.kv_heads, 1, store.head_dim, dtype=dtype)
+    plan = LaunchPlan(forest, HeadShape(store.kv_heads, store.group_size, store.head_dim, False), device, rows=rows)
+    addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
+    of_rows = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
+    run_kernels(query, new, new, *addresses, *of_rows, plan.schedule(plan.programs(0)), plan.config, Scoring(1.0))

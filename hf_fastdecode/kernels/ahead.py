@@ -1,0 +1,155 @@
+"""Compiles kernels on threads before they are launched.
+
+Triton compiles a kernel when it is first launched with other compile-time arguments: up to some seconds each, one
+after another. Here launches can be left out, and their kernels compile all at once: Triton's passes, ptxas and the
+compiler of its launchers leave the interpreter to other threads. What fails here is tried again at the launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+
+from .installed import interpreted, triton_is_installed
+
+logger = logging.getLogger("hf_fastdecode")
+
+_MOST_THREADS = 8
+
+Result = TypeVar("Result")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel over a grid of programs, or only compile it, see `compiled_ahead`."""
+    left_out = _left_out.get()
+    if left_out is None or not left_out.covers(kernel, grid, arguments, options):
+        kernel[grid](*arguments, **options)
+
+
+def compiled_ahead(run: Callable[[], Result], device: torch.device) -> Result:
+    """The result of `run`, whose missing kernels are compiled all at once.
+
+    Args:
+        run: Launches kernels by `launch`. If one is missing it runs twice, first without that and later launches: what
+            it then computes and writes must not matter.
+        device: The current CUDA device.
+    """
+    if not _compiles_for(device):
+        return run()
+    for thread in _background:
+        thread.join()
+    with _compiling(_LeftOut(), device) as left_out:
+        result = run()
+    return run() if left_out.everything else result
+
+
+def compile_in_background(run: Callable[[], object], device: torch.device) -> None:
+    """Begin to compile the kernels that `run` launches, in a thread in which no launch takes place.
+
+    `compiled_ahead` waits for them.
+    """
+    if not _compiles_for(device):
+        return
+
+    def compile_all() -> None:
+        try:
+            with torch.cuda.device(device), _compiling(_LeftOut(everything=True), device):
+                run()
+        except Exception as error:
+            logger.debug("kernels are compiled when they are launched: %s", error)
+
+    thread = Thread(target=compile_all, name="hf_fastdecode_compile")
+    _background[:] = [other for other in _background if other.is_alive()]
+    with suppress(RuntimeError):  # no more threads can be started
+        thread.start()
+        _background.append(thread)
+
+
+_background: list[Thread] = []
+
+
+def _compiles_for(device: torch.device) -> bool:
+    return device.type == "cuda" and triton_is_installed() and not interpreted()
+
+
+class _LeftOut:
+    """Which launches are left out.
+
+    Attributes:
+        everything: All from now on.
+    """
+
+    def __init__(self, *, everything: bool = False) -> None:
+        self.everything = everything
+
+    def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether to leave this launch out; begins to compile a missing kernel."""
+        found = kernel.warmup(*arguments, grid=grid, **options)
+        self.everything |= hasattr(found, "future")  # Triton's FutureKernel
+        return self.everything
+
+
+_left_out: ContextVar[_LeftOut | None] = ContextVar("hf_fastdecode_left_out", default=None)
+
+
+@contextmanager
+def _compiling(left_out: _LeftOut, device: torch.device) -> Iterator[_LeftOut]:
+    """Context in which `launch` compiles missing kernels on threads; waits for them at its end."""
+    from triton import AsyncCompileMode
+
+    with _Threads(device) as threads:
+        mode = AsyncCompileMode(threads, ignore_errors=True)
+        try:
+            mode.__enter__()
+        except RuntimeError:  # the caller's own mode is active
+            if left_out.everything:
+                raise
+            yield left_out
+            return
+        token = _left_out.set(left_out)
+        try:
+            yield left_out
+        finally:
+            _left_out.reset(token)
+            mode.__exit__(None, None, None)
+
+
+class _Threads:
+    """Executor that starts its threads with the first piece of work; does the work itself where none can start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> _Threads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:
+        """As of `concurrent.futures.Executor`, for a function that returns Triton's compiled kernel."""
+
+        def compile_and_load() -> Any:
+            kernel = compile_one()
+            with suppress(Exception), torch.cuda.device(self._device):
+                _ = kernel.run  # makes its launcher, and loads it
+            return kernel
+
+        try:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "hf_fastdecode_compile")
+            return self._pool.submit(compile_and_load)
+        except RuntimeError:  # no more threads can be started
+            done = Future[Any]()
+            done.set_result(compile_and_load())
+            return done

@@ -1,0 +1,91 @@
+"""Kernels compile before they are launched: all that a pass misses, and nothing that it has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
+
+from ..fresh_processes import ROOT
+
+ON_A_PRETENDED_GPU = """
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import torch
+from tests.kernels.compile_all import CUDA, Activation, Claimed, Claiming, NormForm, gated, pretending, rms_norm
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import KernelInterface
+
+from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
+
+launched, runs = [], []
+
+
+def launch(kernel, grid):
+    def record(*arguments, **options):
+        assert isinstance(kernel.warmup(*arguments, grid=grid, **options), CompiledKernel)
+        launched.append(kernel.__name__)
+
+    return record
+
+
+def run(form, activation):
+    runs.append(form)
+    with Claiming():  # this thread too
+        rms_norm(x, x[0].as_subclass(Claimed), 1e-5, form)
+        gated(x, x, activation)
+    return len(runs)
+
+
+with (
+    pretending((9, 0)),
+    patch.object(KernelInterface, "__getitem__", launch),
+    patch("torch.cuda.device", lambda device: nullcontext()),
+):
+    x = torch.empty(3, 4096, dtype=torch.bfloat16, device=CUDA)
+    assert compiled_ahead(lambda: run(NormForm.ROUNDED, Activation.SILU), CUDA) == 2
+    assert launched == ["normalize", "gate"], launched
+    assert compiled_ahead(lambda: run(NormForm.ROUNDED, Activation.SILU), CUDA) == 3
+    assert compiled_ahead(lambda: run(NormForm.ROUNDED, Activation.GELU), CUDA) == 5
+    assert launched == 2 * ["normalize", "gate"] + ["normalize", "normalize", "gate"], launched
+
+    launched.clear()
+    compile_in_background(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA)
+    found = compiled_ahead(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA)
+    assert found == len(runs) == 7
+    assert launched == ["normalize", "gate"], launched
+
+    compile_in_background(lambda: 1 / 0, CUDA)
+    with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        compile_in_background(lambda: 1 / 0, CUDA)
+        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == 9
+print("done")
+"""
+
+
+def test_on_a_pretended_gpu(tmp_path: object) -> None:
+    """In an interpreter of its own, where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_PRETENDED_GPU],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
+
+
+def test_elsewhere() -> None:
+    """Where no kernel is compiled, a pass runs once, and nothing runs in the background."""
+    runs: list[int] = []
+    compile_in_background(lambda: pytest.fail("it ran"), torch.device("cpu"))
+    assert compiled_ahead(lambda: runs.append(1) or len(runs), torch.device("cpu")) == 1
