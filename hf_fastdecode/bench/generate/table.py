@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...measurement.rows import Measurement
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import by, cell, markdown
-from .cases import GenerateCase, PromptTree
+from .cases import LOOPS, GenerateCase, PromptTree
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
@@ -149,8 +149,8 @@ def trees_table(rows: Sequence[Measurement]) -> str:
     return markdown(["model", "rows", "way", "a step", "KV cache", "stock's KV cache"], lines)
 
 
-def beams_table(rows: Sequence[Measurement]) -> str:
-    """One line for each beam search, stock → with a shared-context cache."""
+def loops_table(rows: Sequence[Measurement]) -> str:
+    """One line for each case of a loop of transformers, stock → with a shared-context cache."""
     columns = (
         ("prefill_s", "s", 1.0),
         ("ms_per_step", "ms", 1.0),
@@ -159,12 +159,15 @@ def beams_table(rows: Sequence[Measurement]) -> str:
     )
     lines = []
     for ways in cases_of(rows):
-        both = ways["stock-beams"], ways["beams"]
-        changes = [
-            " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both) for column, unit, scale in columns
-        ]
-        lines.append([both[1]["shape"], *_point(both[1]), *changes])
-    names = ["model", "context", "beams", "time to first token", "a step", "whole call", "memory over the weights"]
+        for loop in (name for name in LOOPS if name in ways):
+            both = ways[f"stock-{loop}"], ways[loop]
+            changes = [
+                " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both)
+                for column, unit, scale in columns
+            ]
+            lines.append([both[1]["shape"], loop, *_point(both[1]), *changes, both[1]["ran"].partition(",")[0]])
+    names = ["model", "loop", "context", "n", "time to first token", "a step", "whole call", "memory over the weights"]
+    names.append("steps ran")
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; medians.")
 
 
