@@ -50,7 +50,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Rollouts, each followed by a step of the optimizer.")] = 4,
     device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
 ) -> None:
-    """Train in each way, check the enabled one, and write a row for each."""
+    """Train in each way, check the enabled one, and write each row when it is measured."""
     rows = []
     for way, options in _WAYS.items():
         model = random_model(shape, device, torch.bfloat16)
@@ -75,11 +75,11 @@ def main(
                 trainer.train()
             ran = _checked(trainer, shape, before, Path(folder)) if way == "enabled" else calls.made[-1].reason
         rows.append(_row(way, shape, samples * prompts, new_tokens, calls, ran, device))
+        write_rows(out, rows)
         print({name: rows[-1][name] for name in _SHOWN}, flush=True)
         del trainer, model, before
         gc.collect()
         torch.cuda.empty_cache()
-    write_rows(out, rows)
 
 
 def _checked(trainer: Trainer, shape: str, before: dict[str, Tensor], folder: Path) -> str:

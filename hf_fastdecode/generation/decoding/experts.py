@@ -17,9 +17,9 @@ def decode_context(model: PreTrainedModel, rows: int) -> AbstractContextManager[
     """transformers' context of decode steps, except where it would slow down steps of many rows.
 
     In its context the experts run by ``batched_mm``, which first copies the weights of each row's experts, and is for
-    few rows. Outside of it they run by ``grouped_mm``, which reads the weights of each chosen expert once. From as many
-    pairs of row and expert as there are experts, the copies are several times what all experts have. fp32 models keep
-    the context, so that they compute what stock computes.
+    few rows. Outside of it they run by ``grouped_mm``, which reads the weights of each chosen expert once. From as
+    many pairs of row and expert as there are experts, the copies are several times what all experts have. fp32 models
+    keep the context, so that they compute what stock computes.
     """
     config = model.config.get_text_config(decoder=True)
     chosen = getattr(config, "num_experts_per_tok", None) or 0
