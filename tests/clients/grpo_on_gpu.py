@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl
 
 import hf_fastdecode as fd
 from hf_fastdecode.files import write_rows
@@ -33,28 +33,39 @@ _WAYS: dict[str, dict[str, Any]] = {
     "enabled": {},
 }
 """Ways of making rollouts, and what `GRPOConfig` is given for each."""
-_SHOWN = ("way", "first_rollout_s", "rollout_s", "extra_bytes", "prefilled_tokens", "ran")
+
 _PATHS = {"stock": "stock", "continuous-batching": CONTINUOUS_BATCHING, "enabled": "shared"}
+_SHOWN = ("way", "first_rollout_s", "rollout_s", "extra_bytes", "prefilled_tokens", "ran")
 
 _ERROR_OF_STOCK = 2.0
 """How many times stock's own rounding error that of an enabled model may be, see the package's invariants."""
 
 
+class _StopAfter(TrainerCallback):
+    """Ends training after so many rollouts, before the last one's step of the optimizer, which would take as long."""
+
+    def __init__(self, calls: Calls, rollouts: int):
+        self.calls, self.rollouts = calls, rollouts
+
+    def on_substep_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_training_stop |= len(self.calls.made) >= self.rollouts
+
+
 def main(
     out: Annotated[Path, typer.Option(help="CSV file of rows to write.")],
-    shape: Annotated[str, typer.Option(help="A shape of `hf-fastdecode bench generate`.")] = "1b-gqa",
+    way: Annotated[list[str] | None, typer.Option(help=f"Repeatable, all by default: {', '.join(_WAYS)}.")] = None,
+    shape: Annotated[str, typer.Option(help="A shape of `hf-fastdecode bench generate`.")] = "qwen3-4b",
     samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 16,
     prompts: Annotated[int, typer.Option(help="Prompts in a rollout.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a completion.")] = 256,
     shots: Annotated[int, typer.Option(help="Solved examples in front of each prompt.")] = 6,
-    steps: Annotated[int, typer.Option(help="Rollouts, each followed by a step of the optimizer.")] = 4,
+    rollouts: Annotated[int, typer.Option(help="Rollouts, between which the optimizer takes a step.", min=2)] = 4,
     device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
 ) -> None:
     """Train in each way, check the enabled one, and write each row when it is measured."""
     rows = []
-    for way, options in _WAYS.items():
+    for name in way or _WAYS:
         model = random_model(shape, device, torch.bfloat16)
-        before = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
         with tempfile.TemporaryDirectory() as folder:
             trainer = make_trainer(
                 "grpo",
@@ -66,17 +77,20 @@ def main(
                 num_generations=samples,
                 per_device_train_batch_size=samples,
                 gradient_accumulation_steps=prompts,
-                max_steps=steps,
-                **options,
+                max_steps=rollouts,
+                **_WAYS[name],
             )
-            if way == "enabled":
+            before: dict[str, Tensor] = {}
+            if name == "enabled":
                 fd.enable(trainer.model)
+                before = {key: value.detach().clone() for key, value in model.named_parameters()}
             with recorded(trainer.model) as calls:
+                trainer.add_callback(_StopAfter(calls, rollouts))
                 trainer.train()
-            ran = _checked(trainer, shape, before, Path(folder)) if way == "enabled" else calls.made[-1].reason
-        rows.append(_row(way, shape, samples * prompts, new_tokens, calls, ran, device))
+            ran = _checked(trainer, shape, before, Path(folder)) if name == "enabled" else calls.made[-1].reason
+        rows.append(_row(name, shape, samples * prompts, new_tokens, calls, ran, device))
         write_rows(out, rows)
-        print({name: rows[-1][name] for name in _SHOWN}, flush=True)
+        print({column: rows[-1][column] for column in _SHOWN}, flush=True)
         del trainer, model, before
         gc.collect()
         torch.cuda.empty_cache()
@@ -85,7 +99,7 @@ def main(
 def _checked(trainer: Trainer, shape: str, before: dict[str, Tensor], folder: Path) -> str:
     """How an enabled model's steps ran, after a look at its weights, logits and checkpoint."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    changed = [name for name, value in model.named_parameters() if not torch.equal(value.cpu(), before[name])]
+    changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
     assert len(changed) > len(before) // 2, "training changed too little to show anything"
 
     # As the trainer does around its rollouts; the name changed in transformers 5.23.
@@ -107,9 +121,9 @@ def _checked(trainer: Trainer, shape: str, before: dict[str, Tensor], folder: Pa
     _compare_logits(model, shape, before, prompt.shape[1], found)
 
     trainer.save_model(folder / "saved")
-    loaded = type(model).from_pretrained(folder / "saved", dtype=torch.bfloat16)
+    loaded = type(model).from_pretrained(folder / "saved", dtype=torch.bfloat16, device_map=str(model.device))
     for name, value in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), value.cpu()), name
+        assert torch.equal(loaded.get_parameter(name), value), name
     return f"{call.mode} ({call.mode_reason}), sampler {call.sampler}"
 
 

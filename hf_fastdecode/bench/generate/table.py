@@ -131,7 +131,7 @@ def stock_beside_shared(rows: Sequence[Measurement]) -> str:
             *step,
             _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
             f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
-            f"{stock_kv_bytes(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
+            f"{_stock_gib(stock, shared)} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]
         lines.append(cells)
     names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
@@ -236,6 +236,13 @@ def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
     drawn = sum(GenerateCase(stock["shape"], context, samples, new, finish=stock.get("finish", "")).lengths())
     per_token = float(shared["floor_kv_bytes"]) / ((tree.tokens if tree else context) + drawn)
     return samples * (context + new - 1) * per_token
+
+
+def _stock_gib(stock: Measurement, shared: Measurement) -> str:
+    """GiB of a stock cache at the end; not computed for layers that keep only a window."""
+    if stock["status"] != "ok" and "sliding_window" in SHAPES.get(stock["shape"], {}):
+        return stock["status"]
+    return f"{stock_kv_bytes(stock, shared) / 2**30:.2f}"
 
 
 def _change(stock: Measurement, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
