@@ -52,7 +52,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "first calls": generate.first_calls_table,
     "commits": generate.commits_table,
     "trees": generate.trees_table,
-    "beams": generate.beams_table,
+    "loops": generate.loops_table,
     "steps and memory": generate.steps_and_memory_table,
     "fixed parts": fixed_parts_table,
     "steps apart": generate.steps_apart_table,

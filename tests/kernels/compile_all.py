@@ -336,6 +336,7 @@ def compute_between_products() -> None:
         cos = torch.empty(1, 5, rotary, dtype=dtype, device=CUDA)
         for form in RotaryForm:
             rotate(queries, keys, cos, cos, form)
+        rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
 
 
 def multiply_few_rows() -> None:
