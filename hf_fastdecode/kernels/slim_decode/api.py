@@ -156,7 +156,8 @@ def slim_decode(
         launch(given, config, result)
     except KernelFailedError:
         if chosen and isinstance(config, ClusterConfig):  # which is not chosen again
-            return slim_decode(*given[:4], scale=scale, key_offset=key_offset, rotary=rotary, starts=starts)
+            options = {"key_offset": key_offset, "rotary": rotary, "starts": starts, "scales": scales}
+            return slim_decode(*given[:4], scale=scale, **options)
         raise
     if isinstance(config, ClusterConfig) and rotary is None and key_offset is not None:
         # Without RoPE the offset adds one number to all scores of a head.
