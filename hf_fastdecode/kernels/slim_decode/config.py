@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
@@ -63,6 +64,7 @@ def parse_config(text: str, base: Config) -> Config:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=256)  # the search takes as long as a step's attention
 def choose_cluster_config(
     heads: int,
     head_dim: int,
