@@ -199,7 +199,7 @@ def tensor_map(
     swizzle = driver.CUtensorMapSwizzle
     (described,) = _checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{number.value}"],
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{number.value}"),
             len(shape),
             address,
             [driver.cuuint64_t(size) for size in reversed(shape)],

@@ -5,6 +5,7 @@ It reads the suffixes of a shared-context cache, and all tokens of transformers'
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -149,17 +150,22 @@ _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _seen_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device) -> SeenSlots | None:
     """Slots that one query per row sees; None where a mask adds to scores, or a row sees none or with gaps."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if mask is None:
-        return SeenSlots(None, torch.full((rows,), slots, dtype=torch.int32, device=device))
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # where the host cannot look
+        return SeenSlots(None, (_all_slots.__wrapped__ if capturing else _all_slots)(rows, slots, device))
     if mask.dtype != torch.bool or capturing or mask.dim() != 4 or mask.shape[1:] != (1, 1, slots):
-        return None
+        return None  # while a graph is captured, the host cannot look at a mask
     version = None if mask.is_inference() else mask._version  # inference tensors have none, and may be changed
     known, found = _seen.get(mask, (None, None))
     if version is None or known != version:
         found = _range_of(mask[:, 0, 0].expand(rows, -1))
         _seen[mask] = version, found
     return found
+
+
+@lru_cache(maxsize=4)  # for all layers of a pass
+def _all_slots(rows: int, slots: int, device: torch.device) -> Tensor:
+    return torch.full((rows,), slots, dtype=torch.int32, device=device)
 
 
 def _range_of(seen: Tensor) -> SeenSlots | None:
