@@ -11,7 +11,7 @@ from ...measurement.tables import by, cell, markdown
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _WAYS = (
     *("ours", "flashinfer-cascade", "recipe", "hydragen", "bifurcated", "bifurcated-compiled"),
-    *("flashinfer-decode", "plain", "sketch"),
+    *("flashinfer-decode", "fasttree", "plain", "sketch"),
     *("without-own-nodes", "ours-prefix", "sketch-prefix", "ours-suffix", "sketch-suffix"),
 )
 
