@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import multiprocessors
 from ..installed import interpreted
@@ -117,7 +118,9 @@ def _launch(
         partials = torch.empty(tiles * config.parts * of_tile, dtype=torch.float32, device=device)
     iterations = width // config.at_once
     with launching(Kernel.ROWS, device):
-        kernel[(tiles, config.parts)](
+        launch(
+            kernel,
+            (tiles, config.parts),
             inputs,
             *_three(weights),
             *_three([outs[0] if bias is None else bias for bias in biases]),
