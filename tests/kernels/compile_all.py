@@ -354,7 +354,8 @@ def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple
     """Numbers of a slim cache, and the scales behind those of 8 bits."""
     size = stored_bytes(width, dtype, head_dim) // dtype.itemsize
     stored = torch.empty(rows, 4096, size, dtype=dtype, device=CUDA)
-    return stored[..., :width].as_subclass(Claimed), stored[..., width:].view(torch.uint8).as_subclass(Claimed)
+    scales = stored[..., width:].view(torch.uint8)[..., : 2 * -(-width // head_dim)]  # behind which there may be room
+    return stored[..., :width].as_subclass(Claimed), scales.as_subclass(Claimed)
 
 
 def compile_for(capability: tuple[int, int]) -> int:

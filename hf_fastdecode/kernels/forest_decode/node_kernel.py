@@ -159,8 +159,8 @@ def node_partials(
         value_address = tl.load(nodes + node_capacity + node)
         stride = tl.load(nodes + 2 * node_capacity + node)
     if PDL and not WINDOW and CHAIN == 1 and node >= 0:
-        # Prefetch the first tile before the kernel that this one overlaps ends: it does not write nodes, and if it did,
-        # it would write to L2.
+        # Prefetch the first tile before the kernel that this one overlaps ends: it does not write nodes, and if it
+        # did, it would write to L2.
         line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
         skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
         wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
