@@ -64,6 +64,16 @@ def test_a_forked_process_is_confined_as_a_new_interpreter(forking: Sandbox, ser
     assert json.loads(run(server, SEEN)) == expected
 
 
+def test_interrupts_that_its_host_ignores(forking: Sandbox) -> None:
+    """As below nohup, where a new interpreter has no handler either."""
+    own = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with forking.fork_server(ANY) as server:
+            assert run(server, "import signal; print(signal.getsignal(2) is signal.SIG_IGN)") == "True\n"
+    finally:
+        signal.signal(signal.SIGINT, own)
+
+
 def test_its_namespaces_are_its_own(server: ForkServer) -> None:
     source = f"import os\nfor name in {NAMESPACES}: print(os.readlink('/proc/self/ns/' + name))"
     inside = run(server, source).split()
