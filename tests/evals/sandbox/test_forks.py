@@ -26,7 +26,7 @@ from hf_fastdecode.evals.sandbox.limits import children_of
 from hf_fastdecode.evals.scoring.python import PythonRunner
 
 from ..processes import running
-from .forking import LIMITS, interpreter, killed, output, run
+from .forking import ANY, LIMITS, interpreter, killed, output, run
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
