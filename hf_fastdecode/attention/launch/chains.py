@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.config import Config
 
 _PIECE_TILES = 2.0
-"""What a piece of work costs, in key tiles: more waits than with `PIECE_COST`, but of several programs at a time."""
+"""What a piece of work costs, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
 
 _MERGED_QUERIES = 32
 """Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""
