@@ -5,11 +5,14 @@ import random
 import pytest
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch.chains import node_shapes
-from hf_fastdecode.kernels.forest_decode.config import Config
+from hf_fastdecode.attention.launch.chains import choose_chains, node_shapes
+from hf_fastdecode.attention.launch.own_nodes import with_own_nodes
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape
 
 from .forests import random_forest
+
+pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode.config import CHAINED, Config
 
 
 def tree(*levels: tuple[int, int], rows: int) -> Forest:
@@ -69,3 +72,45 @@ def test_a_node_that_some_rows_end_with_is_read_alone():
     forest = Forest(4, [Node(Span(0, 0, 3), 0, 4), Node(Span(0, 5, 3), 0, 3, 1)])
     shapes = node_shapes(forest, 1, Config(16, chain=4))
     assert [shape.links for shape in shapes] == [((0, 3),), ((1, 3),)]
+
+
+HOPPER = Config(128, block_n=128, stages=2, hopper=True)
+NARROW = Config(16, block_n=64)
+
+
+@pytest.mark.parametrize(
+    ("levels", "rows", "kv_heads", "queries", "found"),
+    [
+        (((1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (32, 16), (64, 16), (128, 16)), 1024, 8, 4, 64),
+        (((1, 16), (2, 16), (4, 16), (8, 16), (16, 16), (32, 16), (64, 16), (128, 16)), 1024, 32, 1, 16),
+        (((1, 1024), (16, 256)), 64, 8, 4, 64),
+        (((1, 1024), (4, 256), (16, 128)), 512, 8, 4, None),
+        (((1, 2400), (8, 512)), 1024, 8, 4, None),
+        (((1, 2048),), 1024, 8, 4, None),
+    ],
+)
+def test_chains_are_for_short_nodes(levels, rows, kv_heads, queries, found):
+    """Trees of FastTree, and contexts that many rows share, of which the Hopper kernel's wide tiles waste nothing."""
+    forest = tree(*levels, rows=rows)
+    config = choose_chains(forest, kv_heads, queries, 128, HOPPER, 132)
+    assert config is HOPPER if found is None else (config in CHAINED and config.block_m == found)
+
+
+def test_narrow_tiles_large_heads_and_single_levels_have_no_chains():
+    deep = tree(*((2**depth, 16) for depth in range(8)), rows=1024)
+    for forest, head_dim, config in (
+        (deep, 256, HOPPER),
+        (deep, 128, NARROW),
+        (tree((128, 16), rows=1024), 128, HOPPER),
+        (Forest(1024), 128, HOPPER),
+    ):
+        assert choose_chains(forest, 8, 4, head_dim, config, 132) is config
+
+
+@pytest.mark.parametrize(("levels", "rows"), [(((1, 4000),), 10), (((1, 8), (2, 256)), 64)])
+def test_own_nodes_do_not_decide(levels, rows):
+    """A captured step has its launch parameters before any row has own nodes, and keeps them."""
+    forest = tree(*levels, rows=rows)
+    for tokens in (1, 384):
+        found = choose_chains(with_own_nodes(forest, tokens), 1, 16, 128, HOPPER, 132)
+        assert found is choose_chains(forest, 1, 16, 128, HOPPER, 132)

@@ -193,7 +193,23 @@ def attend_everything() -> None:
         (1, 3),  # tokens of a row
     )
     for (head_dim, (group, kv_heads), rows, context, queries), dtype, scoring in zip(layouts, dtypes, scorings):
-        attend(dtype, head_dim, group, kv_heads, rows, context, queries, scoring)
+        forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
+        attend(dtype, head_dim, group, kv_heads, forest, queries, scoring)
+    for dtype, softcap, (group, kv_heads), head_dim in product(
+        (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
+    ):
+        attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
+
+
+def deep_tree() -> Forest:
+    """Eight levels of short nodes, which are read in chains."""
+    levels = [(depth, 1 << depth) for depth in range(8)]
+    nodes = [
+        Node(Span(depth, 16 * index, 16), index * 1024 // count, 1024 // count, depth)
+        for depth, count in levels
+        for index in range(count)
+    ]
+    return Forest(1024, nodes)
 
 
 def attend(
@@ -201,8 +217,7 @@ def attend(
     head_dim: int,
     group: int,
     kv_heads: int,
-    rows: int,
-    context: int,
+    forest: Forest,
     queries: int,
     scoring: Scoring,
 ) -> None:
@@ -211,9 +226,9 @@ def attend(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=CUDA)
 
+    rows = forest.rows
     query = empty(rows, group * kv_heads, queries, head_dim)
     new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, head_dim)
-    forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
     if scoring.sinks is not None:
         scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
     addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)

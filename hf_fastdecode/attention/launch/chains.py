@@ -9,16 +9,60 @@ node then attend to its *chain*: the short nodes above it, and itself. Every row
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ...kernels.forest_decode.config import Config
-from ...kernels.forest_decode.schedule import NodeShape
+from ...kernels.forest_decode.schedule import NodeShape, longest_share
 from ..forest import Forest, Node
 
+if TYPE_CHECKING:  # it imports triton, which may be missing
+    from ...kernels.forest_decode.config import Config
+
 _PIECE_TILES = 2.0
-"""What a piece of work costs, in key tiles: more waits than with `PIECE_COST`, but of several programs at a time."""
+"""What a piece of work costs, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
 
 _MERGED_QUERIES = 32
 """Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""
+
+
+def choose_chains(
+    forest: Forest, kv_heads: int, queries_per_kv_head: int, head_dim: int, wide: Config, multiprocessors: int
+) -> Config:
+    """Launch parameters with chains where these are predicted to be faster than `wide`, which are without.
+
+    Measured on an H200, for trees of several levels whose widest node needs a query tile of 64 or more. Own nodes (see
+    `own_segment`) do not count.
+    """
+    from ...kernels.forest_decode.config import CHAINED
+
+    if any(node.span.segment < 0 for node in forest.nodes):  # own nodes come and go while a step's launches stay
+        forest = Forest(forest.rows, [node for node in forest.nodes if node.span.segment >= 0])
+    if len(forest.levels) < 2 or wide.block_m < 64 or head_dim > 128:
+        return wide
+
+    def microseconds(config: Config) -> float:
+        shapes = node_shapes(forest, queries_per_kv_head, config)
+        share = longest_share(
+            shapes,
+            kv_heads=kv_heads,
+            queries=queries_per_kv_head,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            programs=config.per_sm * multiprocessors,
+        )
+        depths = 1 + max(shape.depth for shape in shapes)
+        if config is wide:
+            return depths + (_HOPPER_START + _HOPPER_TILE * share if config.hopper else _WIDE_TILE * share)
+        return depths + CHAINED[config] * share
+
+    chained = min(CHAINED, key=microseconds)
+    return chained if _CLEARLY_FASTER * microseconds(chained) < microseconds(wide) else wide
+
+
+# Microseconds of a key tile, and of what the Hopper kernel does before its first. Those of `CHAINED` and these are
+# fitted to the trees of FastTree.
+_HOPPER_START, _HOPPER_TILE, _WIDE_TILE = 6.0, 1.5, 2.0
+
+_CLEARLY_FASTER = 1.25  # without chains, suffixes may be attended to beside the nodes, which is not predicted
 
 
 def node_shapes(forest: Forest, queries_per_kv_head: int, config: Config) -> list[NodeShape]:

@@ -20,7 +20,7 @@ from ...kernels.forest_decode.schedule import (
 )
 from ..forest import Forest
 from ..kv import Scoring
-from .chains import node_shapes
+from .chains import choose_chains, node_shapes
 from .costs import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -181,7 +181,8 @@ def decode_config(
     keys = shape.kv_heads * sum(
         node.span.length * -(-node.row_count * shape.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
     )
-    return choose_config(
+    has_pdl = device.type == "cuda" and compute_capability(device) >= (9, 0)
+    config = choose_config(
         max((node.row_count for node in forest.nodes), default=1) * shape.queries_per_kv_head,
         shape.head_dim,
         queries_per_kv_head=shape.queries_per_kv_head,
@@ -190,7 +191,11 @@ def decode_config(
         keys=keys // multiprocessors(device),
         windowed=shape.windowed,
         own_dominate=own_dominate,
-        overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
+        overlap=has_pdl,
         shared_memory=shared_memory(device),
         device=device,
     )
+    if shape.windowed or own_dominate or not has_pdl:
+        return config
+    sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
+    return choose_chains(forest, *sizes, config, multiprocessors(device))

@@ -158,14 +158,22 @@ def node_partials(
         key_address = tl.load(nodes + node)
         value_address = tl.load(nodes + node_capacity + node)
         stride = tl.load(nodes + 2 * node_capacity + node)
-    if PDL and not WINDOW and CHAIN == 1 and node >= 0:
-        # Prefetch the first tile before the kernel that this one overlaps ends: it does not write nodes, and if it
-        # did, it would write to L2.
-        line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
-        skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
-        wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
-        prefetch(key_address + skip + line, wanted)
-        prefetch(value_address + skip + line, wanted)
+    if PDL and not WINDOW and node >= 0:
+        # Prefetch the first tile before the kernel that this one overlaps ends, which does not write nodes.
+        if CHAIN > 1:
+            token = first * BLOCK_N + tl.arange(0, BLOCK_N)
+            chain = chains + node * (2 * CHAIN)
+            key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
+            wanted = token < tl.minimum(last * BLOCK_N, length)
+            for line in tl.static_range(0, HEAD_DIM * 2, 128):
+                prefetch(key_rows + line, wanted)
+                prefetch(value_rows + line, wanted)
+        else:
+            line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
+            skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
+            wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
+            prefetch(key_address + skip + line, wanted)
+            prefetch(value_address + skip + line, wanted)
     if PDL and node < 0:  # PDL: dependents also rely on earlier kernels, so wait even without work
         tl.extra.cuda.gdc_wait()
     while node >= 0:
