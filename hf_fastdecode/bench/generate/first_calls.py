@@ -1,4 +1,4 @@
-"""The first calls of a fresh process, which compile kernels and capture steps: seconds of the calls that a user counts.
+"""The first calls of a fresh process, which compile kernels and capture steps.
 
 Each way of a case runs in a process of its own, with the caches of Triton and Inductor in a temporary folder: an
 empty one (cold), or one that an earlier process of the same kind has filled (warm).
