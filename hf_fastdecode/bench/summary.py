@@ -36,6 +36,8 @@ def table(rows: list[Measurement]) -> str:
     """A Markdown table of measurements, by the command that made them."""
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
+    if "caches" in rows[0]:
+        return generate.first_calls_table(rows)
     if "to_token" in rows[0]:
         return generate.completions_table(rows)
     if "bandwidth_share" in rows[0]:
@@ -49,7 +51,6 @@ def table(rows: list[Measurement]) -> str:
 
 _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     None: table,
-    "first calls": generate.first_calls_table,
     "commits": generate.commits_table,
     "trees": generate.trees_table,
     "loops": generate.loops_table,

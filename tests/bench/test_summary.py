@@ -99,11 +99,14 @@ def test_a_step_apart_from_its_attention():
     assert lines == ["| tiny | 1,000 | 6 | graph | 3.50 ms | 3.00 ms | 0.50 ms | 250 us |"]
 
 
-def test_first_calls_beside_later_ones():
-    row = {"shape": "x", "context": "100", "samples": "6", "new_tokens": "10", "way": "graph"}
-    row |= {"first_call_s": "7", "total_s": "0.64"}
+def test_first_calls():
+    row = {"shape": "x", "context": "100", "samples": "6", "new_tokens": "10", "way": "graph", "caches": "cold"}
+    row |= {"first_call_s": "7", "second_call_s": "0.64", "third_call_s": "0.6", "tenth_call_s": "0.5"}
+    row |= {"more_rows_s": "1", "longer_prompt_s": "2", "status": "ok"}
     row |= {"device": "d", "dtype": "float16", "torch": "1", "transformers": "2"}
-    assert "| x | 100 | 6 | 10 | graph | 7.0 s | 0.6 s |" in generate.first_calls_table([row])
+    found = summary.table([row, row | {"way": "stock", "status": "out of memory"}])
+    assert "| x | 100 | 6 | graph | cold | 7.00 | 0.64 | 0.60 | 0.50 | 1.00 | 2.00 |" in found
+    assert "| stock | cold | out of memory | out of memory |" in found
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(11.9, "11.9 → 10.0 (none)"), (12.0, "12.0 → 10.0 (1.2x)")])

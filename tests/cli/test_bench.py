@@ -323,7 +323,18 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
     assert not list(tmp_path.rglob("*.csv"))
 
 
-@pytest.mark.parametrize("command", ["generate", "completions"])
+def test_first_calls_in_processes_of_their_own(tmp_path):
+    out = tmp_path / "rows.csv"
+    words = ("--shape", "tiny", "--point", "128x2", "--new-tokens", 2, "--dtype", "float32", "--way", "shared")
+    result = run("first-calls", *words, "--device", "cpu", "--out", out)
+    assert result.exit_code == 0, result.output
+    rows = read_rows(out)
+    assert [(row["caches"], row["status"]) for row in rows] == [("cold", "ok"), ("warm", "ok")]
+    assert all(float(row[name]) > 0 for row in rows for name in ("first_call_s", "tenth_call_s", "more_rows_s"))
+    assert "| tiny | 128 | 2 | shared | warm |" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "completions", "first-calls"])
 def test_without_a_shape_the_embedded_model_is_measured(command):
     shown = run(command, "--list").stdout.splitlines()
     assert shown

@@ -209,6 +209,27 @@ class CompletionCase:
         return {name: columns[name] for name in names} | {"from_token": first, "to_token": last}
 
 
+CACHES: dict[str, str] = {
+    "cold": "no compiled kernels on disk",
+    "warm": "the kernels that an earlier process has compiled",
+}
+"""What a fresh process finds on disk."""
+
+
+@dataclass(frozen=True)
+class FirstCallsCase:
+    """Calls of a fresh process that finds `caches`, one of `CACHES`."""
+
+    call: GenerateCase
+    caches: str
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        names = ("shape", "context", "samples", "new_tokens", "dtype")
+        columns = self.call.columns()
+        return {name: columns[name] for name in names} | {"caches": self.caches}
+
+
 def spans(call: GenerateCase, marks: Sequence[int]) -> list[CompletionCase]:
     """The cases of a call, one for each pair of neighbouring marks; ValueError unless these rise from 1 to its end."""
     rising = all(before < after for before, after in pairwise(marks))

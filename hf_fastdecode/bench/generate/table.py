@@ -87,16 +87,22 @@ def generate_tables(rows: Sequence[Measurement]) -> str:
 
 
 def first_calls_table(rows: Sequence[Measurement]) -> str:
-    """Seconds of each way's first call, beside those of a later one."""
+    """Seconds of the calls of a fresh process."""
+    times = {
+        "first_call_s": "call 1",
+        "second_call_s": "2",
+        "third_call_s": "3",
+        "tenth_call_s": "10",
+        "more_rows_s": "half as many rows more",
+        "longer_prompt_s": "twice the context",
+    }
     lines = [
-        [
-            *(_model(row), *_point(row), row["new_tokens"], row["way"]),
-            *(f"{float(row[name]):.1f} s" for name in ("first_call_s", "total_s")),
-        ]
+        [row["shape"], *_point(row), row["way"], row["caches"]]
+        + [cell(row, lambda row, name=name: f"{float(row[name]):.2f}") for name in times]
         for row in rows
     ]
-    names = ["model", "context", "n", "new tokens", "way", "first call", "later calls"]
-    return markdown(names, lines, f"{where_measured(rows)}.")
+    names = ["model", "context", "n", "way", "caches", *times.values()]
+    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; seconds of one call.")
 
 
 def commits_table(rows: Sequence[Measurement]) -> str:

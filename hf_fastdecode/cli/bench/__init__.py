@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..options import command_group
-from . import completions, generate, ops, tables
+from . import completions, first_calls, generate, ops, tables
 
 app = command_group()
 
@@ -20,5 +20,8 @@ def main() -> None:
     """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run."""
 
 
-for command in (ops.ops, generate.generate, completions.completions, ops.sampling, ops.slim, tables.tables):
+for command in (
+    *(ops.ops, generate.generate, completions.completions, first_calls.first_calls),
+    *(ops.sampling, ops.slim, tables.tables),
+):
     app.command(epilog=_NOTE)(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterable
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 from weakref import ref
@@ -60,16 +61,24 @@ def settings(module: nn.Module) -> Hashable | None:
     """
     read = names_in(type(module)) if not _OF_A_LAYER.isdisjoint(vars(module)) else ()
     found: list[Any] = [type(module), function_key(type(module).forward)]
-    for name, value in attributes(module).items():
-        if name in _OF_EVERY_MODULE or (name in _OF_A_LAYER and name not in read):
-            continue
-        if type(value) in _SCALARS:
+    own = attributes(module)
+    for name in _names_of_settings(tuple(own), read):
+        value = own[name]
+        kind = type(value)  # not `isinstance`, which asks a config for its `__class__`
+        if kind in _SCALARS:
             found.append((name, value))
-        elif isinstance(value, _FUNCTIONS):
+        elif issubclass(kind, _FUNCTIONS):
             found.append((name, function_key(value)))
-        elif isinstance(value, _WITH_CONTENTS):
+        elif issubclass(kind, _WITH_CONTENTS):
             return None
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _names_of_settings(names: tuple[str, ...], read: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of attributes that may be settings: a few, the same for most modules of a class."""
+    others = _OF_EVERY_MODULE | (_OF_A_LAYER - set(read))
+    return tuple(name for name in names if name not in others)
 
 
 def function_key(function: Any) -> Hashable | None:

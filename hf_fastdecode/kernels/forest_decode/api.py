@@ -162,7 +162,6 @@ def forest_decode(
             SINKS=sinks is not None,
             OTHER=other is not None,
             ORIGINS=origins is not None,
-            HAS_NODES=depths > 0,
             OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,
             **options,
@@ -232,6 +231,7 @@ def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "TILE": triton.next_power_of_2(group * queries),
+        "PAIRS": triton.cdiv(schedule.row_units.shape[0], 2),
         "LSE": lse,
         "PDL": overlap,
         "enable_fp_fusion": True,  # as in `attend_nodes`
@@ -244,7 +244,7 @@ def _unit_tables(schedule: Schedule) -> tuple[Tensor, ...]:
 
 
 def _merging(schedule: Schedule) -> tuple[int, int]:
-    """Levels of nodes, and the logarithm of the packed queries of a tile: not compiled in, since they differ."""
+    """Levels of nodes, and the logarithm of the packed queries of a tile, which are not compiled in."""
     return schedule.row_units.shape[0], schedule.block_m.bit_length() - 1
 
 

@@ -36,10 +36,13 @@ def merge_partial(lse, part, row_max, row_sum, acc):
 
 
 @triton.jit
-def merge_pieces(
-    first,
+def merge_two_depths(
+    first,  # of the upper depth, from `locate_pieces`
     count,
     row_in_tile,
+    lower_first,  # of the lower depth
+    lower_count,
+    lower_row_in_tile,
     block_m_log2,
     partial_out,
     partial_lse,
@@ -50,13 +53,23 @@ def merge_pieces(
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Merge the pieces of one depth, in order."""
+    """Merge the pieces of two depths, in order.
+
+    One loop, neither unrolled nor nested: the time to compile grows with the square of the loads in a kernel, and a
+    loop in a loop would exchange row maxima between threads at every piece.
+    """
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    for start in range(0, tl.max(count, 0), MERGE):
+    turns = tl.cdiv(tl.max(count, 0), MERGE)
+    for turn in range(0, turns + tl.cdiv(tl.max(lower_count, 0), MERGE)):
+        upper = turn < turns
+        start = tl.where(upper, turn, turn - turns) * MERGE
+        at_first = tl.where(upper, first, lower_first) + start
+        left = tl.where(upper, count, lower_count) - start
+        at_row = tl.where(upper, row_in_tile, lower_row_in_tile)
         for index in tl.static_range(MERGE):  # independent loads
-            here = start + index < count
-            at = ((first + start + index).to(tl.int64) << block_m_log2) + row_in_tile
+            here = index < left
+            at = ((at_first + index).to(tl.int64) << block_m_log2) + at_row
             lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
             part = tl.load(
                 partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
@@ -86,19 +99,23 @@ def merge_depths(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Merge the pieces of all depths, in order.
-
-    Pieces are located two depths ahead. The loop is not unrolled: the time to compile grows with the square of the
-    loads in a kernel.
-    """
-    depths, block_m_log2 = tables[5], tables[6]
-    for depth in range(0, depths):
-        row_max, row_sum, acc = merge_pieces(
+    """Merge the pieces of all depths, two by two, in order."""
+    for pair in tl.static_range(PAIRS):
+        if pair > 0:
+            first, count, row_in_tile = locate_pieces(row, head, within, valid_query, 2 * pair, tables)
+            next_first, next_count, next_row_in_tile = locate_pieces(
+                row, head, within, valid_query, 2 * pair + 1, tables
+            )
+        row_max, row_sum, acc = merge_two_depths(
             first,
             count,
             row_in_tile,
-            block_m_log2,
+            next_first,
+            next_count,
+            next_row_in_tile,
+            tables[6],
             partial_out,
             partial_lse,
             row_max,
@@ -108,8 +125,6 @@ def merge_depths(
             BLOCK_D,
             MERGE,
         )
-        first, count, row_in_tile = next_first, next_count, next_row_in_tile
-        next_first, next_count, next_row_in_tile = locate_pieces(row, head, within, valid_query, depth + 2, tables)
     return row_max, row_sum, acc
 
 
@@ -154,6 +169,7 @@ def merge_rows(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     MERGE: tl.constexpr,
+    PAIRS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,  # rows per program
@@ -206,6 +222,7 @@ def merge_rows(
         HEAD_DIM,
         BLOCK_D,
         MERGE,
+        PAIRS,
     )
     seen = active if OWN else row_sum > 0
     result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)

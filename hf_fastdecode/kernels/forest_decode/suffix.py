@@ -84,7 +84,7 @@ def attend_suffixes(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
     MERGE: tl.constexpr,  # partials of a query loaded at once
-    HAS_NODES: tl.constexpr,
+    PAIRS: tl.constexpr,  # half the levels of nodes, rounded up
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -143,6 +143,7 @@ def attend_suffixes(
         part_at = other_at[:, None] * HEAD_DIM + dims[None, :]
         part = tl.load(other_out + part_at, mask=valid_query[:, None] & in_dim[None, :], other=0.0)
         row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
+    HAS_NODES: tl.constexpr = PAIRS > 0
     THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and TILE != BLOCK_P)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
@@ -232,6 +233,7 @@ def attend_suffixes(
             HEAD_DIM,
             BLOCK_D,
             MERGE,
+            PAIRS,
         )
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
