@@ -180,7 +180,7 @@ def test_launch_parameters_of_real_shapes():
 
     assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=32, stages=6)
     assert config(32, 128, 512, rotary_dim=128) == ClusterConfig(8, tile=32, stages=5)
-    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5, lead=2)
+    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=4, lead=4)
     assert config(40, 128, 640, rotary_dim=128) == ClusterConfig(8, tile=32, stages=4, lead=4)
     assert config(8, 64, 0, rotary_dim=0) == ClusterConfig(2, tile=64, stages=6)
     assert config(32, 128, 0, rotary_dim=128, dtype=INT8) == ClusterConfig(8, tile=32, stages=4, copies=4)
