@@ -94,7 +94,7 @@ class SlimConfig(PreTrainedConfig):
             ValueError: `slim_rope` is neither ``raw`` nor ``unrotate``, or ``unrotate`` without RoPE of fixed
                 frequencies.
         """
-        rope = self.slim_rope  # once: attributes of transformers' configs are slow to read, and layers ask in each step
+        rope = self.slim_rope  # read once: attributes of configs are slow, and all layers ask in each step
         if rope == "raw":
             return False
         if rope not in ROPES:
