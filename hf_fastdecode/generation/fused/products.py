@@ -16,14 +16,14 @@ from ...kernels.row_products.config import refusal
 
 
 class RowProducts:
-    """Products of a pass, or of its capture, one after another on one stream.
+    """Products of a pass, or of its capture.
 
-    Where parts of a product are added up within a launch, launches count in the same memory by turns. A capture has
-    memory of its own, which each replay sets to zero.
+    Where parts of a product are added up within a launch, the launches of a stream count in the same memory by turns. A
+    capture has memory of its own, which each replay sets to zero.
     """
 
     def __init__(self) -> None:
-        self._arrived: dict[tuple[torch.device, bool], Tensor] = {}
+        self._arrived: dict[tuple[torch.cuda.Stream, bool], Tensor] = {}
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -64,10 +64,12 @@ class RowProducts:
         except KernelFailedError:
             return None
 
-    def _counters(self, device: torch.device) -> Tensor:
+    def _counters(self, device: torch.device) -> Tensor | None:
         from ...kernels.row_products.api import counters
 
-        key = device, device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if device.type != "cuda":
+            return None
+        key = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
         if (arrived := self._arrived.get(key)) is None:
             arrived = self._arrived[key] = counters(device)
         return arrived

@@ -95,7 +95,9 @@ constexpr int FACTORS_AT = SCORES_AT + STAGES * OWN * TILE * 4;
 constexpr int ROTATED_QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
 constexpr int QUERY_AT = ROTATED_QUERY_AT + QUERY_RING * KEY_COLUMNS * 4;
 constexpr int OFFSET_AT = QUERY_AT + KEY_COLUMNS * 4;
-constexpr int UNITS_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
+// What the offset adds to products of queries and keys of 16 bits, in as many buffers as queries.
+constexpr int OF_OFFSET_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
+constexpr int UNITS_AT = OF_OFFSET_AT + (OFFSET && !SCALED ? QUERY_RING * KEY_COLUMNS * 4 : 0);
 // Barriers: a stage (in 8 bits, a copy) is full, a stage is empty; a tile's queries, its scores are there, its weights
 // have come.
 constexpr int FULL_AT = UNITS_AT + (SCALED ? (STAGES * UNITS + 1) / 2 * 8 : 0);
@@ -306,7 +308,8 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
 }
 
 // The rotating warp's part: rotates the row's scaled queries back by the position of each tile's first token, as
-// q R k = (R^T q) k. Scoring warps add the rotation within the tile.
+// q R k = (R^T q) k. Scoring warps add the rotation within the tile. Products of queries and the key offset, which all
+// tokens of a tile have in common, are made here once.
 __device__ __forceinline__ void rotate_queries(char* memory, const float* query, i64 query_head_stride,
                                              const float* cosines, const float* sines, const Piece& piece,
                                              float scale_log2, int member, int lane) {
@@ -335,13 +338,24 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
             wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
         }
         float* const rotated = reinterpret_cast<float*>(memory + ROTATED_QUERY_AT) + buffer * KEY_COLUMNS;
+#pragma unroll 1
         for (int h = 0; h < OWN; h++) {
 #pragma unroll
             for (int p = 0; p < LANE_PAIRS; p++) {
                 const int pair = lane + 32 * p;
                 const float low = own_query[h * HEAD_DIM + pair], high = own_query[h * HEAD_DIM + pair + HALF];
-                rotated[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
-                rotated[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
+                const float first = low * cosine[slot][p] + high * sine[slot][p];
+                const float second = high * cosine[slot][p] - low * sine[slot][p];
+                const int first_at = h * HEAD_DIM + pair_place(pair), second_at = h * HEAD_DIM + pair_place(pair + HALF);
+                rotated[first_at] = first, rotated[second_at] = second;
+                if constexpr (OFFSET && !SCALED) {
+                    float* const of_offset = reinterpret_cast<float*>(memory + OF_OFFSET_AT) + buffer * KEY_COLUMNS;
+                    // Volatile, because registers do not suffice for those of all heads.
+                    const volatile float* const offset = reinterpret_cast<const float*>(memory + OFFSET_AT);
+                    const float low_offset = offset[first_at], high_offset = offset[second_at];
+                    of_offset[first_at] = first * low_offset + second * high_offset;
+                    of_offset[second_at] = second * low_offset - first * high_offset;
+                }
             }
         }
         __syncwarp();
@@ -437,7 +451,6 @@ __device__ __forceinline__ void dequantise_coordinates(u32 tile_at, u32 small, f
 __device__ __forceinline__ void score(char* memory, const float* turns, const Piece& piece, int member, int warp,
                                       int lane) {
     const u32 base = shared_address(memory);
-    const float* const own_offset = reinterpret_cast<const float*>(memory + OFFSET_AT);
     const int lane_in_token = lane % LANES;
     // The lane's first token in a tile. Where 8 lanes read 64 bytes of two tokens at once, those are 4 apart, and so
     // have different banks.
@@ -461,6 +474,8 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
         const u32 small = base + SMALL_COPIES_AT + place * SMALL_COPY_BYTES;
         const float* const query =
             reinterpret_cast<const float*>(memory + ROTATED_QUERY_AT) + number % QUERY_RING * KEY_COLUMNS;
+        const float* const offset = reinterpret_cast<const float*>(memory + (SCALED ? OFFSET_AT : OF_OFFSET_AT)) +
+                                    (SCALED ? 0 : number % QUERY_RING * KEY_COLUMNS);
         wait(base + ROTATED_AT + 8 * (number % QUERY_RING), number / QUERY_RING & 1);
         wait(base + FULL_AT + 8 * place, number / FULL_BARRIERS & 1);
         const int tokens = piece.length - (piece.first + tile * TILE);
@@ -493,8 +508,8 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
             load_pairs(query_low, query + head, 0, lane_in_token);
             load_pairs(query_high, query + head, 1, lane_in_token);
             if constexpr (OFFSET) {
-                load_pairs(offset_low, own_offset + head, 0, lane_in_token);
-                load_pairs(offset_high, own_offset + head, 1, lane_in_token);
+                load_pairs(offset_low, offset + head, 0, lane_in_token);
+                load_pairs(offset_high, offset + head, 1, lane_in_token);
             }
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
@@ -522,12 +537,15 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
                     float low[2], high[2];
                     unpack(low_words[p / 2], low[0], low[1]);
                     unpack(high_words[p / 2], high[0], high[1]);
-                    const float k1 = OFFSET ? fmaf(low[p % 2], scale, offset_low[p]) : low[p % 2];
-                    const float k2 = OFFSET ? fmaf(high[p % 2], scale, offset_high[p]) : high[p % 2];
+                    constexpr bool DEQUANTISES = OFFSET && SCALED, ADDS = OFFSET && !SCALED;
+                    const float k1 = DEQUANTISES ? fmaf(low[p % 2], scale, offset_low[p]) : low[p % 2];
+                    const float k2 = DEQUANTISES ? fmaf(high[p % 2], scale, offset_high[p]) : high[p % 2];
                     const float q1 = query_low[p], q2 = query_high[p];
                     if constexpr (ROTATED) {
-                        along = fmaf(cosine[t][p], fmaf(q2, k2, q1 * k1), along);
-                        across = fmaf(sine[t][p], fmaf(q2, k1, -q1 * k2), across);
+                        const float first = ADDS ? fmaf(q1, k1, offset_low[p]) : q1 * k1;
+                        const float second = ADDS ? fmaf(-q1, k2, offset_high[p]) : -q1 * k2;
+                        along = fmaf(cosine[t][p], fmaf(q2, k2, first), along);
+                        across = fmaf(sine[t][p], fmaf(q2, k1, second), across);
                     } else {
                         along = fmaf(q1, k1, along), across = fmaf(q2, k2, across);
                     }

@@ -23,7 +23,7 @@ class ClusterConfig:
     Attributes:
         members: Blocks per cluster, which divide the heads: 1, 2, 4 or 8.
         tile: Tokens per tile: 32 or 64.
-        stages: Tiles in shared memory, 4 to 6 (from 3 in 8 bits): one that is being scored, one or two whose weights
+        stages: Tiles in shared memory, 4 to 6, from 3 in 8 bits: one that is being scored, one or two whose weights
             are exchanged, one that is being added, and the others on their way.
         lead: Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights.
         clusters: Clusters at most; as many as run at the same time when None.
@@ -75,7 +75,8 @@ class ClusterShape:
             copies += -(-config.stages * (own + 1) // 2) * 8 - 8 * config.stages  # units
         weights = 2 * config.lead * (padded * config.tile * 2 + padded * 8 + 8)  # buffers with factors and a barrier
         stage = config.tile * self.boxes * 128 + own * config.tile * 4 + 3 * 8  # with scores and three barriers
-        queries = own * self.head_dim * 4 * (4 if self.offset else 3) + 2 * 8  # given, turned twice, and the offset
+        buffers = 3 + self.offset * (1 if self.scaled else 3)  # queries, turned ones of two tiles, and the offset's
+        queries = own * self.head_dim * 4 * buffers + 2 * 8
         return config.stages * stage + copies + weights + queries
 
     @property
@@ -123,7 +124,7 @@ class ClusterShape:
         if self.scaled and (columns % 128 or self.rank % 16 or self.rank_columns > 256):
             return (
                 "clusters take keys in 8 bits with multiples of 128 columns and up to 256 V-coordinates per member, "
-                f"in multiples of 16, got {columns}, {self.rank_columns} and {self.rank}"
+                f"of multiples of 16, got {columns}, {self.rank_columns} and {self.rank}"
             )
         # Each scoring warp has whole tokens, several lanes one of them.
         adders = self.adders

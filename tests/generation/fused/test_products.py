@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.products import RowProducts, products_here
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.kernels.branches import in_branches
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.row_products import api
 
@@ -160,6 +162,25 @@ def test_captured_steps_on_a_gpu(rows: int) -> None:
         exact = exact(ids).logits[:, -last:]
     found = torch.stack(out.logits, dim=1).float()
     assert (found - exact).norm() <= 2 * (stock - exact).norm()
+
+
+@pytest.mark.gpu
+def test_branches_count_by_themselves() -> None:
+    """Products whose parts arrive at the same time, on several streams."""
+    device, own = torch.device("cuda"), RowProducts()
+    inputs = torch.randn(4, 4096, device=device).half()
+    weights = [torch.randn(1024, 4096, device=device).half() for _ in range(3)]
+
+    def product(weight: torch.Tensor) -> torch.Tensor:
+        (found,) = own.linears(inputs, [weight], [None]) or [None]
+        assert found is not None
+        return found
+
+    with torch.no_grad():
+        expected = [product(weight) for weight in weights]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            assert all(map(torch.equal, in_branches([partial(product, one) for one in weights], device), expected))
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, choose_config
 from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
 from hf_fastdecode.kernels.slim_decode.config import choose_cluster_config
 
+from .emulator import emulate
 from .problems import Case, make_problem
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -58,6 +59,24 @@ def chosen(problem, of: Case) -> ClusterConfig:
     )
     assert isinstance(config, ClusterConfig)
     return config
+
+
+EMULATED = [
+    case(150, 7, heads=4, head_dim=64, rank=16),
+    case(150, 90, heads=4, rank=16, starts=(3, 0), dtype=BRAIN, tables_of_rows=True),
+    case(300, heads=2, head_dim=256, offset=False, dtype=INT8),
+    case(200, 0, 40, heads=4, rank=48, starts=(7, 0, 39), dtype=INT8),
+    case(150, heads=8, head_dim=64, rank=512, rotary=0, dtype=FP8),
+]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles with g++")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself runs")
+@pytest.mark.parametrize("of", EMULATED, ids=str)
+def test_averages_and_lse_on_an_emulator(of, monkeypatch, tmp_path):
+    emulate(monkeypatch, tmp_path)
+    problem = make_problem(of)
+    problem.check(problem.run(chosen(problem, of)), parts=1)
 
 
 @pytest.mark.gpu
@@ -180,7 +199,7 @@ def test_launch_parameters_of_real_shapes():
 
     assert config(32, 128, 0, rotary_dim=128) == ClusterConfig(8, tile=32, stages=6)
     assert config(32, 128, 512, rotary_dim=128) == ClusterConfig(8, tile=32, stages=5)
-    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=5, lead=2)
+    assert config(40, 128, 0, rotary_dim=128, offset=True) == ClusterConfig(8, tile=32, stages=4, lead=4)
     assert config(40, 128, 640, rotary_dim=128) == ClusterConfig(8, tile=32, stages=4, lead=4)
     assert config(8, 64, 0, rotary_dim=0) == ClusterConfig(2, tile=64, stages=6)
     assert config(32, 128, 0, rotary_dim=128, dtype=INT8) == ClusterConfig(8, tile=32, stages=4, copies=4)
