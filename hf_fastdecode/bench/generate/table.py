@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ...measurement.rows import Measurement
 from ...measurement.shapes import SHAPES
@@ -86,6 +87,10 @@ def generate_tables(rows: Sequence[Measurement]) -> str:
     return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
 
 
+def _seconds(row: Measurement, name: str) -> str:
+    return f"{float(row[name]):.2f}"
+
+
 def first_calls_table(rows: Sequence[Measurement]) -> str:
     """Seconds of the calls of a fresh process."""
     times = {
@@ -98,7 +103,7 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
     }
     lines = [
         [row["shape"], *_point(row), row["way"], row["caches"]]
-        + [cell(row, lambda row, name=name: f"{float(row[name]):.2f}") for name in times]
+        + [cell(row, partial(_seconds, name=name)) for name in times]
         for row in rows
     ]
     names = ["model", "context", "n", "way", "caches", *times.values()]

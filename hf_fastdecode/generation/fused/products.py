@@ -18,8 +18,8 @@ from ...kernels.row_products.config import refusal
 class RowProducts:
     """Products of a pass, or of its capture.
 
-    Where parts of a product are added up within a launch, the launches of a stream count in the same memory by turns. A
-    capture has memory of its own, which each replay sets to zero.
+    Where parts of a product are added up within a launch, the launches of a stream count in the same memory by turns.
+    A capture has memory of its own, which each replay sets to zero.
     """
 
     def __init__(self) -> None:
