@@ -55,6 +55,7 @@ constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
 // say that a buffer is free.
 constexpr int RING = 2 * LEAD;
 constexpr int QUERY_RING = 2;  // buffers of queries; of scores there are STAGES, by which scoring is ahead at most
+constexpr int UNIT_RING = STAGES + QUERY_RING;  // buffers of units, by which rotating is ahead of adding at most
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
@@ -100,7 +101,7 @@ constexpr int OF_OFFSET_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
 constexpr int UNITS_AT = OF_OFFSET_AT + (OFFSET && !SCALED ? QUERY_RING * KEY_COLUMNS * 4 : 0);
 // Barriers: a stage (in 8 bits, a copy) is full, a stage is empty; a tile's queries, its scores are there, its weights
 // have come.
-constexpr int FULL_AT = UNITS_AT + (SCALED ? (STAGES * UNITS + 1) / 2 * 8 : 0);
+constexpr int FULL_AT = UNITS_AT + (SCALED ? (UNIT_RING * UNITS + 1) / 2 * 8 : 0);
 constexpr int EMPTY_AT = FULL_AT + FULL_BARRIERS * 8;
 constexpr int ROTATED_AT = EMPTY_AT + STAGES * 8;
 constexpr int SCORED_AT = ROTATED_AT + QUERY_RING * 8;
@@ -307,9 +308,50 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     }
 }
 
+// Largest scale of a column of scales, of a tile's tokens, as bits of bf16, which are in the order of what they mean.
+__device__ __forceinline__ u32 largest_scale(u32 scales, int row_bytes, int column, int tokens, int lane) {
+    u32 largest = 0;
+#pragma unroll
+    for (int first = 0; first < TILE; first += 32) {
+        const int t = first + lane;
+        if (t < tokens) largest = max(largest, load_shared_16(scales + t * row_bytes + 2 * column));
+    }
+    return __reduce_max_sync(~0u, largest);
+}
+
+// A power of 2 near a scale: numbers over it are below 1,024, and so fit in fp16, as scales may not.
+__device__ __forceinline__ float unit_of(u32 scale) {
+    return __uint_as_float(min(max(scale >> 7, 1u), 253u) << 23);  // whose inverse is a normal number too
+}
+
+__device__ __forceinline__ float inverse_of(float unit) { return __uint_as_float((254u << 23) - __float_as_uint(unit)); }
+
+__device__ __forceinline__ float* units_of(char* memory, u32 number) {
+    return reinterpret_cast<float*>(memory + UNITS_AT) + number % UNIT_RING * UNITS;
+}
+
+// Stores the units of a tile.
+__device__ __forceinline__ void make_units(char* memory, u32 number, int tokens, int lane) {
+    const u32 base = shared_address(memory), place = number % FULL_BARRIERS;
+    const u32 small = base + SMALL_COPIES_AT + place * SMALL_COPY_BYTES;
+    float* const units = units_of(memory, number);
+    wait(base + FULL_AT + 8 * place, number / FULL_BARRIERS & 1);
+#pragma unroll 1
+    for (int h = 0; h < OWN; h++) {
+        const u32 largest = largest_scale(small + SCALES_IN_COPY, COPIED_SCALES * 2, h, tokens, lane);
+        if (lane == 0) units[h] = unit_of(largest);
+    }
+    if constexpr (RANK > 0) {
+        u32 largest = 0;
+        for (int group = 0; group < RANK_GROUPS; group++)
+            largest = max(largest, largest_scale(small + RANK_SCALES_IN_COPY, 16, group, tokens, lane));
+        if (lane == 0) units[OWN] = unit_of(largest);
+    }
+}
+
 // The rotating warp's part: rotates the row's scaled queries back by the position of each tile's first token, as
 // q R k = (R^T q) k. Scoring warps add the rotation within the tile. Products of queries and the key offset, which all
-// tokens of a tile have in common, are made here once.
+// tokens of a tile have in common, are made here once, as are the units of 8 bits.
 __device__ __forceinline__ void rotate_queries(char* memory, const float* query, i64 query_head_stride,
                                              const float* cosines, const float* sines, const Piece& piece,
                                              float scale_log2, int member, int lane) {
@@ -358,6 +400,7 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
                 }
             }
         }
+        if constexpr (SCALED) make_units(memory, number, piece.length - (piece.first + tile * TILE), lane);
         __syncwarp();
         if (lane == 0) arrive(base + ROTATED_AT + 8 * buffer);
     };
@@ -399,27 +442,6 @@ __device__ __forceinline__ void clear_tokens(char* memory, u32 stage, u32 place,
     async_fence();  // before matrix products, and later copies
     __syncwarp();
 }
-
-// Largest scale of a column of scales, of a tile's tokens, as bits of bf16, which are in the order of what they mean.
-__device__ __forceinline__ u32 largest_scale(u32 scales, int row_bytes, int column, int tokens, int lane) {
-    u32 largest = 0;
-#pragma unroll
-    for (int first = 0; first < TILE; first += 32) {
-        const int t = first + lane;
-        if (t < tokens) largest = max(largest, load_shared_16(scales + t * row_bytes + 2 * column));
-    }
-    return __reduce_max_sync(~0u, largest);
-}
-
-// A power of 2 near a scale, and its inverse: numbers over it are below 1,024, and so fit in fp16, as scales may not.
-struct Unit {
-    float value, inverse;
-
-    __device__ __forceinline__ explicit Unit(u32 scale) {
-        const u32 exponent = min(max(scale >> 7, 1u), 253u);  // whose inverse is a normal number too
-        value = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
-    }
-};
 
 // A scale in fp32 from the bits of bf16.
 __device__ __forceinline__ float load_scale(u32 address) { return __uint_as_float(load_shared_16(address) << 16); }
@@ -483,22 +505,10 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
         float inverse[LANE_HEADS];  // of the units of the lane's heads
         if constexpr (SCALED) {
             if (number >= STAGES) wait(base + EMPTY_AT + 8 * stage, (number / STAGES - 1) & 1);
-            float* const units = reinterpret_cast<float*>(memory + UNITS_AT) + stage * UNITS;
+            const float* const units = units_of(memory, number);
 #pragma unroll
-            for (int h = 0; h < OWN; h++) {
-                const Unit unit(largest_scale(small + SCALES_IN_COPY, COPIED_SCALES * 2, h, tokens, lane));
-                if (h / LANE_HEADS * LANE_HEADS == lane_head) inverse[h % LANE_HEADS] = unit.inverse;
-                if (warp == 0 && lane == 0) units[h] = unit.value;
-            }
-            if constexpr (RANK > 0) {
-                u32 largest = 0;
-#pragma unroll
-                for (int group = 0; group < RANK_GROUPS; group++)
-                    largest = max(largest, largest_scale(small + RANK_SCALES_IN_COPY, 16, group, tokens, lane));
-                const Unit unit(largest);
-                if (warp == 0 && lane == 0) units[OWN] = unit.value;
-                dequantise_coordinates(tile_at, small, unit.inverse, member, warp, lane);
-            }
+            for (int h = 0; h < LANE_HEADS; h++) inverse[h] = inverse_of(units[lane_head + h]);
+            if constexpr (RANK > 0) dequantise_coordinates(tile_at, small, inverse_of(units[OWN]), member, warp, lane);
         }
         float products[VALUES];
 #pragma unroll
@@ -616,7 +626,7 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
             float unit = 1.0f;
             if constexpr (SCALED) {
                 const int head = min((b * ADDERS + group) * 64 / HEAD_DIM, OWN);
-                unit = reinterpret_cast<const float*>(memory + UNITS_AT)[stage * UNITS + head];
+                unit = units_of(memory, number)[head];
             }
 #pragma unroll
             for (int n = 0; n < HEAD_BLOCKS; n++) {

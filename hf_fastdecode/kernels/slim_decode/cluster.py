@@ -72,7 +72,7 @@ class ClusterShape:
         if self.scaled:  # numbers, and rows of their scales; a barrier each in the place of one of a stage's three
             row = own * self.head_dim + -(-own // 8) * 16 + (self.rank_columns + 16 if self.rank else 0)
             copies = (config.copies or 0) * (config.tile * row + 8)
-            copies += -(-config.stages * (own + 1) // 2) * 8 - 8 * config.stages  # units
+            copies += -(-(config.stages + 2) * (own + 1) // 2) * 8 - 8 * config.stages  # units
         weights = 2 * config.lead * (padded * config.tile * 2 + padded * 8 + 8)  # buffers with factors and a barrier
         stage = config.tile * self.boxes * 128 + own * config.tile * 4 + 3 * 8  # with scores and three barriers
         buffers = 3 + self.offset * (1 if self.scaled else 3)  # queries, turned ones of two tiles, and the offset's

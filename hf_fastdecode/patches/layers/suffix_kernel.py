@@ -152,7 +152,9 @@ def _seen_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device
     """Slots that one query per row sees; None where a mask adds to scores, or a row sees none or with gaps."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if mask is None:
-        return SeenSlots(None, (_all_slots.__wrapped__ if capturing else _all_slots)(rows, slots, device))
+        all_slots = _all_slots.__wrapped__ if capturing else _all_slots
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return SeenSlots(None, all_slots(rows, slots, device, stream))
     if mask.dtype != torch.bool or capturing or mask.dim() != 4 or mask.shape[1:] != (1, 1, slots):
         return None  # while a graph is captured, the host cannot look at a mask
     version = None if mask.is_inference() else mask._version  # inference tensors have none, and may be changed
@@ -163,8 +165,8 @@ def _seen_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device
     return found
 
 
-@lru_cache(maxsize=4)  # for all layers of a pass
-def _all_slots(rows: int, slots: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=4)  # for all layers of a pass, whose stream has made it
+def _all_slots(rows: int, slots: int, device: torch.device, stream: int) -> Tensor:
     return torch.full((rows,), slots, dtype=torch.int32, device=device)
 
 
