@@ -75,7 +75,8 @@ class _Group:
 class FusedProjections(TorchFunctionMode):
     """Context in which this thread computes products of few rows by a kernel, and projections of one input together.
 
-    A function mode is thread-local and replaces no module, so passes of other threads are unaffected.
+    A function mode is thread-local and replaces no module, so passes of other threads are unaffected. Modules that the
+    user has compiled keep their products: tracing this code would break their graphs.
     """
 
     def __init__(self, model: nn.Module):
@@ -94,7 +95,7 @@ class FusedProjections(TorchFunctionMode):
         self._here.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs:
+        if func is F.linear and not kwargs and not torch.compiler.is_compiling():
             inputs, weight, bias = args if len(args) > 2 else (*args, None)
             group, part = self._parts.get(id(weight), (None, 0))
             if group is not None and bias is group.biases[part]:  # modules that share a weight may not share it

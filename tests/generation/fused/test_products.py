@@ -138,6 +138,28 @@ def test_sums_are_computed_before_their_products(served: Counter[str], monkeypat
 
 
 @on_the_cpu
+def test_modules_that_the_user_has_compiled(served: Counter[str]) -> None:
+    """Each keeps its code, in one graph."""
+    model, _ = half_layer()
+    ids = torch.tensor([[5, 6, 7]])
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.compile(backend=backend)
+        with FusedModules(model).installed(), FusedProjections(model), WaitingSums():
+            found = model(ids).logits
+    assert len(graphs) == len(model.model.layers)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+@on_the_cpu
 def test_a_kernel_that_fails(served: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's products take over."""
 
