@@ -116,6 +116,10 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
 
 
+class Stored(Tensor):
+    """As of quantized or distributed weights, whose memory is not that of their numbers."""
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_refused() -> None:
     inputs, weight = torch.ones(2, 128), torch.ones(64, 128)
@@ -129,6 +133,7 @@ def test_refused() -> None:
         ((inputs, [weight], [torch.ones(64).double()]), "plain tensors of one dtype"),
         ((inputs, [weight.mT.contiguous().mT], [None]), "contiguous weights"),
         ((inputs, [weight.to_sparse_csr()], [None]), "plain tensors"),
+        ((inputs, [weight.as_subclass(Stored)], [None]), "plain tensors"),
         ((inputs, [weight, weight], [None, torch.ones(64)]), "a bias for each weight or for none"),
         ((inputs, [weight], [torch.ones(1)]), "contiguous biases [columns]"),  # which PyTorch adds to every column
         ((inputs, [weight], [torch.tensor(1.0)]), "contiguous biases [columns]"),
