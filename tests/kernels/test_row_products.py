@@ -82,7 +82,7 @@ def test_inputs_with_gaps() -> None:
     inputs = random(3, 2 * WIDTH, seed=1, dtype=torch.float16)[:, :WIDTH]
     weight = random(64, WIDTH, seed=2, dtype=torch.float16)
     (found,) = row_products(inputs, [weight], [None], config=config(3, 1))
-    torch.testing.assert_close(found, F.linear(inputs, weight), rtol=1e-2, atol=1e-1)
+    assert_as_exact(found, F.linear(inputs, weight), F.linear(inputs.double(), weight.double()))
 
 
 @pytest.mark.gpu
@@ -116,6 +116,11 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
 
 
+class Stored(Tensor):
+    """As of quantized or distributed weights, whose memory is not that of their numbers."""
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_refused() -> None:
     inputs, weight = torch.ones(2, 128), torch.ones(64, 128)
     many = inputs.expand(MOST_ROWS + 1, 2, 128)
@@ -127,7 +132,13 @@ def test_refused() -> None:
         ((inputs, [weight.half()], [None]), "plain tensors of one dtype"),
         ((inputs, [weight], [torch.ones(64).double()]), "plain tensors of one dtype"),
         ((inputs, [weight.mT.contiguous().mT], [None]), "contiguous weights"),
+        ((inputs, [weight.to_sparse_csr()], [None]), "plain tensors"),
+        ((inputs, [weight.as_subclass(Stored)], [None]), "plain tensors"),
         ((inputs, [weight, weight], [None, torch.ones(64)]), "a bias for each weight or for none"),
+        ((inputs, [weight], [torch.ones(1)]), "contiguous biases [columns]"),  # which PyTorch adds to every column
+        ((inputs, [weight], [torch.tensor(1.0)]), "contiguous biases [columns]"),
+        ((inputs, [weight], [torch.ones(1).expand(64)]), "contiguous biases [columns]"),
+        ((inputs, [weight], [torch.ones(63)]), "contiguous biases [columns]"),
         ((inputs, [torch.nn.Parameter(weight)], [None]), "no gradients"),
         ((inputs, [weight], [None]), "CUDA devices in half precision"),
     ):

@@ -32,8 +32,8 @@ def pass_context(
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
-    Projections of the same input run concurrently for up to `fused_rows` rows. Layers run compiled, if given, or else
-    with fused modules.
+    Up to `fused_rows` rows, products are those of `FusedProjections`, or in compiled layers concurrent ones. Layers
+    run compiled, if given, or else with fused modules.
     """
     with ExitStack() as stack:
         if rows <= fused_rows:

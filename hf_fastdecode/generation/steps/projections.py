@@ -43,8 +43,8 @@ class _Group:
 
     def __init__(self, parts: Sequence[nn.Linear], products: RowProducts):
         self.weights = [part.weight for part in parts]
+        self.biases = [part.bias for part in parts]
         self._products = products
-        self._biases = [part.bias for part in parts]
         self._inputs: Tensor | None = None
         self._version: int | None = None
         self._outputs: dict[int, Tensor] = {}
@@ -54,8 +54,8 @@ class _Group:
         version = tensor_version(inputs)
         if inputs is not self._inputs or version != self._version or part not in self._outputs:
             self._inputs, self._version = inputs, version
-            outputs = self._products.linears(inputs, self.weights, self._biases)
-            self._outputs = dict(enumerate(outputs or linears(inputs, self.weights, self._biases)))
+            outputs = self._products.linears(inputs, self.weights, self.biases)
+            self._outputs = dict(enumerate(outputs or linears(inputs, self.weights, self.biases)))
         output = self._outputs.pop(part)
         if not self._outputs:
             self._inputs = None
@@ -65,7 +65,8 @@ class _Group:
 class FusedProjections(TorchFunctionMode):
     """Context in which this thread computes products of few rows by a kernel, and projections of one input together.
 
-    A function mode is thread-local and replaces no module, so passes of other threads are unaffected.
+    A function mode is thread-local and replaces no module, so passes of other threads are unaffected. Modules that the
+    user has compiled keep their products: tracing this code would break their graphs.
     """
 
     def __init__(self, model: nn.Module):
@@ -84,10 +85,10 @@ class FusedProjections(TorchFunctionMode):
         self._here.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs:
+        if func is F.linear and not kwargs and not torch.compiler.is_compiling():
             inputs, weight, bias = args if len(args) > 2 else (*args, None)
-            if (found := self._parts.get(id(weight))) is not None:
-                group, part = found
+            group, part = self._parts.get(id(weight), (None, 0))
+            if group is not None and bias is group.biases[part]:  # modules that share a weight may not share it
                 return group.output(inputs, part)
             if (outputs := self._products.linears(inputs, [weight], [bias])) is not None:
                 return outputs[0]

@@ -173,12 +173,12 @@ def gate(
     kept = column < COLUMNS
     x = tl.load(gates + row * gate_stride + column, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(ups + row * up_stride + column, mask=kept, other=0.0).to(tl.float32)
-    share = opened(x, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
+    share = activated(x, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * COLUMNS + column, (share * up).to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def opened(gates, ACTIVATION: tl.constexpr):
+def activated(gates, ACTIVATION: tl.constexpr):
     """The activation of gates, in fp32."""
     if ACTIVATION == SILU:
         result = gates / (1.0 + tl.exp(-gates))

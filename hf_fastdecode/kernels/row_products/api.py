@@ -25,7 +25,7 @@ MOST_TILES = 1024
 
 
 def counters(device: torch.device) -> Tensor:
-    """Memory that products may take turns to count in, ``[MOST_TILES]`` int32 zeros."""
+    """Arrival counters of tiles, ``[MOST_TILES]`` int32 zeros; successive launches on a stream may use the same."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 

@@ -76,13 +76,17 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     if width % _AT_ONCE[-1]:
         return f"it takes widths in multiples of {_AT_ONCE[-1]}, got {width}"
     parts = (inputs, *weights, *filter(lambda bias: bias is not None, biases))
-    kinds = {(type(part) in (Tensor, torch.nn.Parameter), part.dtype, part.device) for part in parts}  # type: ignore[union-attr]
-    if kinds != {(True, inputs.dtype, device)}:
+    kinds = {(type(part), part.layout, part.dtype, part.device) for part in parts}  # type: ignore[union-attr]
+    plain = {(kind, torch.strided, inputs.dtype, device) for kind in (Tensor, torch.nn.Parameter)}
+    if not kinds <= plain:
         return "it takes plain tensors of one dtype and device"
     if any(weight.dim() != 2 or weight.shape[1] != width or not weight.is_contiguous() for weight in weights):
         return "it takes contiguous weights [columns, width]"
-    if len({bias is None for bias in biases}) > 1 or any(bias is not None and bias.stride(0) != 1 for bias in biases):
+    given = [(weight, bias) for weight, bias in zip(weights, biases, strict=True) if bias is not None]
+    if len(given) not in (0, len(weights)):
         return "it takes a bias for each weight or for none"
+    if any(bias.shape != weight.shape[:1] or not bias.is_contiguous() for weight, bias in given):
+        return "it takes contiguous biases [columns]"
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):  # type: ignore[union-attr]
         return "it computes no gradients"
     if torch.is_autocast_enabled(device.type):

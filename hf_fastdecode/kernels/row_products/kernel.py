@@ -8,7 +8,7 @@ multiprocessor reading, parts go to programs of their own; the last to arrive ad
 import triton
 import triton.language as tl
 
-from ..pointwise.kernel import opened
+from ..pointwise.kernel import activated
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])  # a variant for each value would be compiled for nothing
@@ -89,6 +89,6 @@ def row_products(
             second += tl.load(bias_1 + column, mask=kept, other=0.0).to(tl.float32)[:, None]
     if GATED:  # rounded as where each step is an operator of its own
         gates, ups = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-        total = opened(gates, ACTIVATION).to(dtype).to(tl.float32) * ups
+        total = activated(gates, ACTIVATION).to(dtype).to(tl.float32) * ups
     written = last & (row < rows)[None, :] & (column < columns)[:, None]
     tl.store(out + row[None, :] * columns + column[:, None], total.to(dtype), mask=written)

@@ -17,6 +17,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.fused import products
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.products import RowProducts, products_here
+from hf_fastdecode.generation.fused.sums import WaitingSums
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.kernels.branches import in_branches
@@ -31,12 +32,8 @@ on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is re
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts launches, of any device and size; captured steps run uncaptured."""
-
-    def refusal(inputs: Any, weights: Any, biases: Any) -> str | None:
-        return None if inputs.shape[-1] % 64 == 0 and inputs[..., 0].numel() <= 32 else "other rows"
-
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts launches of the kernel, by operator and number of weights."""
     counts: Counter[str] = Counter()
 
     def counted(name: str, weights: Any) -> Any:
@@ -48,11 +45,21 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return run
 
-    monkeypatch.setattr(products, "refusal", refusal)
-    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     monkeypatch.setattr(api, "row_products", counted("row_products", lambda args: len(args[1])))
     monkeypatch.setattr(api, "gated_product", counted("gated_product", lambda args: 2))
     return counts
+
+
+@pytest.fixture
+def served(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches, which take any device and size; captured steps run uncaptured."""
+
+    def refusal(inputs: Any, weights: Any, biases: Any) -> str | None:
+        return None if inputs.shape[-1] % 64 == 0 and inputs.shape[:-1].numel() <= 32 else "other rows"
+
+    monkeypatch.setattr(products, "refusal", refusal)
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    return launches
 
 
 @on_the_cpu
@@ -116,6 +123,45 @@ def test_adapters_keep_their_products(served: Counter[str]) -> None:
 
 
 @on_the_cpu
+def test_sums_are_computed_before_their_products(served: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no norm stands between a sum and the module that takes it."""
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device))
+    model, first = half_layer()
+    mlp, second = model.model.layers[0].mlp, first.flip(0)
+    with torch.no_grad():
+        expected = mlp(first + second)
+        with FusedModules(model).installed(), FusedProjections(model), WaitingSums() as sums:
+            total = first + second
+            assert sums.waits(total)
+            found = mlp(total)
+            assert not sums.waits(total)
+    assert served == {"gated_product 2": 1, "row_products 1": 1}
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+
+
+@on_the_cpu
+def test_modules_that_the_user_has_compiled(served: Counter[str]) -> None:
+    """Each keeps its code, in one graph."""
+    model, _ = half_layer()
+    ids = torch.tensor([[5, 6, 7]])
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.compile(backend=backend)
+        with FusedModules(model).installed(), FusedProjections(model), WaitingSums():
+            found = model(ids).logits
+    assert len(graphs) == len(model.model.layers)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+@on_the_cpu
 def test_a_kernel_that_fails(served: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's products take over."""
 
@@ -140,7 +186,7 @@ def test_only_within() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5, 32])
-def test_captured_steps_on_a_gpu(rows: int) -> None:
+def test_captured_steps_on_a_gpu(rows: int, launches: Counter[str]) -> None:
     """Logits of several replays, whose products are added up in parts: error at most twice stock's."""
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4}
     model = tiny_model("llama-gqa", **sizes).cuda()
@@ -152,6 +198,7 @@ def test_captured_steps_on_a_gpu(rows: int) -> None:
     with fd.enabled(model, mode="graph"):
         out = seeded(lambda: model.generate(**call))
         again = seeded(lambda: model.generate(**call))
+    assert launches.keys() == {"row_products 3", "row_products 1", "gated_product 2"}
     assert torch.equal(torch.stack(out.logits), torch.stack(again.logits))
     ids = out.sequences[:, :-1]
     last = len(out.logits)
@@ -185,20 +232,25 @@ def test_branches_count_by_themselves() -> None:
 
 @pytest.mark.gpu
 def test_a_capture_has_counters_of_its_own() -> None:
+    """Which another capture of the pool may write to between replays."""
     device, shared = torch.device("cuda"), RowProducts()
     inputs, weight = torch.randn(4, 4096, device=device).half(), torch.randn(1024, 4096, device=device).half()
-    stream = torch.cuda.Stream()
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.stream(stream):
         (eager,) = shared.linears(inputs, [weight], [None]) or [None]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             (captured,) = shared.linears(inputs, [weight], [None]) or [None]
+        where = shared._arrived[inputs.device, True].data_ptr()
         del shared
-        noise = [torch.randn(1 << 20, device=device) for _ in range(4)]  # where counters have been
-        graph.replay()
-    torch.cuda.synchronize()
-    assert eager is not None
-    assert captured is not None
-    assert torch.equal(eager, captured)
+        with torch.cuda.graph(other, pool=pool, stream=stream):
+            noise = [torch.ones(api.MOST_TILES, dtype=torch.int32, device=device) for _ in range(8)]
+        assert where in {one.data_ptr() for one in noise}
+        assert eager is not None
+        assert captured is not None
+        for _ in range(2):
+            captured.fill_(torch.nan)
+            other.replay()
+            graph.replay()
+            assert torch.equal(eager, captured)
     torch.testing.assert_close(eager, F.linear(inputs, weight), rtol=1e-2, atol=0.5)
-    assert noise
