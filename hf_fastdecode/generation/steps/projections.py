@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
