@@ -72,7 +72,9 @@ def merge_two_depths(
             at = ((at_first + index).to(tl.int64) << block_m_log2) + at_row
             lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
             part = tl.load(
-                partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
+                partial_out + at[:, None] * HEAD_DIM + dims[None, :],
+                mask=(left[:, None] > index) & in_dim[None, :],  # not `here`: Triton 3.6 mixes up its layouts
+                other=0.0,
             )
             row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     return row_max, row_sum, acc
