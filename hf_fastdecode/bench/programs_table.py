@@ -70,21 +70,14 @@ def rollouts_table(rows: Sequence[Measurement]) -> str:
     lines = []
     for row in rows:
         seconds = [f"{float(row[name]):.1f} s" for name in ("first_rollout_s", "rollout_s")]
-        memory = f"{float(row['extra_bytes']) / 2**30:.1f} GiB"
+        memory = f"{float(row['extra_bytes']) / 2**30:.1f} GiB" if row.get("extra_bytes") else "not measured"
         prefilled = f"{int(row['prefilled_tokens']):,}" if row["prefilled_tokens"] else "not known"
         lines.append([_ROLLOUT_WAYS[row["way"]], *seconds, memory, prefilled, row["ran"]])
     what = f"{stock['rows']} completions of {stock['new_tokens']} tokens, prompts of up to {stock['prompt_tokens']}"
-    names = [
-        "rollouts",
-        "the first",
-        "later ones",
-        "memory over training's",
-        "tokens prefilled, all rollouts",
-        "what ran",
-    ]
-    note = (
-        f"{stock['program']} (TRL {stock['trl']}), {stock['model']}, a rollout: {what}; {_where(stock)}, bf16 weights."
-    )
+    names = ["rollouts", "the first", "later ones", "memory over training's", "tokens prefilled", "what ran"]
+    trl = f" (TRL {stock['trl']})" if "trl" in stock else ""
+    program = f"{stock['program']}{trl}, {stock['model']} in bf16"
+    note = f"{program}, a rollout: {what}; tokens prefilled: in all rollouts; {_where(stock)}."
     return markdown(names, lines, note)
 
 

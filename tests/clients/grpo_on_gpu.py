@@ -87,7 +87,9 @@ def main(
             with recorded(trainer.model) as calls:
                 trainer.add_callback(_StopAfter(calls, rollouts))
                 trainer.train()
-            ran = _checked(trainer, shape, before, Path(folder)) if name == "enabled" else calls.made[-1].reason
+            ran = (
+                _checked(trainer, shape, samples, before, Path(folder)) if name == "enabled" else calls.made[-1].reason
+            )
         rows.append(_row(name, shape, samples * prompts, new_tokens, calls, ran, device))
         write_rows(out, rows)
         print({column: rows[-1][column] for column in _SHOWN}, flush=True)
@@ -96,7 +98,7 @@ def main(
         torch.cuda.empty_cache()
 
 
-def _checked(trainer: Trainer, shape: str, before: dict[str, Tensor], folder: Path) -> str:
+def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tensor], folder: Path) -> str:
     """How an enabled model's steps ran, after a look at its weights, logits and checkpoint."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
@@ -105,11 +107,11 @@ def _checked(trainer: Trainer, shape: str, before: dict[str, Tensor], folder: Pa
     # As the trainer does around its rollouts; the name changed in transformers 5.23.
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     # Longer than prefill passes that are captured, so that the only captures would be of steps.
-    prompt = torch.randint(3, model.config.vocab_size, (1, 600), device=model.device)
-    # As many rows as in the rollouts, so that the steps captured before the last change serve them.
+    # As many prompts and rows as in the rollouts, so that the steps captured before the last change serve them.
     call = fd.explain(model).last_call
+    prompt = torch.randint(3, model.config.vocab_size, (call.rows // samples, 600), device=model.device)
     arguments: dict[str, Any] = {
-        "num_return_sequences": call.rows,
+        "num_return_sequences": samples,
         "do_sample": True,
         "top_k": 0,
         "max_new_tokens": 64,
