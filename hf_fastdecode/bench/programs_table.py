@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..measurement.rows import Measurement
-from ..measurement.tables import by, markdown
+from ..measurement.tables import by, cell, markdown
 from .generate.cases import PromptTree
 from .generate.table import cases_of, where_measured
 
 _HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
 _LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise
 _VLLM_WAYS: Final = {
+    "stock": "transformers",
     "vllm": "vLLM",
     "vllm-cascade": "with cascade",
     "shared": "`enable(model)`",
@@ -107,4 +108,4 @@ def vllm_table(rows: Sequence[Measurement]) -> str:
 
 
 def _call(row: Measurement | None) -> str:
-    return "" if row is None else f"{float(row['total_s']):.2f} s ({float(row['ms_per_step']):.1f} ms)"
+    return cell(row, lambda row: f"{float(row['total_s']):.2f} s ({float(row['ms_per_step']):.1f} ms)")
