@@ -43,7 +43,7 @@ from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryFo
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
-from hf_fastdecode.kernels.slim_decode.inputs import FP8_CAPABILITY, SCALE_BYTES
+from hf_fastdecode.kernels.slim_decode.inputs import FP8_CAPABILITY
 from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, Term, stored_product
 
 
@@ -340,8 +340,7 @@ def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple
     """Numbers of a slim cache, and the scales behind those of 8 bits."""
     size = stored_bytes(width, dtype, head_dim) // dtype.itemsize
     stored = torch.empty(rows, 4096, size, dtype=dtype, device=CUDA)
-    scales = stored[..., width : width + SCALE_BYTES * -(-width // head_dim)]
-    return stored[..., :width].as_subclass(Claimed), scales.view(torch.uint8).as_subclass(Claimed)
+    return stored[..., :width].as_subclass(Claimed), stored[..., width:].view(torch.uint8).as_subclass(Claimed)
 
 
 def compile_for(capability: tuple[int, int]) -> int:

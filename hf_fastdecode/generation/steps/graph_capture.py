@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
-from ...kernels.branches import branching
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -35,8 +34,6 @@ def pass_context(
     with fused modules.
     """
     with ExitStack() as stack:
-        if rows <= fused_rows:
-            stack.enter_context(branching())
         if compiled is not None:
             stack.enter_context(active(structure.configs, lengths))
             stack.enter_context(compiled.installed(model, fused_rows))
