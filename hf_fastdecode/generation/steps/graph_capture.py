@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
 from ...kernels.ahead import compiled_ahead
-from ...kernels.branches import branching
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -36,8 +35,6 @@ def pass_context(
     run compiled, if given, or else with fused modules.
     """
     with ExitStack() as stack:
-        if rows <= fused_rows:
-            stack.enter_context(branching())
         if compiled is not None:
             stack.enter_context(active(structure.configs, lengths))
             stack.enter_context(compiled.installed(model, fused_rows))

@@ -13,7 +13,6 @@ capturing thread are affected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat import tensor_version
-from ...kernels.branches import in_branches
 from ..fused.products import RowProducts
+from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling modules that are applied to the same input."""
@@ -35,8 +34,18 @@ def linears(
     """`F.linear` of one input by several weights, on CUDA concurrently if asked for."""
     if not (concurrent and inputs.is_cuda):
         return [F.linear(inputs, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    tasks = [partial(F.linear, inputs, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return in_branches(tasks, inputs.device)
+    main = torch.cuda.current_stream(inputs.device)
+    streams = [main, *branch_streams(inputs.device)[: len(weights) - 1]]
+    for stream in streams[1:]:
+        stream.wait_stream(main)
+    outputs = []
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        with torch.cuda.stream(streams[index % len(streams)]):
+            outputs.append(F.linear(inputs, weight, bias))
+    # Branch memory is reused only by branches, each of which first waits for all earlier work of `main`.
+    for stream in streams[1:]:
+        main.wait_stream(stream)
+    return outputs
 
 
 class _Group:

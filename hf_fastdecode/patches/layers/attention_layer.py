@@ -20,7 +20,6 @@ from .shared_attention import captured_attention, shared_attention
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
 from .slim_values import SlimValues
-from .step_projections import step_projections
 from .suffix_kernel import cached_attention, kernel_refusal, layer_refusal
 
 
@@ -85,10 +84,7 @@ class SlimAttention(SlimTokens):
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
-        if isinstance(cache, CapturedCache):
-            query, exact = step_projections(self, hidden_states)
-        else:
-            query, exact = self.q_proj(hidden_states), self.to_cache(hidden_states)
+        query = self.q_proj(hidden_states)
         dtype = query.dtype  # under autocast that of its products
         stored_dtype = cache_dtype(dtype, self.layer)
         if self.training:
@@ -98,6 +94,7 @@ class SlimAttention(SlimTokens):
                 "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set slim_rope of the config "
                 "to 'raw', or convert with cache dtype int8"
             )
+        exact = self.to_cache(hidden_states)
         if isinstance(cache, SharedContextCache):
             out = shared_attention(self, query, *exact, cache, rotation, attention_mask)
             return self.output(out), None
