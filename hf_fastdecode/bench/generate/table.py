@@ -97,8 +97,7 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
         "longer_prompt_s": "twice the context",
     }
     lines = [
-        [row["shape"], *_point(row), row["way"], row["caches"]]
-        + [cell(row, lambda row, name=name: f"{float(row[name]):.2f}") for name in times]
+        [row["shape"], *_point(row), row["way"], row["caches"], *(cell(row, _seconds(name)) for name in times)]
         for row in rows
     ]
     names = ["model", "context", "n", "way", "caches", *times.values()]
@@ -266,6 +265,10 @@ def _model(row: Measurement) -> str:
 def _point(row: Measurement) -> tuple[str, str]:
     """Context and samples."""
     return f"{int(row['context']):,}", row["samples"]
+
+
+def _seconds(column: str) -> Callable[[Measurement], str]:
+    return lambda row: f"{float(row[column]):.2f}"
 
 
 def _step(row: Measurement) -> str:
