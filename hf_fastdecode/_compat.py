@@ -177,6 +177,13 @@ context for one config.
 """
 
 
+EXPERTS_FIELD: Final = "_experts_implementation_internal"
+"""Attribute of a config that names the implementation of its experts.
+
+transformers changes it to ``batched_mm`` and back for its decode steps, see `optimized_for_decode`.
+"""
+
+
 def optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Context of transformers' decode steps, e.g. for kernels of experts; replace it if that becomes public."""
     return model._optimize_model_for_decode()

@@ -7,6 +7,7 @@ Words:
     suffix: a row's own tokens after its path: the unshared end of its prompt, and what it generated. `ForestKV` counts
         the tokens of the current step in its length; `StepTables` and the kernels count those before the step.
     own node: the head of a long suffix, which the kernels read as a node of one row (`launch.own_nodes`).
+    chain: short nodes that are read together with a node below them (`launch.chains`).
     slot: the storage row of a suffix. Beam search reorders rows without moving keys: a table of *origins* then tells
         which slot holds each token of a row's suffix (`cache.origins`).
     step: one forward pass of all layers that appends `queries` tokens to every row, usually 1.
@@ -26,8 +27,8 @@ a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which
 A prefill pass gets a `cache.handles.PrefillKV`, which calls `torch_operators.prefill_ops.causal_attention`.
 
 Who decides: `Choices.of` between kernels and PyTorch (unless a backend is forced), `choose_operator` among PyTorch's
-operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles, and `LaunchPlan.programs` on how many
-programs nodes get while suffixes run beside them.
+operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles, `choose_chains` on those for trees of
+short nodes, and `LaunchPlan.programs` on how many programs nodes get while suffixes run beside them.
 
 Where to add:
     A cache layout: a subclass of `cache.storage.TokenStorage` with `parts_of` and `keys_and_values`, or, like

@@ -19,6 +19,12 @@ _VLLM_WAYS: Final = {
     "compile": "compiled",
 }
 
+_ROLLOUT_WAYS: Final = {
+    "stock": "stock `generate`",
+    "continuous-batching": "`use_transformers_continuous_batching`",
+    "enabled": "`fd.enable(trainer.model)`",
+}
+
 
 def training_table(rows: Sequence[Measurement]) -> str:
     """The trainers' lines."""
@@ -59,16 +65,27 @@ def _clients_table(rows: Sequence[Measurement], *, same: str) -> str:
 
 
 def rollouts_table(rows: Sequence[Measurement]) -> str:
-    """Rollouts on a GPU, stock → enabled: the first one compiles kernels and captures steps, the others do not."""
-    stock, enabled = (next(row for row in rows if row["way"] == way) for way in ("stock", "enabled"))
-    seconds = [
-        [float(row[name]) for row in (stock, enabled)] for name in ("first_rollout_s", "rollout_s")
-    ]  # [first or later][stock or enabled]
-    cells = [f"{before:.1f} → {now:.1f} s ({before / now:.1f}x)" for before, now in seconds]
+    """Rollouts on a GPU, a line for each way: the first one compiles kernels and captures steps, the others do not."""
+    stock = next(row for row in rows if row["way"] == "stock")
+    lines = []
+    for row in rows:
+        seconds = [f"{float(row[name]):.1f} s" for name in ("first_rollout_s", "rollout_s")]
+        memory = f"{float(row['extra_bytes']) / 2**30:.1f} GiB"
+        prefilled = f"{int(row['prefilled_tokens']):,}" if row["prefilled_tokens"] else "not known"
+        lines.append([_ROLLOUT_WAYS[row["way"]], *seconds, memory, prefilled, row["ran"]])
     what = f"{stock['rows']} completions of {stock['new_tokens']} tokens, prompts of up to {stock['prompt_tokens']}"
-    names = ["program", "model", "a rollout", "the first", "later ones", "tokens prefilled, all rollouts"]
-    note = f"{_where(stock)}, bf16 weights; stock → enabled, which ran: {enabled['ran']}."
-    return markdown(names, [[stock["program"], stock["model"], what, *cells, _prefilled(stock, enabled)]], note)
+    names = [
+        "rollouts",
+        "the first",
+        "later ones",
+        "memory over training's",
+        "tokens prefilled, all rollouts",
+        "what ran",
+    ]
+    note = (
+        f"{stock['program']} (TRL {stock['trl']}), {stock['model']}, a rollout: {what}; {_where(stock)}, bf16 weights."
+    )
+    return markdown(names, lines, note)
 
 
 def _prefilled(stock: Measurement, enabled: Measurement) -> str:

@@ -16,7 +16,7 @@ from ..measurement.tables import replace_between
 from . import RESULTS
 from .figures import draw_stock_beside_shared, plot
 from .generate import table as generate
-from .ops.table import fixed_parts_table, ops_digest, ops_table
+from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .sampling.table import sampling_table
 from .slim.table import slim_table
@@ -53,9 +53,10 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     None: table,
     "commits": generate.commits_table,
     "trees": generate.trees_table,
-    "beams": generate.beams_table,
+    "loops": generate.loops_table,
     "steps and memory": generate.steps_and_memory_table,
     "fixed parts": fixed_parts_table,
+    "operator trees": ops_trees_table,
     "steps apart": generate.steps_apart_table,
     "training": training_table,
     "evaluation": evaluation_table,

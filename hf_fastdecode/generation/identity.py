@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import ATTENTION_FIELD, tensor_version
+from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, tensor_version
 from ..attention.autocast import autocast_dtype
 from .forward_pass import input_device
 from .model_walk import ModelWalk, attributes
@@ -104,10 +104,18 @@ def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig], walk: 
 
 def _config_state(config: PreTrainedConfig) -> Hashable:
     return tuple(
-        (name, _config_state(value) if isinstance(value, PreTrainedConfig) else repr(value))
+        (name, _field_state(name, value))
         for name, value in vars(config).items()
         if name != ATTENTION_FIELD  # temporarily changed by passes of any thread
     )
+
+
+def _field_state(name: str, value: Any) -> Hashable:
+    if isinstance(value, PreTrainedConfig):
+        return _config_state(value)
+    if name == EXPERTS_FIELD and value == "batched_mm":  # for the time of decode steps
+        value = "grouped_mm"
+    return repr(value)
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")

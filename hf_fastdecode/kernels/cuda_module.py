@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -149,31 +150,56 @@ def compiled(
         nvrtc.nvrtcDestroyProgram(program)
 
 
+class Number(Enum):
+    """Numbers of a tensor that copies read."""
+
+    BYTE = "UINT8"  # any of 8 bits
+    FLOAT16 = "FLOAT16"
+    BFLOAT16 = "BFLOAT16"
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Number:
+        """Those of a dtype of 8 bits, of fp16 or bf16."""
+        if dtype.itemsize == 1:
+            return cls.BYTE
+        return cls.BFLOAT16 if dtype == torch.bfloat16 else cls.FLOAT16
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 1 if self is Number.BYTE else 2
+
+
 @lru_cache(maxsize=1024)
 def tensor_map(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, bf16: bool
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    number: Number,
+    *,
+    permuted: bool,
 ) -> Any:
-    """Describe a tensor of 16-bit numbers, for copies of boxes into shared memory, with zeros outside the tensor.
-
-    The last dimension of a box takes 128 bytes. Chunks of 16 bytes are permuted within them, by the index in the
-    dimension before, modulo 8.
+    """Describe a tensor, for copies of boxes into shared memory, with zeros outside the tensor.
 
     Args:
         address: Address of the first number, a multiple of 16 bytes.
         shape: Up to five dimensions.
         strides: Strides of all dimensions but the last, in bytes, multiples of 16.
-        box: Shape of a copy, with 64 in the last dimension.
-        bf16: Whether numbers are bf16, or else fp16.
+        box: Shape of a copy, with a multiple of 16 bytes in the last dimension.
+        number: What the tensor holds.
+        permuted: Whether the last dimension of a box takes 128 bytes, and chunks of 16 bytes are permuted within them,
+            by the index in the dimension before, modulo 8; else a box has the order of the tensor.
 
     Raises:
         RuntimeError: The driver refuses.
     """
     from cuda.bindings import driver
 
-    types = driver.CUtensorMapDataType
+    swizzle = driver.CUtensorMapSwizzle
     (described,) = _checked(
         driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{number.value}"),
             len(shape),
             address,
             [driver.cuuint64_t(size) for size in reversed(shape)],
@@ -181,7 +207,7 @@ def tensor_map(
             [driver.cuuint32_t(size) for size in reversed(box)],
             [driver.cuuint32_t(1)] * len(shape),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle.CU_TENSOR_MAP_SWIZZLE_128B if permuted else swizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -36,6 +36,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b-gqa": _shape(128256, 4096, 14336, 32, 32, 8),  # Llama-3.1-8B's
     "13b-mha": _shape(32016, 5120, 13824, 40, 40, 40),  # CodeLlama-13B's
     "1b-gqa": _shape(128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True),  # Llama-3.2-1B's
+    "qwen3-4b": _shape(
+        *(151936, 2560, 9728, 36, 32, 8),
+        model_type="qwen3",
+        head_dim=128,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     # Layers with windows, all or some.
     "mistral-7b": _shape(32000, 4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096),
     "gemma2-9b": _shape(256000, 3584, 14336, 42, 16, 8, model_type="gemma2", head_dim=256, sliding_window=4096),

@@ -94,10 +94,11 @@ class SlimConfig(PreTrainedConfig):
             ValueError: `slim_rope` is neither ``raw`` nor ``unrotate``, or ``unrotate`` without RoPE of fixed
                 frequencies.
         """
-        if self.slim_rope not in ROPES:
-            raise ValueError(f"slim_rope must be one of {', '.join(ROPES)}, got {self.slim_rope!r}")
-        if self.slim_rope == "raw":
+        rope = self.slim_rope  # read once: attributes of configs are slow, and all layers ask in each step
+        if rope == "raw":
             return False
+        if rope not in ROPES:
+            raise ValueError(f"slim_rope must be one of {', '.join(ROPES)}, got {rope!r}")
         if not self.rotary:
             raise ValueError(
                 f"slim_rope {self.slim_rope!r} needs RoPE, and {self.model_type} has none; set it to 'raw'"

@@ -21,6 +21,7 @@ from .layers.rotation import (
     ROTATION,
     Rotation,
     Tables,
+    cache_rotation,
     captured_rotation,
     forest_rotation,
     key_positions,
@@ -130,8 +131,7 @@ class SlimRotaryDecoder(SlimDecoder):
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
         """`ROTATION` of positions ``[rows or 1, tokens]``; `key_positions` is None where they are cached."""
-        keys = None if key_positions is None else self.tables(key_positions)
-        return {ROTATION: Rotation(query_positions, self.tables(query_positions), keys)}
+        return {ROTATION: cache_rotation(self.tables, query_positions, key_positions)}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
         """`ROTATION` of a pass over a shared-context cache."""

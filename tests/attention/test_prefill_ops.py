@@ -136,7 +136,9 @@ def test_prefill_error_is_at_most_twice_pytorchs_own(
     softcap: float | None,
     backend: str,
     device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("hf_fastdecode.attention.torch_operators.prefill_ops._MASKED_QUERIES", 8)
     if backend == "fused":  # one that "auto" leaves to PyTorch to choose when nothing lies before the run
         backend = "cpu" if device == "cpu" else "efficient" if dtype == torch.float32 else "flash"
     query, keys, values, earlier = prefill_inputs(context, length, heads, head_dim, dtype, device)
@@ -163,7 +165,7 @@ def test_windowed_prefill_keeps_the_error_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows that end in the run and at every depth above it; what no query sees is not read."""
-    monkeypatch.setattr("hf_fastdecode.attention.torch_operators.prefill_ops._WINDOWED_QUERIES", 8)
+    monkeypatch.setattr("hf_fastdecode.attention.torch_operators.prefill_ops._MASKED_QUERIES", 8)
     query, keys, values, earlier = prefill_inputs((20, 1, 17), 31, (6, 2), 64, dtype, device)
     scoring = {"softcap": softcap, "window": window, "sinks": some_sinks(6, device) if with_sinks else None}
     every_key, every_value = (

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kv import Scoring, Segment, SuffixLengths
+from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
 from hf_fastdecode.attention.launch import own_nodes, step_tables
 from hf_fastdecode.attention.launch import plan as plans
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
@@ -111,6 +112,43 @@ def test_nodes_alone():
         assert not found.out[forest.rows :].any()
         assert (found.lse[forest.rows :] == -torch.inf).all()
     assert (tables.suffixes[0] != 0).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+@pytest.mark.parametrize("used", [False, True], ids=["suffixes", "own-nodes"])
+def test_tables_follow_trees_read_in_chains(monkeypatch, used):
+    """Two trees of short nodes in the same tables, while suffixes grow: what is read in chains differs."""
+    config = Config(16, block_n=16, overlap=False, chain=3, suffix=SuffixConfig(merge=2))
+    monkeypatch.setattr(plans, "decode_config", lambda *args, **options: config)
+    monkeypatch.setattr(own_nodes, "STEP", 8)
+    generator = torch.Generator().manual_seed(0)
+    nodes = Segment(*torch.randn(2, 2, 90, 16, generator=generator))
+    suffix = Segment(*torch.randn(2, 8, 2, 40, 16, generator=generator))
+    new = Segment(*torch.randn(2, 8, 2, 1, 16, generator=generator))
+    query = torch.randn(8, 4, 1, 16, generator=generator)
+    levels = ((1, 20), (2, 3), (4, 2), (8, 5))
+    trees = []
+    for chosen in (levels, levels[1:3]):
+        places = [(depth, index, *level) for depth, level in enumerate(chosen) for index in range(level[0])]
+        spans = [Span(0, 5 * start, tokens) for start, (_, _, _, tokens) in enumerate(places)]
+        trees.append(
+            Forest(8, [Node(s, i * 8 // n, 8 // n, d) for s, (d, i, n, _) in zip(spans, places, strict=True)])
+        )
+    tables = StepTables(8, range(1), trees[0], CPU, OwnNodes(used=used))
+    storage = {0: Stored({0: nodes}, suffix)}
+    for forest, length in ((trees[0], 3), (trees[0], 9), (trees[1], 9), (trees[1], 30), (trees[0], 30)):
+        assert tables.fits(forest)
+        tables.follow(forest, SuffixLengths.of(length), storage)
+        out = tables.attend(0, query, *new, Scoring(0.25))
+        tables.follow(forest, SuffixLengths.of(length), storage)  # own nodes begin once the head layout is known
+        out = tables.attend(0, query, *new, Scoring(0.25))
+        whole = Segment(*(part[:, :, : length + 1].double() for part in suffix))
+        kv = ForestKV(forest, [Segment(*(part.double() for part in nodes))], whole, length + 1)
+        expected, _ = reference.forest_attention(query.double(), kv, 0.25)
+        torch.testing.assert_close(out, expected.float(), atol=2e-6, rtol=2e-6)
+    known = next(iter(tables._schedules.values()))
+    assert known.tables.chains.shape[1] == 3
+    assert len(known.plan._node_shapes) < len(tables.forest.nodes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")

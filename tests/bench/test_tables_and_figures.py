@@ -42,6 +42,21 @@ def generate_rows(finish=""):
         yield {name: str(value) for name, value in row.items()}
 
 
+def test_table_of_trees():
+    """A line for each tree, whose cells have ours, the floor, and another way's time over ours."""
+    rows = []
+    for case, (way, us) in product(OP_SETS["fasttree"], (("ours", 20.0), ("fasttree", 50.0))):
+        measured = SOME | case.columns() | {"way": way, "us_p50": us, "floor_us": 10.0}
+        measured |= {"copy_tb_per_s": 4.0, "matmul_tflop_per_s": 800.0}
+        rows.append({name: str(value) for name, value in measured.items()})
+    rows[-1] |= {"status": "wrong: it errs", "us_p50": ""}
+    lines = ops.ops_trees_table(rows).splitlines()
+    assert len(lines) == 2 + 15 + 2
+    assert lines[2].startswith("| 1x8+2x256 | 64x32 | 20.0 (10.0) | 2.50x | 20.0 (10.0) | 2.50x |")
+    assert lines[16].endswith("| 20.0 (10.0) | wrong |")
+    assert lines[-1].endswith("fasttree over ours: 2.50x, least 2.50x, of 44.")
+
+
 def test_pictures_of_operators(tmp_path):
     of_some_heads = [row for row in op_rows() if row["kv_heads"] == "8"]
     pictures = plot(of_some_heads, tmp_path / "new" / "ops")

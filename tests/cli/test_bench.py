@@ -111,7 +111,7 @@ def test_operators(tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith("| rows | context | suffix | heads | floor | ours | recipe | hydragen |")
     rows = read_rows(out)
-    assert len(rows) == 3 * (len(OP_WAY_NAMES) - 3)
+    assert len(rows) == 3 * (len(OP_WAY_NAMES) - 4)
     here = [row["status"] for row in rows if not OP_WAYS[row["way"]].library]
     assert set(here) == {"ok", "not run: defined for one shared context only"}
     assert all(row["status"].startswith("not run: ") for row in rows if OP_WAYS[row["way"]].library)

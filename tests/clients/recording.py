@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode.measurement.calls import begin_peak, peak_over
+from hf_fastdecode.measurement.timing import idle_time
+
+CONTINUOUS_BATCHING = "continuous batching"
+"""The path of transformers' `generate_batch`."""
 
 
 @dataclass
@@ -22,9 +26,11 @@ class Call:
         seconds: Wall time.
         rows: Sequences returned.
         padded_length: Length of the prompts with padding.
-        prefilled_tokens: Tokens run through the model before the decode steps.
-        path: ``stock``, ``shared`` or ``failed``.
-        reason: Why this path; empty when the model is not enabled.
+        prefilled_tokens: Tokens run through the model before the decode steps; of continuous batching, which does not
+            tell, all tokens of the prompts.
+        path: ``stock``, ``shared``, ``failed`` or `CONTINUOUS_BATCHING`.
+        reason: Why this path; empty when the model is not enabled. Of continuous batching its attention.
+        extra_bytes: Peak memory over what was held before, on CUDA.
     """
 
     seconds: float
@@ -33,6 +39,7 @@ class Call:
     prefilled_tokens: int
     path: str
     reason: str
+    extra_bytes: int | None
 
 
 @dataclass
@@ -59,31 +66,49 @@ class Calls:
 
 @contextmanager
 def recorded(model: PreTrainedModel) -> Iterator[Calls]:
-    """Record the `generate` calls of an instance for a block, stock or enabled, whoever makes them."""
-    calls, inner, own = Calls(), model.generate, vars(model).get("generate")
+    """Record an instance's `generate` and `generate_batch` calls for a block, stock or enabled, whoever makes them."""
+    calls, inner, inner_batch = Calls(), model.generate, model.generate_batch
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        began = perf_counter()
-        output = inner(*args, **kwargs)
-        seconds = perf_counter() - began
+        output, seconds, extra_bytes = _measured(model, inner, *args, **kwargs)
         prompts = next(value for value in (*args, kwargs.get("inputs"), kwargs.get("input_ids")) if value is not None)
-        rows = (output if isinstance(output, Tensor) else output.sequences).shape[0]
-        calls.made.append(_call(model, seconds, rows, prompts.shape[1]))
+        rows, padded_length = (output if isinstance(output, Tensor) else output.sequences).shape[0], prompts.shape[1]
+        last, tokens, path, reason = fd.explain(model).last_call, rows * padded_length, "stock", ""
+        if last is not None:
+            tokens, path, reason = last.prefilled_tokens if last.path == "shared" else tokens, last.path, last.reason
+        calls.made.append(Call(seconds, rows, padded_length, tokens, path, reason, extra_bytes))
         return output
 
-    model.generate = generate
-    try:
+    def generate_batch(inputs: list[list[int]], **kwargs: Any) -> Any:
+        attention: set[str] = set()  # which it chooses itself
+        with model.register_forward_pre_hook(lambda *_: attention.add(model.config._attn_implementation)):
+            output, seconds, extra_bytes = _measured(model, inner_batch, inputs, **kwargs)
+        lengths, ran = [len(prompt) for prompt in inputs], ", ".join(sorted(attention))
+        made = Call(seconds, len(output), max(lengths), sum(lengths), CONTINUOUS_BATCHING, ran, extra_bytes)
+        calls.made.append(made)
+        return output
+
+    with _replaced(model, "generate", generate), _replaced(model, "generate_batch", generate_batch):
         yield calls
+
+
+def _measured(
+    model: PreTrainedModel, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, float, int | None]:
+    """What a call returns, its seconds, and its peak memory."""
+    held, began = begin_peak(model.device), idle_time(model.device)
+    output = call(*args, **kwargs)
+    return output, idle_time(model.device) - began, peak_over(model.device, held)
+
+
+@contextmanager
+def _replaced(model: PreTrainedModel, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    own = vars(model).get(name)
+    setattr(model, name, method)
+    try:
+        yield
     finally:
         if own is None:
-            del model.generate
+            delattr(model, name)
         else:
-            model.generate = own
-
-
-def _call(model: PreTrainedModel, seconds: float, rows: int, padded_length: int) -> Call:
-    last, stock_tokens = fd.explain(model).last_call, rows * padded_length
-    if last is None:
-        return Call(seconds, rows, padded_length, stock_tokens, "stock", "")
-    tokens = last.prefilled_tokens if last.path == "shared" else stock_tokens
-    return Call(seconds, rows, padded_length, tokens, last.path, last.reason)
+            setattr(model, name, own)

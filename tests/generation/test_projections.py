@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -321,3 +322,21 @@ def test_a_product_is_computed_anew_for_other_inputs(together):
         inputs.mul_(2)
         assert torch.equal(mlp.up_proj(inputs), 2 * up)
     assert together == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("shared", ["between layers", "within a layer"])
+def test_a_weight_with_several_biases(shared):
+    """Each product adds the bias that it was given."""
+    model = tiny_model("qwen2", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    (second if shared == "between layers" else first).k_proj.weight = first.k_proj.weight
+    if shared == "within a layer":
+        first.q_proj.weight = first.k_proj.weight
+    for bias in (first.q_proj.bias, first.k_proj.bias, second.k_proj.bias):
+        nn.init.normal_(bias)
+    ids, inputs = torch.tensor([[5, 6, 7]]), torch.randn(3, first.k_proj.in_features)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with FusedProjections(model):
+            assert torch.equal(model(ids).logits, expected)
+            assert torch.equal(F.linear(inputs, first.v_proj.weight), inputs @ first.v_proj.weight.mT)

@@ -40,6 +40,7 @@ from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, fores
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
@@ -164,6 +165,7 @@ def launches() -> list[Launch]:
         attend_to_slim_caches()
         multiply_by_stored_matrices()
         compute_between_products()
+        multiply_few_rows()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -191,7 +193,23 @@ def attend_everything() -> None:
         (1, 3),  # tokens of a row
     )
     for (head_dim, (group, kv_heads), rows, context, queries), dtype, scoring in zip(layouts, dtypes, scorings):
-        attend(dtype, head_dim, group, kv_heads, rows, context, queries, scoring)
+        forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
+        attend(dtype, head_dim, group, kv_heads, forest, queries, scoring)
+    for dtype, softcap, (group, kv_heads), head_dim in product(
+        (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
+    ):
+        attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
+
+
+def deep_tree() -> Forest:
+    """Eight levels of short nodes, which are read in chains."""
+    levels = [(depth, 1 << depth) for depth in range(8)]
+    nodes = [
+        Node(Span(depth, 16 * index, 16), index * 1024 // count, 1024 // count, depth)
+        for depth, count in levels
+        for index in range(count)
+    ]
+    return Forest(1024, nodes)
 
 
 def attend(
@@ -199,8 +217,7 @@ def attend(
     head_dim: int,
     group: int,
     kv_heads: int,
-    rows: int,
-    context: int,
+    forest: Forest,
     queries: int,
     scoring: Scoring,
 ) -> None:
@@ -209,9 +226,9 @@ def attend(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=CUDA)
 
+    rows = forest.rows
     query = empty(rows, group * kv_heads, queries, head_dim)
     new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, head_dim)
-    forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
     if scoring.sinks is not None:
         scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
     addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
@@ -334,13 +351,26 @@ def compute_between_products() -> None:
         cos = torch.empty(1, 5, rotary, dtype=dtype, device=CUDA)
         for form in RotaryForm:
             rotate(queries, keys, cos, cos, form)
+        rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
+
+
+def multiply_few_rows() -> None:
+    """Weights with and without biases, and gates, of all numbers of rows and of a width that 128 does not divide."""
+    for dtype, rows, width in product((torch.bfloat16, torch.float16), (1, 17), (4096, 2880)):
+        inputs, weight = (torch.empty(count, width, dtype=dtype, device=CUDA) for count in (rows, 4096))
+        bias = torch.empty(4096, dtype=dtype, device=CUDA)
+        for own in (None, bias):
+            row_products(inputs, [weight] * 3, [own] * 3)
+        for activation in Activation:
+            gated_product(inputs, weight, weight, (None, None), activation)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Numbers of a slim cache, and the scales behind those of 8 bits."""
     size = stored_bytes(width, dtype, head_dim) // dtype.itemsize
     stored = torch.empty(rows, 4096, size, dtype=dtype, device=CUDA)
-    return stored[..., :width].as_subclass(Claimed), stored[..., width:].view(torch.uint8).as_subclass(Claimed)
+    scales = stored[..., width:].view(torch.uint8)[..., : 2 * -(-width // head_dim)]  # behind which there may be room
+    return stored[..., :width].as_subclass(Claimed), scales.as_subclass(Claimed)
 
 
 def compile_for(capability: tuple[int, int]) -> int:

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.launch.chains import node_shapes
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
 from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
-from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, make_schedule
+from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
 
 from ..attention.forests import assert_error_rule, pytorch_attention, pytorch_lse
 
@@ -70,7 +71,7 @@ def decode(
     )
     grid = config.per_sm * multiprocessors(query.device)
     schedule = make_schedule(
-        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
+        node_shapes(kv.forest, queries_per_kv_head, config),
         rows,
         kv_heads=kv_heads,
         queries=queries_per_kv_head,
@@ -80,6 +81,7 @@ def decode(
         device=query.device,
         capacity=capacity,
         grid=grid,
+        chain=config.chain,
     )
     out, lse = forest_decode(
         query,

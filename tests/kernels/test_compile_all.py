@@ -23,4 +23,11 @@ def test_launches_on_a_pretended_gpu() -> None:
         [sys.executable, "-c", LAUNCHES], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["forest_decode", "pointwise", "sampling", "slim_decode", "stored_product"]
+    assert done.stdout.split() == [
+        "forest_decode",
+        "pointwise",
+        "row_products",
+        "sampling",
+        "slim_decode",
+        "stored_product",
+    ]

@@ -14,6 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.launch.chains import node_shapes
 from hf_fastdecode.kernels.forest_decode.limits import shared_memory
 
 from ..attention.forests import (
@@ -154,6 +155,31 @@ def test_interpreted_in_fp32(block_m):
     oracle, oracle_lse = reference.forest_attention(query, kv)
     assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
     assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+
+
+@pytest.mark.parametrize("chain", [2, 4])
+@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("seed", range(4))
+def test_short_nodes_read_in_chains(seed, block_m, chain):
+    """Deep trees, whose last links may begin within a key tile or end with it."""
+    rng = random.Random(seed)
+    small = INTERPRETED or seed % 2
+    rows, scale = (12, 1) if INTERPRETED else (96, 4)
+    levels = [(1, 40), (2, 5), (4, 16), (12, 3), (12, 11 * (seed % 3) + 1)]
+    start, nodes = 0, []
+    for depth, (count, tokens) in enumerate(levels):
+        for index in range(count):
+            each = rows // count
+            nodes.append(Node(Span(0, start, scale * tokens + rng.randint(0, 3)), index * each, each, depth))
+            start += 200
+    group, head_dim = rng.choice(((1, 48), (4, 16)) if INTERPRETED else ((1, 80), (4, 128)))
+    options = {"heads": 2 * group, "kv_heads": 2, "head_dim": head_dim, "dtype": torch.half}
+    device = "cpu" if INTERPRETED else "cuda"
+    query, kv = make_inputs(Forest(rows, nodes), 9, **options, queries=1 if small else 3, device=device)
+    config = Config(block_m, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2), chain=chain)
+    shapes = node_shapes(kv.forest, group, config)
+    assert len(shapes) < len(kv.forest.nodes), "nothing is read in chains"
+    check(query, kv, config=config)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -21,14 +21,14 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def assert_alike(name: str, given: Sequence[Tensor], *how: object) -> Any:
+def assert_alike(name: str, given: Sequence[Tensor], *how: object, **named: bool) -> Any:
     """Error at most twice that of PyTorch's operators and a rounding; at most one in a hundred halves differs.
 
     Numbers under 0.01, where gates are all but shut, are differences of nearly equal ones and may differ more often.
     """
-    found = getattr(api, name)(*given, *how)
-    expected = getattr(reference, name)(*given, *how)
-    exact = getattr(reference, name)(*(one.double() for one in given), *how)
+    found = getattr(api, name)(*given, *how, **named)
+    expected = getattr(reference, name)(*given, *how, **named)
+    exact = getattr(reference, name)(*(one.double() for one in given), *how, **named)
     for one, two, three in zip(
         *(part if isinstance(part, tuple) else [part] for part in (found, expected, exact)), strict=True
     ):
@@ -63,6 +63,7 @@ def test_rms_norm_of_a_sum(shape: tuple[int, ...], form: NormForm, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", RotaryForm)
+@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize(("heads", "width", "rotary"), [((4, 4), 64, 64), ((12, 3), 80, 80), ((9, 1), 64, 16)])
 @pytest.mark.parametrize(("batch", "length", "of_angles"), [(3, 1, 3), (1, 9, 1), (2, 5, 1)])
 def test_rotate(
@@ -72,13 +73,14 @@ def test_rotate(
     heads: tuple[int, int],
     width: int,
     rotary: int,
+    halves: bool,
     form: RotaryForm,
     dtype: torch.dtype,
 ) -> None:
     queries, keys = (random(batch, length, count, width, seed=count, dtype=dtype).transpose(1, 2) for count in heads)
-    angles = 10 * random(of_angles, length, rotary, seed=7, dtype=torch.float32)
+    angles = 10 * random(of_angles, length, rotary // 2 if halves else rotary, seed=7, dtype=torch.float32)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    found = assert_alike("rotate", (queries, keys, cos, sin), form)
+    found = assert_alike("rotate", (queries, keys, cos, sin), form, halves=halves)
     assert [part.stride() for part in found] == [queries.stride(), keys.stride()]
 
 

@@ -101,6 +101,20 @@ def test_units_of_one_length_are_cut_alike():
     assert [piece[3:5] for piece in schedule.pieces.tolist()] == [[0, 10], [10, 20], [20, 30], [30, 40]] * 3
 
 
+def test_short_units_go_to_programs_of_their_own():
+    """Two heads of a node of two key tiles and one of 128: seven programs, of which one has both short units."""
+    nodes = [NodeShape(0, 0, 1, 16), NodeShape(1, 0, 1, 1024)]
+    schedule = make_schedule(nodes, 1, kv_heads=2, queries=1, block_m=16, block_n=8, programs=7, device="cpu")
+    pieces = schedule.pieces.tolist()
+    long = [piece for piece in pieces[:6] if piece[0] == 1]
+    assert sorted(piece[1:5] for piece in long) == [
+        [head, 0, *tiles] for head in range(2) for tiles in ((0, 42), (42, 85), (85, 128))
+    ]
+    assert {piece[9] for piece in long} == {-1}
+    short = pieces[6]
+    assert [short[0], pieces[short[9]][0]] == [0, 0]
+
+
 def test_units_that_read_the_same_keys_are_cut_side_by_side():
     """Two KV heads of eight query tiles and 30 key tiles, for 24 programs: three groups of eight, of equal cost."""
     node = [NodeShape(0, 0, 8, 240)]

@@ -13,7 +13,6 @@ from ...kernels.forest_decode.cut import BUNDLE
 from ...kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from ...kernels.forest_decode.schedule import (
     Capacity,
-    NodeShape,
     Schedule,
     longest_share,
     make_schedule,
@@ -21,6 +20,7 @@ from ...kernels.forest_decode.schedule import (
 )
 from ..forest import Forest
 from ..kv import Scoring
+from .chains import choose_chains, node_shapes
 from .costs import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -80,9 +80,7 @@ class LaunchPlan:
         self.config = config or decode_config(forest, shape, device, self.rows, own_dominate=own_dominate)
         self.grid = self.config.per_sm * multiprocessors(device)
         self._last_asked = 0, self.grid
-        self._node_shapes = [
-            NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes
-        ]
+        self._node_shapes = node_shapes(forest, shape.queries_per_kv_head, self.config)
         self._sizes = {
             "kv_heads": shape.kv_heads,
             "queries": shape.queries_per_kv_head,
@@ -144,7 +142,7 @@ class LaunchPlan:
 
     @cached_property
     def _node_bytes(self) -> int:
-        numbers = self.shape.kv_heads * self.shape.head_dim * sum(node.length for node in self._node_shapes)
+        numbers = self.shape.kv_heads * self.shape.head_dim * self.forest.node_tokens
         return _KEY_AND_VALUE_BYTES * numbers
 
     def schedule(self, programs: int, capacity: Capacity | None = None) -> Schedule:
@@ -162,6 +160,7 @@ class LaunchPlan:
             device=self.device,
             capacity=capacity,
             grid=self.grid,
+            chain=self.config.chain,
         )
 
 
@@ -182,7 +181,8 @@ def decode_config(
     keys = shape.kv_heads * sum(
         node.span.length * -(-node.row_count * shape.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
     )
-    return choose_config(
+    has_pdl = device.type == "cuda" and compute_capability(device) >= (9, 0)
+    config = choose_config(
         max((node.row_count for node in forest.nodes), default=1) * shape.queries_per_kv_head,
         shape.head_dim,
         queries_per_kv_head=shape.queries_per_kv_head,
@@ -191,7 +191,11 @@ def decode_config(
         keys=keys // multiprocessors(device),
         windowed=shape.windowed,
         own_dominate=own_dominate,
-        overlap=device.type == "cuda" and compute_capability(device) >= (9, 0),
+        overlap=has_pdl,
         shared_memory=shared_memory(device),
         device=device,
     )
+    if shape.windowed or own_dominate or not has_pdl:
+        return config
+    sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
+    return choose_chains(forest, *sizes, config, multiprocessors(device))

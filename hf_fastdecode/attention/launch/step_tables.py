@@ -218,7 +218,8 @@ class StepTables:
         plan = self._plan(self.forest, shape)
         own = self.rows * shape.kv_heads * -(-shape.queries_per_kv_head // plan.config.block_m)
         units = plan.needed.units + (own if self.own_nodes.used else 0)
-        room = Capacity(self._depths, self._nodes, _rounded(units))
+        depths = plan.needed.depths + self.own_nodes.used  # fewer than levels where nodes are read in chains
+        room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
         programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
         with torch.inference_mode(False):

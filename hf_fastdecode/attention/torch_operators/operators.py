@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def plain_partial(
     visible: Tensor | None = None,
     softcap: float | None = None,
 ) -> Partial:
-    """Attention by two matrix products in at least fp32: any shapes, masks and soft-capping.
+    """Attention by two matrix products with sums in at least fp32: any shapes, masks and soft-capping.
 
     Args:
         query: ``[..., queries, head_dim]``.
@@ -54,15 +55,55 @@ def plain_partial(
         visible: Boolean, broadcastable to ``[..., queries, length]``: visible keys; all when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
     """
-    compute = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(compute) @ keys.to(compute).mT * scale  # [..., queries, length]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if not keys.shape[-2]:
+        batch = torch.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
+        compute = torch.promote_types(query.dtype, torch.float32)
+        return empty_partial((*batch, query.shape[-2], values.shape[-1]), query.device, compute)
+    scores = _product(query, keys.mT)  # [..., queries, length]
+    if scores.requires_grad or values.requires_grad:
+        return _differentiable(scores, values, scale, visible, softcap)
+    # In place: a prefill's scores are far larger than what else it reads and writes.
+    if softcap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    if visible is not None:
+        scores.masked_fill_(~visible, -torch.inf)
+    row_max = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
+    weights = scores.sub_(row_max).exp_()
+    row_sum = weights.sum(-1, keepdim=True)
+    out = _product(weights.to(values.dtype) if _multiplies_half(values) else weights, values)
+    # A row that sees no key has weights of 0, and keeps them.
+    return Partial(
+        out.div_(row_sum.clamp_min(torch.finfo(scores.dtype).tiny)), row_max.add_(row_sum.log()).squeeze(-1)
+    )
+
+
+def _differentiable(
+    scores: Tensor, values: Tensor, scale: float, visible: Tensor | None, softcap: float | None
+) -> Partial:
+    """`plain_partial` from its products ``query @ keys.mT`` on, for gradients."""
+    scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse.clamp_min(torch.finfo(compute).min).unsqueeze(-1))
-    return Partial(weights @ values.to(compute), lse)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
+    return Partial(weights @ values.to(weights.dtype), lse)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in at least fp32. Half precision on a GPU is multiplied as it is and summed in fp32."""
+    if left.dtype == right.dtype and _multiplies_half(left) and _multiplies_half(right):
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        one, two = (part.expand(*batch, -1, -1).reshape(prod(batch), *part.shape[-2:]) for part in (left, right))
+        return torch.bmm(one, two, out_dtype=torch.float32).view(*batch, left.shape[-2], right.shape[-1])
+    compute = torch.promote_types(left.dtype, torch.float32)
+    return left.to(compute) @ right.to(compute)
+
+
+def _multiplies_half(x: Tensor) -> bool:
+    """Whether half precision is multiplied as it is: on CUDA, without a gradient."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not x.requires_grad
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:

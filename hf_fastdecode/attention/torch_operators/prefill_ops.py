@@ -18,8 +18,8 @@ from torch import Tensor
 from ..partial import Partial, merge
 from .operators import DenseAttention, causal_mask, dense_partial, plain_partial, with_sinks
 
-_WINDOWED_QUERIES = 512
-"""Queries per call of a windowed prefill, which reads the keys that any of them sees."""
+_MASKED_QUERIES = 512
+"""Queries per call of a prefill under a window or a soft cap, which reads the keys that any of them sees."""
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -178,9 +178,7 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAtt
     keys, values = (part.unflatten(1, (count, length)) for part in (keys, values))
     if dense.softcap is not None:
         dense.raise_if_forced("a soft cap")
-        visible = causal_mask(length, query.device)
-        keys_and_values = keys[:, None], values[:, None]
-        part = plain_partial(query, *keys_and_values, dense.scale, visible=visible, softcap=dense.softcap)
+        part = _capped_causal_partial(query, keys[:, None], values[:, None], dense)
     elif count == 1:
         one = query[:, :, 0].transpose(0, 1)
         keys, values = (_batched_by_head(own[:, 0], heads_per_kv_head) for own in (keys, values))
@@ -200,6 +198,23 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAtt
             torch.stack([head.lse.transpose(0, 1) for head in heads], 1),
         )
     return Partial(part.out.flatten(2, 3), part.lse.flatten(2, 3))
+
+
+def _capped_causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAttention) -> Partial:
+    """Causal attention of ``[..., length, head_dim]`` with a soft cap, by blocks of queries.
+
+    The keys before a block need no mask.
+    """
+    parts, length = [], query.shape[-2]
+    for start in range(0, length, _MASKED_QUERIES):
+        stop = min(start + _MASKED_QUERIES, length)
+        some, mask = query[..., start:stop, :], causal_mask(stop - start, query.device)
+        own = (keys[..., start:stop, :], values[..., start:stop, :])
+        part = plain_partial(some, *own, dense.scale, visible=mask, softcap=dense.softcap)
+        if start:
+            part = merge(part, dense.partial(some, keys[..., :start, :], values[..., :start, :]))
+        parts.append(part)
+    return Partial(torch.cat([part.out for part in parts], -2), torch.cat([part.lse for part in parts], -1))
 
 
 def _batched_by_head(stored: Tensor, heads_per_kv_head: int) -> Tensor:
@@ -272,8 +287,8 @@ def _windowed_causal_attention(
     grouped = query.reshape(kv_heads, heads_per_kv_head, length, head_dim)
     dense.raise_if_forced("a sliding window in prefill")
     outs = []
-    for start in range(0, length, _WINDOWED_QUERIES):
-        some = grouped[:, :, start : start + _WINDOWED_QUERIES]
+    for start in range(0, length, _MASKED_QUERIES):
+        some = grouped[:, :, start : start + _MASKED_QUERIES]
         stop = start + some.shape[2]
         first = max(0, before + start - window + 1)
         keys, values = _between(parts, first, before + stop)  # [kv_heads, tokens, head_dim]

@@ -123,6 +123,8 @@ def caller(
     """
     if way.beams and (case.finish or case.tree is not None):
         raise NotAvailableError("beams are of one prompt, and run to the end")
+    if way.single and case.samples > 1:
+        raise NotAvailableError(f"it takes one sample, got {case.samples}")
     ids = prompt(model, case)
     extra: dict[str, Any] = {}
     criteria = [stopping] if stopping is not None else []
@@ -133,15 +135,15 @@ def caller(
         extra["stopping_criteria"] = StoppingCriteriaList(criteria)
 
     def call(new_tokens: int, return_dict: bool = False) -> Any:
-        return model.generate(
+        arguments = {"return_dict_in_generate": return_dict, **way.call_arguments(case.samples // len(ids)), **extra}
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
-            return_dict_in_generate=return_dict,
-            **way.call_arguments(case.samples // len(ids)),
-            **extra,
+            **arguments,
         )
+        return output.sequences if arguments["return_dict_in_generate"] and not return_dict else output
 
     return call
 

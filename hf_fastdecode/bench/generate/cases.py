@@ -25,6 +25,8 @@ WAYS: dict[str, str] = {
     "quantized-hqq": "the same in 8 bits by HQQ, where hqq is installed",
     "quantized-quanto": "the same in 4 bits, the most it takes, by quanto, where optimum-quanto is installed",
     "stock-beams": "transformers' beam search, with as many beams as samples",
+    "stock-lookup": "transformers' prompt lookup, 8 tokens at a time; one sample only",
+    "stock-hidden-states": "stock with output_hidden_states",
     "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
     "shared": "hf_fastdecode.enable(model), as it is",
     "slim-k": "the same with a slim model of this shape: what one row alone has is stored as keys only",
@@ -33,6 +35,8 @@ WAYS: dict[str, str] = {
     "graph": "hf_fastdecode, mode='graph'",
     "compile": "hf_fastdecode, mode='compile'",
     "beams": "hf_fastdecode under transformers' beam search, with as many beams as samples",
+    "lookup": "hf_fastdecode under transformers' prompt lookup; one sample only",
+    "hidden-states": "hf_fastdecode under transformers' loop that keeps hidden states",
     "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
     "eager-no-attention": "the ceiling of eager",
     "graph-no-attention": "the ceiling of graph",
@@ -42,8 +46,12 @@ WAYS: dict[str, str] = {
 }
 """Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
+LOOPS = ("beams", "lookup", "hidden-states")
+"""Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
+
 _STOCK_WAYS = (
-    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "stock-beams", "generate_batch"),
+    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "generate_batch"),
+    *(f"stock-{name}" for name in LOOPS),
     *("quantized-fp8", "quantized-hqq", "quantized-quanto"),
 )
 
@@ -64,7 +72,7 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
             f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
         )
     given = {key: value for key, _, value in (option.partition("=") for option in options)}
-    named_by_mode = not base.startswith("slim")  # other ways of ours have one for each mode
+    named_by_mode = not base.startswith("slim") and base not in LOOPS  # others have a way for each mode
     names = [field.name for field in fields(Options) if field.name != "mode" or not named_by_mode]
     for key, value in given.items():
         if key not in names:

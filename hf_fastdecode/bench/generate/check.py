@@ -40,7 +40,7 @@ def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype) -> str
 def gives_stock_tokens(way: GenerateWay, device: torch.device) -> bool:
     """Whether stock and the way draw the same tokens in fp32."""
     model = _tiny(way, device, torch.float32)
-    arguments = way.call_arguments(_ROWS)
+    arguments = way.call_arguments(1 if way.single else _ROWS)
     stock = _generate(model, arguments)
     with using(model, way):
         ours = _generate(model, arguments)
@@ -78,7 +78,5 @@ def _generate(model: PreTrainedModel, arguments: dict[str, Any], **more: Any) ->
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=_TOKENS,
-            return_dict_in_generate=True,
-            **arguments,
-            **more,
+            **{**arguments, **more, "return_dict_in_generate": True},
         )

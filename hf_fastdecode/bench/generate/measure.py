@@ -7,6 +7,7 @@ logits to err at most twice as much as stock's in half precision.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class GenerateBench:
         stock = None
         if compare:
             with seeded(self.device):
-                stock = caller(model, case, GenerateWay(beams=way.beams))(most)
+                stock = caller(model, case, replace(way, enable=None, attention=None))(most)
         collect()
         before = begin_peak(self.device)
         with using(model, way):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ...measurement.rows import Measurement
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import by, cell, markdown
-from .cases import GenerateCase, PromptTree
+from .cases import LOOPS, GenerateCase, PromptTree
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
@@ -86,6 +87,10 @@ def generate_tables(rows: Sequence[Measurement]) -> str:
     return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
 
 
+def _seconds(row: Measurement, name: str) -> str:
+    return f"{float(row[name]):.2f}"
+
+
 def first_calls_table(rows: Sequence[Measurement]) -> str:
     """Seconds of the calls of a fresh process."""
     times = {
@@ -97,7 +102,8 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
         "longer_prompt_s": "twice the context",
     }
     lines = [
-        [row["shape"], *_point(row), row["way"], row["caches"], *(cell(row, _seconds(name)) for name in times)]
+        [row["shape"], *_point(row), row["way"], row["caches"]]
+        + [cell(row, partial(_seconds, name=name)) for name in times]
         for row in rows
     ]
     names = ["model", "context", "n", "way", "caches", *times.values()]
@@ -136,7 +142,7 @@ def stock_beside_shared(rows: Sequence[Measurement]) -> str:
             *step,
             _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
             f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
-            f"{stock_kv_bytes(stock, shared) / 2**30:.2f} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
+            f"{_stock_gib(stock, shared)} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]
         lines.append(cells)
     names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
@@ -154,8 +160,8 @@ def trees_table(rows: Sequence[Measurement]) -> str:
     return markdown(["model", "rows", "way", "a step", "KV cache", "stock's KV cache"], lines)
 
 
-def beams_table(rows: Sequence[Measurement]) -> str:
-    """One line for each beam search, stock → with a shared-context cache."""
+def loops_table(rows: Sequence[Measurement]) -> str:
+    """One line for each case of a loop of transformers, stock → with a shared-context cache."""
     columns = (
         ("prefill_s", "s", 1.0),
         ("ms_per_step", "ms", 1.0),
@@ -164,12 +170,15 @@ def beams_table(rows: Sequence[Measurement]) -> str:
     )
     lines = []
     for ways in cases_of(rows):
-        both = ways["stock-beams"], ways["beams"]
-        changes = [
-            " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both) for column, unit, scale in columns
-        ]
-        lines.append([both[1]["shape"], *_point(both[1]), *changes])
-    names = ["model", "context", "beams", "time to first token", "a step", "whole call", "memory over the weights"]
+        for loop in (name for name in LOOPS if name in ways):
+            both = ways[f"stock-{loop}"], ways[loop]
+            changes = [
+                " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both)
+                for column, unit, scale in columns
+            ]
+            lines.append([both[1]["shape"], loop, *_point(both[1]), *changes, both[1]["ran"].partition(",")[0]])
+    names = ["model", "loop", "context", "n", "time to first token", "a step", "whole call", "memory over the weights"]
+    names.append("steps ran")
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; medians.")
 
 
@@ -240,6 +249,13 @@ def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
     return samples * (context + new - 1) * per_token
 
 
+def _stock_gib(stock: Measurement, shared: Measurement) -> str:
+    """GiB of a stock cache at the end; not computed for layers that keep only a window."""
+    if stock["status"] != "ok" and "sliding_window" in SHAPES.get(stock["shape"], {}):
+        return stock["status"]
+    return f"{stock_kv_bytes(stock, shared) / 2**30:.2f}"
+
+
 def _change(stock: Measurement, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
     before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
     return f"{before} → {shown(float(shared[column]))}"
@@ -265,10 +281,6 @@ def _model(row: Measurement) -> str:
 def _point(row: Measurement) -> tuple[str, str]:
     """Context and samples."""
     return f"{int(row['context']):,}", row["samples"]
-
-
-def _seconds(column: str) -> Callable[[Measurement], str]:
-    return lambda row: f"{float(row[column]):.2f}"
 
 
 def _step(row: Measurement) -> str:

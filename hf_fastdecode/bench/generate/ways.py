@@ -28,6 +28,7 @@ class GenerateWay:
         enable: Options of `hf_fastdecode.enable`; None for stock.
         arguments: What `generate` is given in addition.
         beams: Whether the samples are the beams of a beam search.
+        single: Whether it takes one sample only.
         attention: Another attention in our loop, one of `REPLACEMENTS`.
         batch: Through `generate_batch`.
         compiles: Whether it may compile anything: it then starts without what others compiled.
@@ -40,6 +41,7 @@ class GenerateWay:
     enable: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     beams: bool = False
+    single: bool = False
     attention: str | None = None
     batch: bool = False
     compiles: bool = False
@@ -74,6 +76,14 @@ _MODES = {
 }
 
 
+# Loops of transformers that this package leaves as they are.
+_LOOPS = {
+    "beams": GenerateWay(beams=True),
+    "lookup": GenerateWay(arguments={"prompt_lookup_num_tokens": 8}, single=True),
+    "hidden-states": GenerateWay(arguments={"output_hidden_states": True, "return_dict_in_generate": True}),
+}
+
+
 def _quantized(backend: str, requires: str | None = None, **config: int) -> GenerateWay:
     arguments = {"cache_implementation": "quantized", "cache_config": {"backend": backend, **config}}
     return GenerateWay(arguments=arguments, requires=requires)
@@ -87,10 +97,10 @@ _WAYS: dict[str, GenerateWay] = {
     "quantized-fp8": _quantized("fp8"),
     "quantized-hqq": _quantized("hqq", "hqq", nbits=8, axis_key=1, axis_value=1),
     "quantized-quanto": _quantized("quanto", "optimum-quanto", nbits=4),
-    "stock-beams": GenerateWay(beams=True),
-    "beams": GenerateWay(enable={"mode": "eager"}, beams=True),
+    **{f"stock-{name}": loop for name, loop in _LOOPS.items()},
     "generate_batch": GenerateWay(batch=True, hooks=False),
     **_MODES,
+    **{name: replace(loop, enable={}, compiles=True, hooks=False) for name, loop in _LOOPS.items()},
     "slim-k": replace(_MODES["shared"], slim="k"),
     "slim-k+r": replace(_MODES["shared"], slim="k+r"),
     **{f"{name}-no-attention": replace(way, attention="none") for name, way in _MODES.items()},

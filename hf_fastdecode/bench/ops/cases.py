@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from typing import Any
+
+from .published_trees import FASTTREE, FASTTREE_HEADS, PAT, PAT_HEADS, Tree
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,15 @@ def shared(n: int, context: int, suffix: int, heads: int, kv_heads: int, **optio
     return replace(case, name=f"n{n}-m{context}-L{suffix}-h{heads}g{kv_heads}{head_dim}")
 
 
+def tree_case(tree: Tree, heads: int, kv_heads: int, **options: Any) -> OpCase:
+    """A published tree, whose last level is the rows' suffixes."""
+    counts, lengths = tree
+    levels = enumerate(zip(counts[:-1], lengths[:-1], strict=True))
+    nodes = [_level([length] * count, counts[-1] // count, depth) for depth, (count, length) in levels]
+    name = f"tree{'x'.join(map(str, counts))}-L{'x'.join(map(str, lengths))}-h{heads}g{kv_heads}"
+    return OpCase(name, counts[-1], tuple(chain(*nodes)), lengths[-1], heads, kv_heads, **options)
+
+
 def with_dtype(cases: Iterable[OpCase], dtype: str | None) -> list[OpCase]:
     """The cases in another dtype; as they are for None."""
     return [case if dtype is None else replace(case, dtype=dtype) for case in cases]
@@ -167,6 +178,8 @@ _COMPLETIONS = tuple(
         *((4, 128, 16384), (16, 128, 4096), (64, 128, 2048), (128, 8192, 256)),
     )
 )
+_FASTTREE = tuple(tree_case(tree, *heads, dtype="float16") for heads, tree in product(FASTTREE_HEADS, FASTTREE))
+_PAT = tuple(tree_case(tree, *heads, dtype="float16") for heads, tree in product(PAT_HEADS, PAT))
 _SMALL = (
     shared(1, 8192, 64, 32, 8),
     shared(8, 2048, 64, 32, 32),
@@ -189,9 +202,12 @@ OP_SETS: dict[str, tuple[OpCase, ...]] = {
     "two-level": _TWO_LEVEL,
     "head-dims": _HEAD_DIMS,
     "completions": _COMPLETIONS,
+    "fasttree": _FASTTREE,
+    "pat": _PAT,
     "h200": (*_ONE_ROW, *_RAGGED, *_TWO_LEVEL, *_GRID),
     "small": _SMALL,
     "tiny": _TINY,
 }
 """Named sets: ``grid`` is every n, context, suffix and head layout of head_dim 128, ``head-dims`` has others; ``h200``
-is the first four; ``completions`` has long suffixes; ``small`` a handful; ``tiny`` is for a CPU."""
+is the first four; ``completions`` has long suffixes; ``fasttree`` and ``pat`` are these papers' trees; ``small`` a
+handful; ``tiny`` is for a CPU."""

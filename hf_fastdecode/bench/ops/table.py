@@ -11,7 +11,7 @@ from ...measurement.tables import by, cell, markdown
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _WAYS = (
     *("ours", "flashinfer-cascade", "recipe", "hydragen", "bifurcated", "bifurcated-compiled"),
-    *("flashinfer-decode", "plain", "sketch"),
+    *("flashinfer-decode", "fasttree", "plain", "sketch"),
     *("without-own-nodes", "ours-prefix", "sketch-prefix", "ours-suffix", "sketch-suffix"),
 )
 
@@ -79,6 +79,42 @@ def ops_digest(rows: Sequence[Measurement]) -> str:
     return markdown(
         ["heads", "n", *floors, *(f"{way} over ours (least)" for way in others)], lines, f"{_where(rows)}; {note}."
     )
+
+
+def ops_trees_table(rows: Sequence[Measurement]) -> str:
+    """A line for each tree: for each head layout the floor, our time and the other ways' times over ours."""
+    others = [way for way in _WAYS if way != "ours" and any(row["way"] == way for row in rows)]
+    trees: dict[tuple[str, ...], dict[str, dict[str, Measurement]]] = {}
+    for case in by(rows, "case", "dtype"):
+        first = next(iter(case.values()))
+        layout = f"{first['heads']}/{first['kv_heads']}"
+        trees.setdefault((first["nodes"], first["rows"], first["suffix"]), {})[layout] = case
+    layouts = list(dict.fromkeys(layout for tree in trees.values() for layout in tree))
+    lines: list[list[str]] = []
+    gains: dict[str, list[float]] = {way: [] for way in others}
+    for (nodes, count, suffix), tree in trees.items():
+        cells = [nodes or "none", f"{count}x{suffix}"]
+        for layout in layouts:
+            case = tree.get(layout, {})
+            cells.append(
+                cell(case.get("ours"), lambda row: f"{float(row['us_p50']):.1f} ({float(row['floor_us']):.1f})")
+            )
+            for way in others:
+                if _ok(case.get("ours")) and _ok(case.get(way)):
+                    gains[way].append(float(case[way]["us_p50"]) / float(case["ours"]["us_p50"]))
+                    cells.append(f"{gains[way][-1]:.2f}x")
+                else:
+                    cells.append(cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}"))
+        lines.append(cells)
+    names = ["shared nodes", "rows"]
+    for layout in layouts:
+        names += [f"{layout}: ours (floor)", *(f"{way} over ours" for way in others)]
+    sums = "; ".join(
+        f"{way} over ours: {geometric_mean(found):.2f}x, least {min(found):.2f}x, of {len(found)}"
+        for way, found in gains.items()
+        if found
+    )
+    return markdown(names, lines, f"{_where(rows)}; microseconds, medians, cold L2. {sums}.")
 
 
 def fixed_parts_table(rows: Sequence[Measurement]) -> str:

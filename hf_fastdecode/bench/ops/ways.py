@@ -20,6 +20,7 @@ from ...attention.torch_operators import decode_ops
 from ...kernels.forest_decode.limits import refusal
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .cases import OpCase
+from .fasttree_ways import fasttree_calls, fasttree_refusal
 from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .inputs import OpInputs
 
@@ -36,7 +37,11 @@ Call = Callable[[], Tensor | Unmerged]
 """Attends to one set of inputs: ``[rows, heads, 1, head_dim]``, or what a part of that leaves to be merged."""
 
 
-_INSTALL = {"Triton": "pip install triton", "FlashInfer": "pip install 'flashinfer-python>=0.7.2,<0.8'"}
+_INSTALL = {
+    "Triton": "pip install triton",
+    "FlashInfer": "pip install 'flashinfer-python>=0.7.2,<0.8'",
+    "FastTree": "put kernel_bench of github.com/PanZaifeng/FastTree-Artifact on $PYTHONPATH",
+}
 
 # Below, cuDNN is not tried over prefixes: planning takes it up to a second for each shape.
 _CUDNN_QUERIES = 512
@@ -52,7 +57,7 @@ class OpWay:
         part: The part of the case that the way does.
         yardstick: Whose error bounds its own: ``fused``, or ``eager`` for ways that store scores in the case's dtype.
         copies: Whether it needs a copy of the context for each row.
-        library: ``Triton`` or ``FlashInfer``, where the way is its kernels, which run on CUDA only.
+        library: ``Triton``, ``FlashInfer`` or ``FastTree``, where the way is its kernels, which run on CUDA only.
     """
 
     variants: Callable[[Sequence[OpInputs]], Mapping[str, Sequence[Call]]]
@@ -206,6 +211,7 @@ OP_WAYS: dict[str, OpWay] = {
     "flashinfer-cascade": OpWay(
         cascade_calls, lambda case: flashinfer_refusal(case) or _has_nodes(case), library="FlashInfer"
     ),
+    "fasttree": OpWay(fasttree_calls, fasttree_refusal, library="FastTree"),
     "sketch": OpWay(_sketch, _sketched, library="Triton"),
     "without-own-nodes": OpWay(lambda sets: {"kernels": kernel_calls(sets, own_nodes=False)}, library="Triton"),
     "ours-prefix": OpWay(_ours_over_nodes, _has_nodes, part=lambda case: case.prefix_only),

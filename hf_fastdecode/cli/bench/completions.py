@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...attention.torch_operators import backend_of_environment
-from ...bench.generate.cases import WAYS, CompletionCase, GenerateCase, PromptTree, spans
+from ...bench.generate.cases import LOOPS, WAYS, CompletionCase, GenerateCase, PromptTree, spans
 from ...errors import InputError
 from ...measurement.runner import check_out
 from ...measurement.shapes import SHAPES
@@ -20,7 +20,7 @@ from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, Shap
 from .generate import check_models, check_ways, parse_point
 from .report import find_device, measured, report, show_cases
 
-_LEFT_OUT = ("generate_batch", "stock-beams", "beams")
+_LEFT_OUT = ("generate_batch", *LOOPS, *(f"stock-{name}" for name in LOOPS))
 
 
 def completions(
@@ -34,7 +34,7 @@ def completions(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeatable: those of `bench generate` but generate_batch and beams.",
+            help="Repeatable: those of `bench generate` but generate_batch and other loops.",
             show_default="stock, shared",
         ),
     ] = None,

@@ -73,15 +73,16 @@ def generate(
     after its tokens were found to be stock's in float32, and its logits as precise as stock's in half precision.
 
     Ways: `stock` is transformers with its dynamic cache, `stock-static` with its static cache, which it compiles,
-    `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples, and
-    `beams` the same on an enabled model. `shared` is what `enable(model)` does by itself; `eager`, `graph` and
-    `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling: the same loop with attention
-    left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our loop. `slim-k` and `slim-k+r`
-    are `shared` with slim models of random weights, which store what one row alone has as keys, or as keys and
-    V-coordinates, and what rows share as keys and values; `slim-k+mode=compile` forces a mode. `stock-slim-k` and
-    `stock-slim-k+r` are `stock` with these models. `quantized-fp8`, `quantized-hqq` (8 bits) and `quantized-quanto`
-    (4 bits, the most it takes) are `stock` with transformers' quantized cache. Where `$HF_FASTDECODE_BACKEND` is set,
-    it forces a backend, and stands in front of a row's command.
+    `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples,
+    `stock-lookup` its prompt lookup for one sample, `stock-hidden-states` its loop with `output_hidden_states`, and
+    `beams`, `lookup` and `hidden-states` are the same on an enabled model. `shared` is what `enable(model)` does by
+    itself; `eager`, `graph` and `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling:
+    the same loop with attention left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our
+    loop. `slim-k` and `slim-k+r` are `shared` with slim models of random weights, which store what one row alone
+    has as keys, or as keys and V-coordinates, and what rows share as keys and values; `slim-k+mode=compile` forces
+    a mode. `stock-slim-k` and `stock-slim-k+r` are `stock` with these models. `quantized-fp8`, `quantized-hqq` (8
+    bits) and `quantized-quanto` (4 bits, the most it takes) are `stock` with transformers' quantized cache. Where
+    `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
 
     A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
     `+reuse_prefix=1` behind them.

@@ -35,6 +35,7 @@ OP_WAY_NAMES = (
     "bifurcated-compiled",
     "flashinfer-decode",
     "flashinfer-cascade",
+    "fasttree",
     "sketch",
     "without-own-nodes",
     "ours-prefix",
@@ -42,8 +43,8 @@ OP_WAY_NAMES = (
     "ours-suffix",
     "sketch-suffix",
 )
-# Compile for ten seconds a case, or minutes the first time, so only when they are asked for.
-_COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade")
+# Compile for ten seconds a case, or minutes the first time, or are of others, so only when they are asked for.
+_COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade", "fasttree")
 
 
 def ops(
@@ -69,14 +70,16 @@ def ops(
     merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
     by torch.compile. `flashinfer-decode` and `flashinfer-cascade` are FlashInfer's wrappers over pages of 16 tokens,
     with the extra `flashinfer`: the first reads the shared context once a row, as servers do that share pages alone,
-    the second once; the fastest of their kernels and layouts counts. `sketch` is a first Triton kernel of two launches
-    with a fixed split, the better of two, which does not store the new tokens; `sketch-prefix` is its first launch,
-    `sketch-suffix` what it does where nothing is shared. `without-own-nodes` is ours with one program for each row and
-    KV head over what a row added, however long.
+    the second once; the fastest of their kernels and layouts counts. `fasttree` is that paper's kernels, with
+    `kernel_bench` of its artifact on $PYTHONPATH. `sketch` is a first Triton kernel of two launches with a fixed
+    split, the better of two, which does not store the new tokens; `sketch-prefix` is its first launch, `sketch-suffix`
+    what it does where nothing is shared. `without-own-nodes` is ours with one program for each row and KV head over
+    what a row added, however long.
 
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
     they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `completions` has rows that
-    added thousands of tokens; `small` is a handful, `tiny` is for a CPU.
+    added thousands of tokens; `fasttree` and `pat` are the trees of these papers; `small` is a handful, and `tiny` is
+    for a CPU.
 
     Examples:
 

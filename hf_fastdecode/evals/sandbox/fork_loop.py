@@ -140,10 +140,12 @@ def _led(request: Any) -> bool:
         _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         os.setsid()  # no signal to its group reaches a process outside
         _call("mount", b"proc", b"/proc", b"proc", _NO_SETUID | _NO_DEVICES | _NO_PROGRAMS, None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel keeps from it what it has no handler for
+        # The kernel keeps from it what it has no handler for.
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         program = os.fork()
         if program == 0:
             _confine(request)
+            signal.signal(signal.SIGINT, interrupt)
             return True
         while (ended := os.wait())[0] != program:  # of an orphan
             pass
@@ -173,7 +175,6 @@ def _confine(request: Any) -> None:
     _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)())
     for name, limits in request["resources"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), tuple(limits))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = []
 
 

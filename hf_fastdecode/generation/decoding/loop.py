@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..._compat import CACHE, optimized_for_decode, pad_token
+from ..._compat import CACHE, pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
@@ -26,6 +26,7 @@ from ..prompts.unshared_prompts import prefill_unshared
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
+from .experts import decode_context
 from .sampling import Drawn, Sampler, choose_sampler
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
@@ -271,7 +272,7 @@ def decode_shared(
     )
     call.report.sampler = sampler.name
 
-    with optimized_for_decode(model):
+    with decode_context(model, len(input_ids)):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens

@@ -14,6 +14,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import gated
 from ...kernels.pointwise.forms import Activation
+from .products import products_here
 from .runs import is_plain, runs_fused
 from .trial import TRIED_IN, function_key, linear, matching, names_in, random, settings, twin
 
@@ -34,7 +35,7 @@ def may_be(module: type[nn.Module]) -> bool:
 def kind(module: nn.Module) -> Hashable | None:
     """What tells modules apart that compute differently; None for a module of other parts."""
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
-    if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or activation is None:
+    if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or not _may_be_replaced(activation):
         return None
     of_module = settings(module)
     of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
@@ -65,8 +66,12 @@ def replacement(module: nn.Module, activation: Activation) -> Any:
 
 
 def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or not runs_fused(x) or not is_plain(module) or _activation(module) is not own:
+    plain = is_plain(module) and _activation(module) is own and _may_be_replaced(own)
+    if args or kwargs or not runs_fused(x) or not plain:
         return uncompiled_call(module, x, *args, **kwargs)
+    down: Any = module.down_proj
+    if (hidden := _product(module, activation, x)) is not None:
+        return down(hidden)
     gate, up = _projected(module, x)
     if not (type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype and gate.shape == up.shape):
         return uncompiled_call(module, x)
@@ -74,8 +79,16 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
         hidden = gated(gate, up, activation)
     except KernelFailedError:
         return uncompiled_call(module, x)
-    down: Any = module.down_proj
     return down(hidden)
+
+
+def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | None:
+    """What `down_proj` takes, computed in one launch; None where projections are not plain or rows are many."""
+    products = products_here()
+    gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
+    if products is None or not (type(gate) is type(up) is nn.Linear and is_plain(gate) and is_plain(up)):
+        return None
+    return products.gated(x, (gate.weight, up.weight), (gate.bias, up.bias), activation)
 
 
 def _projected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +97,11 @@ def _projected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = parts.gate_up_proj(x).chunk(2, dim=-1)
         return gate, up
     return parts.gate_proj(x), parts.up_proj(x)
+
+
+def _may_be_replaced(activation: Any) -> bool:
+    """Whether an activation is a function, or a module whose class's `forward` is all that runs."""
+    return is_plain(activation) if isinstance(activation, nn.Module) else activation is not None
 
 
 def _activation(module: nn.Module) -> Any:

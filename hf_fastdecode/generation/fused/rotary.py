@@ -28,9 +28,9 @@ WHAT = "rotary embeddings"
 
 _NAME = "apply_rotary_pos_emb"
 
-Forms = dict[tuple[torch.dtype, bool], RotaryForm]
+Forms = dict[tuple[torch.dtype, bool], tuple[RotaryForm, bool]]
 """By the dtype of cosines and sines, since PyTorch computes in theirs where they are wider than queries, and by
-whether they are as long as a head."""
+whether they are as long as a head: the form, and whether cosines and sines are half as long as what is rotated."""
 
 
 def may_be(module: type[nn.Module]) -> bool:
@@ -53,14 +53,16 @@ def form_of(module: nn.Module) -> Forms | None:
         return None
     queries, keys = (random(2, 5, heads, 32, seed=heads).transpose(1, 2) for heads in (4, 2))
     forms = Forms()
-    for width, dtype in product((32, 16), (TRIED_IN, torch.float32)):
-        angles = 10 * random(2, 5, width // 2, seed=7, dtype=torch.float32).repeat(1, 1, 2)
+    for (width, halves), dtype in product(((32, False), (16, False), (16, True)), (TRIED_IN, torch.float32)):
+        angles = 10 * random(2, 5, width if halves else width // 2, seed=7, dtype=torch.float32)
+        angles = angles if halves else angles.repeat(1, 1, 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         if (found := tried(function, queries.clone(), keys.clone(), cos, sin)) is None:
             continue
-        expected = ((form, _joined(reference.rotate(queries, keys, cos, sin, form))) for form in RotaryForm)
+        rotated = partial(reference.rotate, queries, keys, cos, sin, halves=halves)
+        expected = ((form, _joined(rotated(form=form))) for form in RotaryForm)
         if (form := matching(_joined(found), expected)) is not None:
-            forms[dtype, width == 32] = form
+            forms.setdefault((dtype, width == 32), (form, halves))
     return forms or None
 
 
@@ -110,10 +112,11 @@ def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
         queries, keys, cos, sin = args
         if queries.dim() == 4 and cos.dim() == 3 and runs_fused(queries) and keys.dtype == queries.dtype:
             wide = cos.dtype == torch.float32
-            form = forms.get((torch.float32 if wide else TRIED_IN, cos.shape[-1] == queries.shape[-1]))
-            if form is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
+            found = forms.get((torch.float32 if wide else TRIED_IN, cos.shape[-1] == queries.shape[-1]))
+            if found is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
+                form, halves = found
                 try:
-                    return rotate(queries, keys, cos, sin, form)
+                    return rotate(queries, keys, cos, sin, form, halves=halves)
                 except (ValueError, KernelFailedError):
                     pass
     return function(*args, **kwargs)

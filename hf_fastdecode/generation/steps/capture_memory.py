@@ -17,19 +17,11 @@ from ..._compat import free_cublas_workspaces
 CAPTURING = threading.RLock()
 """Held during a capture: all models share a device's capture streams."""
 
-_BRANCHES = 2
-
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Stream for capturing steps."""
     return torch.cuda.Stream(device)
-
-
-@cache
-def branch_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Streams for parallel branches of a captured step."""
-    return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES))
 
 
 class _Address:

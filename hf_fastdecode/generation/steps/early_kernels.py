@@ -31,10 +31,10 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
     head = call.model.get_output_embeddings()
     if not _is_first_capture(call) or head is None:
         return
-    vocabulary, dtype, device = head.weight.shape[0], call.model.dtype, call.model.device
+    dtype, device = call.model.dtype, call.model.device
 
-    def launch() -> None:
-        logits = torch.empty(1, vocabulary, dtype=dtype, device=device)
+    def launch() -> None:  # where weights are quantized it may find none
+        logits = torch.empty(1, head.weight.shape[0], dtype=dtype, device=device)
         compile_sampler(call.options.sampler, processors, call.config, prompts, logits)
 
     compile_in_background(launch, device)

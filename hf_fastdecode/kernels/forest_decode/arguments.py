@@ -44,6 +44,9 @@ def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
     """Check that a schedule has the query's rows and the configuration's block sizes."""
     if len(schedule.contexts) != rows:
         raise ValueError(f"the schedule must be for the query's {rows} rows, got one for {len(schedule.contexts)}")
+    if schedule.chains.shape[1] != config.chain:
+        links = schedule.chains.shape[1]
+        raise ValueError(f"the schedule must be for chains of {config.chain} nodes, got one for {links}")
     blocks, cut = (config.block_m, config.block_n), (schedule.block_m, schedule.block_n)
     if blocks != cut:
         raise ValueError(f"the schedule must be cut into the configuration's blocks of {blocks}, got {cut}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,7 @@ class Config:
         overlap: Use programmatic dependent launch (PDL), from compute capability 9.0 on.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None.
+        chain: Most nodes that a query tile reads as one, see `attention.launch.chains`; the portable kernel's alone.
         overlap_suffix: Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node
             kernel, and merge in a third launch.
     """
@@ -56,7 +57,14 @@ class Config:
     hopper: bool = False
     suffix: SuffixConfig | None = None
     overlap_suffix: bool = False
+    chain: int = 1
 
+
+CHAINED: Final = {
+    Config(64, block_n=64, warps=4, stages=2, per_sm=2, chain=8): 1.75,
+    Config(16, block_n=32, warps=2, stages=3, per_sm=6, chain=4): 2.8,
+}
+"""Launch parameters for trees of many short nodes, and microseconds that a key tile takes, measured on an H200."""
 
 # Suffixes from which running them beside the nodes gains more than the third launch costs.
 _MIN_OVERLAPPED_SUFFIXES = 512

@@ -1,12 +1,11 @@
-"""Stream-K cut: divides the key tiles of all units into equal shares, one per program.
-
-The tiles, laid end to end, are cut into as many equal shares as there are programs, with three exceptions:
+"""Cut of the key tiles of all units into shares of equal cost, one per program.
 
 - A node with at least as many units as programs first hands out whole units, one per program, so that neighbours read
   the same keys at the same time, from L2.
-- Units of one length are cut into the same number of pieces (split-K) when that is no slower.
-- Otherwise, units of several query tiles are cut as one *bundle*, so that as many programs read the same keys side by
-  side.
+- Other units are cut into equal pieces each, as many as it takes for the pieces to fit into equal shares, longest
+  first (split-K). Then hardly a program has pieces of two long units, and short units go to programs of their own.
+- Where that leaves programs idle, the tiles of all units are laid end to end and cut into equal shares (stream-K);
+  units of several query tiles as one *bundle*, so that as many programs read the same keys side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Cost of starting and ending a piece, in key tiles: dependent loads, and writing the partial.
-PIECE_COST = 2
+PIECE_COST = 3
 
 
 class Work(NamedTuple):
@@ -56,8 +55,9 @@ def cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int, *, bundle
     parts = [Work(unit[whole], np.zeros_like(unit[whole]), lengths[whole], program[whole], turn[whole])]
     rest = unit[~whole]
     if len(rest):
-        alike = _cut_alike(rest, lengths[rest], programs, waves)
-        parts.append(alike or _stream(rest, lengths[rest], programs, waves, bundle))
+        streamed = _stream(rest, lengths[rest], programs, waves, bundle)
+        packed = _pack(rest, lengths[rest], programs, waves, most=largest_share(streamed))
+        parts.append(packed or streamed)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return Work(*(column[order] for column in columns))
@@ -90,17 +90,59 @@ def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, bun
     return Work(unit[of * bundle + side], begin, end, share * bundle + side, turn + place)
 
 
-def _cut_alike(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int) -> Work | None:
-    """Cut units of one length into equally many pieces, one per program (split-K); None where that is slower."""
-    length, count = int(lengths[0]), len(unit)
-    if length == 0 or (lengths != length).any() or count > programs:
+def _pack(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, *, most: int) -> Work | None:
+    """Cut every unit into equal pieces, and pack these, longest first, into shares of about `most`, if they fit.
+
+    Units of one length are cut alike. Shares may cost some more than with `_stream`, as there are fewer pieces.
+    """
+    length_of_kind, kind, count = np.unique(-lengths, return_inverse=True, return_counts=True)  # longest first
+    length_of_kind = -length_of_kind
+    if len(length_of_kind) > _MOST_KINDS:
         return None
-    shares = _shares(length * count, programs)
-    longest = -(-length // max(1, shares // count))
-    if longest > 1.06 * (length * count / shares) + PIECE_COST:
+    programs = _shares(int(lengths.sum()), programs)
+    least = -(-int((lengths + PIECE_COST).sum()) // programs)
+    largest = int(1.06 * most) + PIECE_COST
+    for share in range(max(least, PIECE_COST + 2), largest + 1, max(1, least // 64)):
+        pieces = np.maximum(1, -(-length_of_kind // (share - PIECE_COST)))  # of a unit, by kind
+        found = _placed(-(-length_of_kind // pieces) + PIECE_COST, pieces * count, programs, share)
+        if found is not None:
+            break
+    else:
         return None
-    pieces = -(-length // longest)
-    cuts = np.arange(pieces + 1) * length // pieces
-    place = np.arange(count * pieces)
-    of, piece = np.divmod(place, pieces)
-    return Work(unit[of], cuts[piece], cuts[piece + 1], place, np.full_like(place, turn))
+    program, place = found
+    of = np.argsort(kind, kind="stable")  # units by kind
+    pieces = pieces[kind[of]]
+    index = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    of, pieces = np.repeat(of, pieces), np.repeat(pieces, pieces)
+    begin, end = index * lengths[of] // pieces, (index + 1) * lengths[of] // pieces
+    return Work(unit[of], begin, end, program, turn + place)
+
+
+# Different lengths of units for which packing is tried: each takes a moment.
+_MOST_KINDS = 16
+
+
+def _placed(costs: np.ndarray, counts: np.ndarray, programs: int, share: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Place pieces, by kind, each on the program with the least cost so far: program and turn of every piece.
+
+    None where a program would cost more than `share`.
+    """
+    load, turn = np.zeros(programs, dtype=np.int64), np.zeros(programs, dtype=np.int64)
+    placed = []
+    for cost, count in zip(costs.tolist(), counts.tolist(), strict=True):
+        room = np.maximum(0, (share - load) // cost)  # pieces that each program can take
+        if room.sum() < count:
+            return None
+        of = np.repeat(np.arange(programs), room)
+        index = np.arange(len(of)) - np.repeat(np.cumsum(room) - room, room)
+        chosen = np.argsort(load[of] + index * cost, kind="stable")[:count]
+        placed.append((of[chosen], turn[of[chosen]] + index[chosen]))
+        taken = np.bincount(of[chosen], minlength=programs)
+        load, turn = load + taken * cost, turn + taken
+    program, place = zip(*placed, strict=True)
+    return np.concatenate(program), np.concatenate(place)
+
+
+def largest_share(work: Work) -> int:
+    """Key tiles of the largest share, including `PIECE_COST` per piece."""
+    return int(np.bincount(work.program, work.end - work.begin + PIECE_COST).max(initial=0))

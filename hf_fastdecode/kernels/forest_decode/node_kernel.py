@@ -71,6 +71,30 @@ def prefetch(addresses, wanted):
     )
 
 
+@triton.jit
+def chain_rows(
+    chain, nodes, node_capacity, head, token, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, CHAIN: tl.constexpr
+):
+    """Addresses of the keys and values of tokens that are counted through a chain of nodes, ``[BLOCK_N]`` each."""
+    keys = tl.zeros_like(token).to(tl.int64)
+    values = keys
+    for index in tl.static_range(CHAIN):
+        node = tl.load(chain + 2 * index)
+        start = tl.load(chain + 2 * index + 1)
+        skip = (head * tl.load(nodes + 2 * node_capacity + node) - start.to(tl.int64) * HEAD_DIM) * SIZE
+        here = token >= start
+        keys = tl.where(here, tl.load(nodes + node) + skip, keys)
+        values = tl.where(here, tl.load(nodes + node_capacity + node) + skip, values)
+    offset = token.to(tl.int64) * (HEAD_DIM * SIZE)
+    return keys + offset, values + offset
+
+
+@triton.jit
+def row_pointers(rows, dims, element: tl.constexpr):
+    """Pointers ``[BLOCK_N, D]`` into rows at these addresses, which are multiples of 16."""
+    return tl.multiple_of(tl.cast(rows[:, None], tl.pointer_type(element)), [16, 16]) + dims[None, :]
+
+
 @triton.jit(
     # Numbers that differ from call to call, and tables that are read a number at a time.
     do_not_specialize=["node_capacity", "window"],
@@ -82,6 +106,7 @@ def node_partials(
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
     partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
+    chains,  # [nodes, CHAIN, 2] int32: node and first token of each link; only with CHAIN > 1
     contexts,  # [rows] int32: tokens of a row's nodes; like the next and `window` only with WINDOW
     lengths,  # [rows] int32: tokens in a row's suffix before this step
     node_capacity,
@@ -100,12 +125,14 @@ def node_partials(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAIN: tl.constexpr,  # most nodes that a query tile reads as one; not with WINDOW
     PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     element = query.dtype.element_ty
+    size: tl.constexpr = element.primitive_bitwidth // 8
     scale_log2 = base2_scale(scale, SOFT_CAP)
     # Most first pieces are of node 0: load its addresses without waiting for the piece.
     loaded_node = 0
@@ -126,23 +153,38 @@ def node_partials(
     slot = tl.load(piece_row + 8)
     following = tl.load(piece_row + 9)
     position = tl.load(piece_row + 10)
-    if PDL and not WINDOW and node == 0:
-        # Nodes are older than the kernel that this one overlaps: prefetch their first tile before it ends.
-        line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
-        skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
-        wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
-        prefetch(key_address + skip + line, wanted)
-        prefetch(value_address + skip + line, wanted)
+    if CHAIN == 1 and node > 0:
+        loaded_node = node
+        key_address = tl.load(nodes + node)
+        value_address = tl.load(nodes + node_capacity + node)
+        stride = tl.load(nodes + 2 * node_capacity + node)
+    if PDL and not WINDOW and node >= 0:
+        # Prefetch the first tile before the kernel that this one overlaps ends, which does not write nodes.
+        if CHAIN > 1:
+            token = first * BLOCK_N + tl.arange(0, BLOCK_N)
+            chain = chains + node * (2 * CHAIN)
+            key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
+            wanted = token < tl.minimum(last * BLOCK_N, length)
+            for line in tl.static_range(0, HEAD_DIM * 2, 128):
+                prefetch(key_rows + line, wanted)
+                prefetch(value_rows + line, wanted)
+        else:
+            line = tl.arange(0, BLOCK_N * BLOCK_D // 64) * 128
+            skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
+            wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
+            prefetch(key_address + skip + line, wanted)
+            prefetch(value_address + skip + line, wanted)
     if PDL and node < 0:  # PDL: dependents also rely on earlier kernels, so wait even without work
         tl.extra.cuda.gdc_wait()
     while node >= 0:
-        if node != loaded_node:
+        if CHAIN == 1 and node != loaded_node:
             loaded_node = node
             key_address = tl.load(nodes + node)
             value_address = tl.load(nodes + node_capacity + node)
             stride = tl.load(nodes + 2 * node_capacity + node)
-        keys = aligned(key_address + head * stride * (element.primitive_bitwidth // 8), element)
-        values = aligned(value_address + head * stride * (element.primitive_bitwidth // 8), element)
+        keys = aligned(key_address + head * stride * size, element)
+        values = aligned(value_address + head * stride * size, element)
+        chain = chains + node * (2 * CHAIN)
 
         # Packed query i belongs to row i // queries_per_kv_head; its head and position within the row are
         # i % queries_per_kv_head.
@@ -174,7 +216,12 @@ def node_partials(
         tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
         step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # offsets in a node may exceed 32 bits
         for key_tile in tl.range(first, full_tiles, num_stages=STAGES):
-            if HEAD_DIM == BLOCK_D:
+            if CHAIN > 1:
+                token = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
+                k = tl.load(row_pointers(key_rows, dims, element), mask=in_dim[None, :], other=0.0)
+                v = tl.load(row_pointers(value_rows, dims, element), mask=in_dim[None, :], other=0.0)
+            elif HEAD_DIM == BLOCK_D:
                 k = tl.load(keys + key_tile * step + tile_at)
                 v = tl.load(values + key_tile * step + tile_at)
             else:
@@ -186,14 +233,20 @@ def node_partials(
                 scores = tl.where(key[None, :] >= oldest[:, None], scores, -float("inf"))
             row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
         if full_tiles < last:
-            seen = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N) < length
-            k = tl.load(keys + full_tiles * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-            v = tl.load(values + full_tiles * step + tile_at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            token = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+            seen = token < length
+            kept = seen[:, None] & in_dim[None, :]
+            if CHAIN > 1:
+                key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
+                k = tl.load(row_pointers(key_rows, dims, element), mask=kept, other=0.0)
+                v = tl.load(row_pointers(value_rows, dims, element), mask=kept, other=0.0)
+            else:
+                k = tl.load(keys + full_tiles * step + tile_at, mask=kept, other=0.0)
+                v = tl.load(values + full_tiles * step + tile_at, mask=kept, other=0.0)
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             if WINDOW:
-                last_key = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-                scores = tl.where(last_key[None, :] >= oldest[:, None], scores, -float("inf"))
+                scores = tl.where(token[None, :] >= oldest[:, None], scores, -float("inf"))
             row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
 
         at_row = slot * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)

@@ -100,6 +100,8 @@ def attend_nodes(
     """
     if window is not None and config.hopper:
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
+    if config.chain > 1 and (config.hopper or window is not None):
+        raise ValueError(f"chains of {config.chain} nodes need the portable kernel and no window")
     heads, queries, head_dim = query.shape[1:]
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     workspace = NodeWorkspace(
@@ -130,6 +132,7 @@ def attend_nodes(
                 node_partials,
                 (schedule.programs,),
                 *tensors,
+                schedule.chains,
                 schedule.contexts,
                 lengths,
                 nodes.shape[1],
@@ -140,6 +143,7 @@ def attend_nodes(
                 **options,
                 BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
                 WINDOW=window is not None,
+                CHAIN=config.chain,
                 num_warps=config.warps,
             )
         return workspace

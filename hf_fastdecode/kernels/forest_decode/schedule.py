@@ -17,20 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cut import PIECE_COST, Work, common_bundle, cut
+from .cut import Work, common_bundle, cut, largest_share
 
 
 class NodeShape(NamedTuple):
-    """Depth, rows and length of a node, which decide the schedule."""
+    """Depth, rows and length of a node, which decide the schedule.
+
+    Attributes:
+        links: When the node is read in a chain with nodes above it: index in the address tables and tokens of each,
+            from the top; their tokens are `length`. Else it has the index that it has among the nodes.
+    """
 
     depth: int
     row_start: int
     row_count: int
     length: int
+    links: tuple[tuple[int, int], ...] = ()
 
 
 PIECE = (
-    "node",
+    "node",  # or its chain
     "kv_head",
     "query_tile",
     "first_key_tile",
@@ -63,6 +69,9 @@ class Capacity(NamedTuple):
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
+_TABLES = ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "chains", "contexts", "overlap_suffix")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Tables that the kernels read, int32 on one device.
@@ -74,6 +83,7 @@ class Schedule:
         row_units: ``[depths, rows]``: unit of the row's first packed query for KV head 0; -1 without a node.
         row_offsets: ``[depths, rows]``: index of the row's first query among its node's packed queries.
         row_tiles: ``[depths, rows]``: query tiles of the row's node.
+        chains: ``[nodes, links, 2]``: index in the address tables and first token of each link of a node's chain.
         contexts: ``[rows]``: tokens of the row's nodes.
         overlap_suffix: ``[1]``: 1 when nodes get fewer programs than the grid, and suffixes run beside them.
         scratch: Bytes for the descriptors of one launch; kept here because following kernels start before it ends.
@@ -87,6 +97,7 @@ class Schedule:
     row_units: Tensor
     row_offsets: Tensor
     row_tiles: Tensor
+    chains: Tensor
     contexts: Tensor
     overlap_suffix: Tensor
     scratch: Tensor
@@ -100,7 +111,7 @@ class Schedule:
 
     def copy_(self, other: Schedule) -> None:
         """Copy the tables of a schedule of the same capacity, rows, queries, block sizes and grid in place."""
-        for name in ("pieces", "unit_slots", "row_units", "row_offsets", "row_tiles", "contexts", "overlap_suffix"):
+        for name in _TABLES:
             getattr(self, name).copy_(getattr(other, name), non_blocking=True)
 
 
@@ -116,11 +127,12 @@ def make_schedule(
     device: torch.device | str,
     capacity: Capacity | None = None,
     grid: int | None = None,
+    chain: int = 1,
 ) -> Schedule:
     """Build the schedule of some nodes.
 
     Args:
-        nodes: Sorted by depth, then rows.
+        nodes: Sorted by depth, then rows. Nodes that are read in other nodes' chains only are left out.
         rows: Rows of the batch.
         kv_heads: KV heads of the layer.
         queries: Packed queries of one row per KV head: query heads of the group times new tokens.
@@ -130,6 +142,7 @@ def make_schedule(
         device: Where the tables go.
         capacity: When given, the tables' sizes depend on it and not on the nodes, and `grid` programs are launched.
         grid: Programs that the device runs at once; `programs` when None.
+        chain: Most links of a chain.
 
     Raises:
         ValueError: There are no programs, or the units do not fit the capacity.
@@ -182,6 +195,12 @@ def make_schedule(
         row_units[shape.depth, own] = unit_base[index] + offsets // block_m
         row_tiles[shape.depth, own] = query_tiles[index]
 
+    chains = np.full((max(len(nodes), capacity.nodes if capacity else 0), chain, 2), (0, _NO_TOKEN), dtype=np.int64)
+    for index, shape in enumerate(nodes):
+        links = shape.links or ((index, shape.length),)
+        chains[index, : len(links), 0] = [node for node, _ in links]
+        chains[index, : len(links), 1] = np.cumsum([0, *(tokens for _, tokens in links[:-1])])
+
     unit_slots = np.zeros(unit_room, dtype=np.int64)
     unit_slots[: total + 1] = np.searchsorted(work.unit, np.arange(total + 1))
 
@@ -194,6 +213,7 @@ def make_schedule(
         row_units=table(row_units),
         row_offsets=table(row_offsets),
         row_tiles=table(row_tiles),
+        chains=table(chains),
         contexts=table(contexts),
         overlap_suffix=table(np.array([grid is not None and programs < grid])),
         scratch=torch.empty(launched * _DESCRIPTORS, dtype=torch.int8, device=device),
@@ -203,6 +223,8 @@ def make_schedule(
     )
 
 
+_NO_TOKEN = 2**31 - 1  # where a link begins that a chain does not have
+
 _DESCRIPTORS = 512  # bytes per program: two descriptors of 128, with room for Triton's alignment
 
 
@@ -210,9 +232,7 @@ def longest_share(
     nodes: Sequence[NodeShape], *, kv_heads: int, queries: int, block_m: int, block_n: int, programs: int
 ) -> int:
     """Key tiles of the longest share, including `PIECE_COST` per piece; arguments as for `make_schedule`."""
-    work = _divide(nodes, kv_heads, queries, block_m, block_n, programs)
-    shares = np.bincount(work.program, work.end - work.begin + PIECE_COST)
-    return int(shares.max(initial=0))
+    return largest_share(_divide(nodes, kv_heads, queries, block_m, block_n, programs))
 
 
 def _query_tiles(nodes: Sequence[NodeShape], queries: int, block_m: int) -> np.ndarray:

@@ -84,15 +84,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
     return out
 
 
-def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> tuple[Tensor, Tensor]:
+def rotate(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm, *, halves: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first numbers.
 
     Args:
         queries: ``[batch, query_heads, length, head_dim]``, contiguous along head_dim.
         keys: ``[batch, key_heads, length, head_dim]``, likewise.
-        cos: ``[batch or 1, length, rotary]``, rotary even and at most head_dim.
+        cos: ``[batch or 1, length, rotary]``, rotary even and at most head_dim; with `halves` rotary / 2, once for
+            both halves.
         sin: Likewise.
         form: Where results are rounded.
+        halves: Whether `cos` and `sin` are half as long as what is rotated, as in gpt-oss.
 
     Returns:
         Rotated queries and keys, in new memory of the same strides where these are dense.
@@ -102,7 +106,7 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     batch, query_heads, length, head_dim = queries.shape
-    rotary, key_heads = cos.shape[-1], keys.shape[1]
+    rotary, key_heads = cos.shape[-1] * (2 if halves else 1), keys.shape[1]
     shapes = keys.shape == (batch, key_heads, length, head_dim) and cos.shape == sin.shape
     shapes = shapes and cos.shape[:2] in ((batch, length), (1, length)) and rotary <= head_dim and rotary % 2 == 0
     if not shapes or any(part.stride(-1) != 1 for part in (queries, keys, cos, sin)) or cos.stride() != sin.stride():
@@ -112,7 +116,7 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
         )
     outs = torch.empty_like(queries), torch.empty_like(keys)
     if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
-        return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form)
+        return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form, halves=halves)
     with launching(Kernel.POINTWISE, queries.device):
         launch(
             kernel.rotate,
@@ -131,6 +135,7 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: Rotary
             KEY_HEADS=key_heads,
             HEAD_DIM=head_dim,
             ROTARY=rotary,
+            HALVES=halves,
             ROUNDING=form.value,
             BLOCK_H=_HEADS,
             BLOCK_D=_power_of_two(rotary // 2),

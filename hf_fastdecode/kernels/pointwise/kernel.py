@@ -49,7 +49,7 @@ def normalize(
 def rotate(
     queries,  # [batch, QUERY_HEADS, length, HEAD_DIM], contiguous along head_dim
     keys,  # likewise, of KEY_HEADS
-    cos,  # [batch or 1, length, ROTARY], contiguous along the last axis
+    cos,  # [batch or 1, length, ROTARY], or with HALVES half of it; contiguous along the last axis
     sin,  # likewise, with the same strides
     rotated_queries,  # with the strides of queries
     rotated_keys,  # with the strides of keys
@@ -66,6 +66,7 @@ def rotate(
     KEY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,  # the first numbers of a head are rotated, the others copied
+    HALVES: tl.constexpr,  # whether both halves of what is rotated have the same cos and sin
     ROUNDING: tl.constexpr,  # of RotaryForm
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # at least ROTARY / 2
@@ -87,6 +88,7 @@ def rotate(
             QUERY_HEADS,
             HEAD_DIM,
             ROTARY,
+            HALVES,
             ROUNDING,
             BLOCK_D,
             BLOCK_REST,
@@ -103,6 +105,7 @@ def rotate(
             KEY_HEADS,
             HEAD_DIM,
             ROTARY,
+            HALVES,
             ROUNDING,
             BLOCK_D,
             BLOCK_REST,
@@ -120,11 +123,13 @@ def rotate_heads(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    HALVES: tl.constexpr,
     ROUNDING: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY // 2
+    SECOND: tl.constexpr = 0 if HALVES else HALF
     here = (head < HEADS)[:, None]
     start = head.to(tl.int64)[:, None] * head_stride
     within = tl.arange(0, BLOCK_D)
@@ -134,8 +139,8 @@ def rotate_heads(
     second = tl.load(x + at + HALF, mask=kept, other=0.0).to(tl.float32)
     first_cos = tl.load(cos + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + HALF + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + HALF + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + SECOND + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + SECOND + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
     one, two = first * first_cos, -second * first_sin
     three, four = second * second_cos, first * second_sin
     if ROUNDING == ROUNDED:
@@ -168,12 +173,18 @@ def gate(
     kept = column < COLUMNS
     x = tl.load(gates + row * gate_stride + column, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(ups + row * up_stride + column, mask=kept, other=0.0).to(tl.float32)
+    share = activated(x, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, (share * up).to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def activated(gates, ACTIVATION: tl.constexpr):
+    """The activation of gates, in fp32."""
     if ACTIVATION == SILU:
-        opened = x / (1.0 + tl.exp(-x))
+        result = gates / (1.0 + tl.exp(-gates))
     elif ACTIVATION == GELU:
-        opened = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        result = 0.5 * gates * (1.0 + tl.erf(gates * 0.7071067811865476))
     else:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        opened = 0.5 * x * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
-    opened = opened.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * COLUMNS + column, (opened * up).to(out.dtype.element_ty), mask=kept)
+        inner = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
+        result = 0.5 * gates * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
+    return result

@@ -19,8 +19,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     return (factor * normalized).to(x.dtype)
 
 
-def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> tuple[Tensor, Tensor]:
+def rotate(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm, *, halves: bool = False
+) -> tuple[Tensor, Tensor]:
     """See `api.rotate`."""
+    if halves:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     return _rotated(queries, cos, sin, form), _rotated(keys, cos, sin, form)
 
 

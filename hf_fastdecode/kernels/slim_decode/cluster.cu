@@ -14,11 +14,14 @@
 //     exchanging 1 warp                        scores to weights, sent to all blocks of the cluster
 //     adding     4 or 8 warps                  weights times tile to the averages, by warpgroup matrix products
 //
+// Keys in 8 bits are copied as they are. A scoring warp dequantises what it has read for its scores to fp16, in units of
+// a power of 2 near the tile's largest scale, and stores that for the adding warps, so that the numbers are read once.
+//
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
 //
-// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
-// STAGES, LEAD, ADDERS and SCORERS (groups of four warps) and SHARED_BYTES.
+// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, SCALED (8 bits), FP8,
+// MEMBERS, TILE, STAGES, COPIES, LEAD, ADDERS and SCORERS (groups of four warps) and SHARED_BYTES.
 
 #include "instructions.cuh"
 
@@ -33,6 +36,17 @@ constexpr int RANK_COLUMNS = (RANK + 16 * MEMBERS - 1) / (16 * MEMBERS) * 16;  /
 constexpr int BOX_BYTES = TILE * 128;                                          // 64 columns of a tile
 constexpr int KEY_BOXES = KEY_COLUMNS / 64, RANK_BOXES = (RANK_COLUMNS + 63) / 64, BOXES = KEY_BOXES + RANK_BOXES;
 constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
+// What is copied of a tile in 8 bits: keys in boxes of 128 columns, and in a row per token their scales, V-coordinates,
+// and the scales of these, of which a copy has 8 or more.
+constexpr int KEY_COPY_BYTES = SCALED ? KEY_COLUMNS * TILE : 0;
+constexpr int COPIED_SCALES = (OWN + 7) / 8 * 8;
+constexpr int RANK_GROUPS = (HEAD_DIM - 16 + RANK_COLUMNS - 1) / HEAD_DIM + 1;  // at most, of a block's V-coordinates
+constexpr int SCALES_IN_COPY = 0;
+constexpr int RANK_IN_COPY = SCALES_IN_COPY + TILE * COPIED_SCALES * 2;
+constexpr int RANK_SCALES_IN_COPY = RANK_IN_COPY + TILE * RANK_COLUMNS;
+constexpr int SMALL_COPY_BYTES = SCALED ? RANK_SCALES_IN_COPY + (RANK ? TILE * 16 : 0) : 0;
+constexpr int FULL_BARRIERS = SCALED ? COPIES : STAGES;
+constexpr int UNITS = OWN + 1;  // of the dequantised columns of each head, and of V-coordinates
 constexpr int ADDER_BOXES = (BOXES + ADDERS - 1) / ADDERS;
 constexpr int HEAD_BLOCKS = (HEADS + 7) / 8;
 constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
@@ -41,6 +55,7 @@ constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
 // say that a buffer is free.
 constexpr int RING = 2 * LEAD;
 constexpr int QUERY_RING = 2;  // buffers of queries; of scores there are STAGES, by which scoring is ahead at most
+constexpr int UNIT_RING = STAGES + QUERY_RING;  // buffers of units, by which rotating is ahead of adding at most
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
@@ -63,6 +78,7 @@ constexpr int PASSES = (OWN + WARP_HEADS - 1) / WARP_HEADS;  // of the own heads
 
 static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES >= LEAD && LEAD > 1);
 static_assert((TILE == 32 || TILE == 64) && MEMBERS <= HEAD_LANES);
+static_assert(!SCALED || (KEY_COLUMNS % 128 == 0 && RANK % 16 == 0 && RANK_GROUPS <= 8 && COPIES <= STAGES && !BF16));
 static_assert(LANES <= 32 && TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS);
 
 // Registers per thread, of 512 for four warps on a scheduler, one of each group.
@@ -72,15 +88,21 @@ constexpr int SUMS = 4 * HEAD_BLOCKS * ADDER_BOXES;  // per thread
 
 // Shared memory, in bytes from its beginning. A head's factors are two: that on its averages of earlier tiles, and the
 // sum of its weights so far, which only the last tile of a piece has.
-constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
-constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
+constexpr int KEY_COPIES_AT = STAGES * STAGE_BYTES;
+constexpr int WEIGHTS_AT = KEY_COPIES_AT + COPIES * KEY_COPY_BYTES;
+constexpr int SMALL_COPIES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
+constexpr int SCORES_AT = SMALL_COPIES_AT + COPIES * SMALL_COPY_BYTES;
 constexpr int FACTORS_AT = SCORES_AT + STAGES * OWN * TILE * 4;
 constexpr int ROTATED_QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
 constexpr int QUERY_AT = ROTATED_QUERY_AT + QUERY_RING * KEY_COLUMNS * 4;
 constexpr int OFFSET_AT = QUERY_AT + KEY_COLUMNS * 4;
-// Barriers: a stage is full, is empty; a tile's queries, its scores are there, its weights have come.
-constexpr int FULL_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
-constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+// What the offset adds to products of queries and keys of 16 bits, in as many buffers as queries.
+constexpr int OF_OFFSET_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
+constexpr int UNITS_AT = OF_OFFSET_AT + (OFFSET && !SCALED ? QUERY_RING * KEY_COLUMNS * 4 : 0);
+// Barriers: a stage (in 8 bits, a copy) is full, a stage is empty; a tile's queries, its scores are there, its weights
+// have come.
+constexpr int FULL_AT = UNITS_AT + (SCALED ? (UNIT_RING * UNITS + 1) / 2 * 8 : 0);
+constexpr int EMPTY_AT = FULL_AT + FULL_BARRIERS * 8;
 constexpr int ROTATED_AT = EMPTY_AT + STAGES * 8;
 constexpr int SCORED_AT = ROTATED_AT + QUERY_RING * 8;
 constexpr int WEIGHED_AT = SCORED_AT + STAGES * 8;
@@ -104,6 +126,11 @@ __device__ __forceinline__ void load_pairs(float (&to)[PAIRS], const float* head
 // Byte of a column in a tile. The copies permute chunks of 16 bytes so that reads of 8 tokens meet all banks.
 __device__ __forceinline__ u32 tile_byte(int token, int column) {
     return column / 64 * BOX_BYTES + token * 128 + ((2 * (column % 64)) ^ ((token & 7) << 4));
+}
+
+// Byte of a column in a copy of 8 bits, whose chunks are permuted likewise.
+__device__ __forceinline__ u32 copy_byte(int token, int column) {
+    return column / 128 * (TILE * 128) + token * 128 + ((column % 128) ^ ((token & 7) << 4));
 }
 
 // Byte of a weight: a row per head, whose chunks are permuted, so that reads of 8 heads meet all banks.
@@ -161,21 +188,49 @@ __device__ __forceinline__ int tiles_of(const int* starts, const int* lengths, i
     return tokens > 0 ? (tokens + TILE - 1) / TILE : 0;
 }
 
+// A cache as the copies read it; scales only of 8 bits.
+struct Cache {
+    const TensorMap &keys, &coordinates, &key_scales, &coordinate_scales;
+};
+
+// Copies a tile of 8 bits. A place is free when the tile before in it has been scored.
+__device__ __forceinline__ void copy_scaled_tile(u32 base, const Cache& cache, u32 number, int token, int row,
+                                                 int member) {
+    const u32 place = number % COPIES, barrier = base + FULL_AT + 8 * place;
+    if (number >= COPIES) {
+        const u32 before = number - COPIES;
+        wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
+    }
+    expect(barrier, KEY_COPY_BYTES + SMALL_COPY_BYTES);
+    copy(base + KEY_COPIES_AT + place * KEY_COPY_BYTES, cache.keys, 0, token, member * (KEY_COLUMNS / 128), row,
+         barrier);
+    const u32 small = base + SMALL_COPIES_AT + place * SMALL_COPY_BYTES;
+    copy(small + SCALES_IN_COPY, cache.key_scales, member * OWN, token, 0, row, barrier);
+    if constexpr (RANK > 0) {
+        copy(small + RANK_IN_COPY, cache.coordinates, member * RANK_COLUMNS, token, 0, row, barrier);
+        copy(small + RANK_SCALES_IN_COPY, cache.coordinate_scales, member * RANK_COLUMNS / HEAD_DIM, token, 0, row,
+             barrier);
+    }
+}
+
 // The copying warp's part, of one thread.
-__device__ __forceinline__ void copy_tiles(char* memory, const TensorMap& keys, const TensorMap& coordinates,
-                                           const Piece& piece, int member) {
+__device__ __forceinline__ void copy_tiles(char* memory, const Cache& cache, const Piece& piece, int member) {
     const u32 base = shared_address(memory);
     for (int tile = piece.begin; tile < piece.end; tile++) {
         const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
+        if constexpr (SCALED) {
+            copy_scaled_tile(base, cache, number, piece.first + tile * TILE, piece.row, member);
+            continue;
+        }
         if (number >= STAGES) wait(base + EMPTY_AT + 8 * stage, (number / STAGES - 1) & 1);
         const u32 barrier = base + FULL_AT + 8 * stage, to = base + stage * STAGE_BYTES;
         const int token = piece.first + tile * TILE;
         expect(barrier, STAGE_BYTES);
-        copy(to, keys, 0, token, member * KEY_BOXES, piece.row, barrier);
+        copy(to, cache.keys, 0, token, member * KEY_BOXES, piece.row, barrier);
 #pragma unroll
         for (int box = 0; box < RANK_BOXES; box++) {
             const int column = member * RANK_COLUMNS + box * 64;
-            copy(to + (KEY_BOXES + box) * BOX_BYTES, coordinates, column, token, 0, piece.row, barrier);
+            copy(to + (KEY_BOXES + box) * BOX_BYTES, cache.coordinates, column, token, 0, piece.row, barrier);
         }
     }
 }
@@ -253,8 +308,50 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     }
 }
 
+// Largest scale of a column of scales, of a tile's tokens, as bits of bf16, which are in the order of what they mean.
+__device__ __forceinline__ u32 largest_scale(u32 scales, int row_bytes, int column, int tokens, int lane) {
+    u32 largest = 0;
+#pragma unroll
+    for (int first = 0; first < TILE; first += 32) {
+        const int t = first + lane;
+        if (t < tokens) largest = max(largest, load_shared_16(scales + t * row_bytes + 2 * column));
+    }
+    return __reduce_max_sync(~0u, largest);
+}
+
+// A power of 2 near a scale: numbers over it are below 1,024, and so fit in fp16, as scales may not.
+__device__ __forceinline__ float unit_of(u32 scale) {
+    return __uint_as_float(min(max(scale >> 7, 1u), 253u) << 23);  // whose inverse is a normal number too
+}
+
+__device__ __forceinline__ float inverse_of(float unit) { return __uint_as_float((254u << 23) - __float_as_uint(unit)); }
+
+__device__ __forceinline__ float* units_of(char* memory, u32 number) {
+    return reinterpret_cast<float*>(memory + UNITS_AT) + number % UNIT_RING * UNITS;
+}
+
+// Stores the units of a tile.
+__device__ __forceinline__ void make_units(char* memory, u32 number, int tokens, int lane) {
+    const u32 base = shared_address(memory), place = number % FULL_BARRIERS;
+    const u32 small = base + SMALL_COPIES_AT + place * SMALL_COPY_BYTES;
+    float* const units = units_of(memory, number);
+    wait(base + FULL_AT + 8 * place, number / FULL_BARRIERS & 1);
+#pragma unroll 1
+    for (int h = 0; h < OWN; h++) {
+        const u32 largest = largest_scale(small + SCALES_IN_COPY, COPIED_SCALES * 2, h, tokens, lane);
+        if (lane == 0) units[h] = unit_of(largest);
+    }
+    if constexpr (RANK > 0) {
+        u32 largest = 0;
+        for (int group = 0; group < RANK_GROUPS; group++)
+            largest = max(largest, largest_scale(small + RANK_SCALES_IN_COPY, 16, group, tokens, lane));
+        if (lane == 0) units[OWN] = unit_of(largest);
+    }
+}
+
 // The rotating warp's part: rotates the row's scaled queries back by the position of each tile's first token, as
-// q R k = (R^T q) k. Scoring warps add the rotation within the tile.
+// q R k = (R^T q) k. Scoring warps add the rotation within the tile. Products of queries and the key offset, which all
+// tokens of a tile have in common, are made here once, as are the units of 8 bits.
 __device__ __forceinline__ void rotate_queries(char* memory, const float* query, i64 query_head_stride,
                                              const float* cosines, const float* sines, const Piece& piece,
                                              float scale_log2, int member, int lane) {
@@ -283,15 +380,27 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
             wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
         }
         float* const rotated = reinterpret_cast<float*>(memory + ROTATED_QUERY_AT) + buffer * KEY_COLUMNS;
+#pragma unroll 1
         for (int h = 0; h < OWN; h++) {
 #pragma unroll
             for (int p = 0; p < LANE_PAIRS; p++) {
                 const int pair = lane + 32 * p;
                 const float low = own_query[h * HEAD_DIM + pair], high = own_query[h * HEAD_DIM + pair + HALF];
-                rotated[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
-                rotated[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
+                const float first = low * cosine[slot][p] + high * sine[slot][p];
+                const float second = high * cosine[slot][p] - low * sine[slot][p];
+                const int first_at = h * HEAD_DIM + pair_place(pair), second_at = h * HEAD_DIM + pair_place(pair + HALF);
+                rotated[first_at] = first, rotated[second_at] = second;
+                if constexpr (OFFSET && !SCALED) {
+                    float* const of_offset = reinterpret_cast<float*>(memory + OF_OFFSET_AT) + buffer * KEY_COLUMNS;
+                    // Volatile, because registers do not suffice for those of all heads.
+                    const volatile float* const offset = reinterpret_cast<const float*>(memory + OFFSET_AT);
+                    const float low_offset = offset[first_at], high_offset = offset[second_at];
+                    of_offset[first_at] = first * low_offset + second * high_offset;
+                    of_offset[second_at] = second * low_offset - first * high_offset;
+                }
             }
         }
+        if constexpr (SCALED) make_units(memory, number, piece.length - (piece.first + tile * TILE), lane);
         __syncwarp();
         if (lane == 0) arrive(base + ROTATED_AT + 8 * buffer);
     };
@@ -308,10 +417,62 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
     }
 }
 
+// Sets a warp's tokens behind the last one to 0 in a tile: what was copied of them may be anything, even NaN.
+__device__ __forceinline__ void clear_tokens(char* memory, u32 stage, u32 place, int tokens, int warp, int lane) {
+    const auto clear = [&](int bytes, auto at) {  // of each token, in chunks of 16
+        for (int i = lane; i < WARP_TOKENS * (bytes / 16); i += 32) {
+            const int t = warp * WARP_TOKENS + i / (bytes / 16);
+            if (t >= tokens) *reinterpret_cast<float4*>(memory + at(t, i % (bytes / 16) * 16)) = {};
+        }
+    };
+    if constexpr (SCALED) {
+        const u32 keys = KEY_COPIES_AT + place * KEY_COPY_BYTES, small = SMALL_COPIES_AT + place * SMALL_COPY_BYTES;
+        clear(KEY_COLUMNS, [&](int t, int byte) { return keys + copy_byte(t, byte); });
+        const auto clear_rows = [&](int bytes, int first) {
+            clear(bytes, [&](int t, int byte) { return small + first + t * bytes + byte; });
+        };
+        clear_rows(COPIED_SCALES * 2, SCALES_IN_COPY);
+        if constexpr (RANK > 0) {
+            clear_rows(RANK_COLUMNS, RANK_IN_COPY);
+            clear_rows(16, RANK_SCALES_IN_COPY);
+        }
+    } else {
+        clear(BOXES * 128, [&](int t, int byte) { return stage * STAGE_BYTES + tile_byte(t, byte / 2); });
+    }
+    async_fence();  // before matrix products, and later copies
+    __syncwarp();
+}
+
+// A scale in fp32 from the bits of bf16.
+__device__ __forceinline__ float load_scale(u32 address) { return __uint_as_float(load_shared_16(address) << 16); }
+
+// Stores 8 numbers, as `to_halves` makes them, times a scale over its unit, in a tile.
+__device__ __forceinline__ void store_scaled(u32 address, const u32 (&halves)[4], float scale) {
+    const u32 twice = pack(scale, scale);
+    store_shared(address, multiply_halves(halves[0], twice), multiply_halves(halves[1], twice),
+                 multiply_halves(halves[2], twice), multiply_halves(halves[3], twice));
+}
+
+// Dequantises the warp's tokens of the block's V-coordinates into a tile.
+__device__ __forceinline__ void dequantise_coordinates(u32 tile_at, u32 small, float inverse, int member, int warp,
+                                                       int lane) {
+    constexpr int CHUNKS = RANK_COLUMNS / 8;  // of a token
+    const int first = member * RANK_COLUMNS;
+    for (int i = lane; i < WARP_TOKENS * CHUNKS; i += 32) {
+        const int t = warp * WARP_TOKENS + i / CHUNKS, column = i % CHUNKS * 8;
+        u32 words[2], halves[4];
+        load_shared(words, small + RANK_IN_COPY + t * RANK_COLUMNS + column);
+        to_halves(halves, words);
+        const int group = (first + column) / HEAD_DIM - first / HEAD_DIM;
+        const float scale = load_scale(small + RANK_SCALES_IN_COPY + t * 16 + 2 * group);
+        store_scaled(tile_at + tile_byte(t, KEY_COLUMNS + column), halves, scale * inverse);
+    }
+}
+
 // The scoring warps' part.
-__device__ __forceinline__ void score(char* memory, const float* turns, const Piece& piece, int warp, int lane) {
+__device__ __forceinline__ void score(char* memory, const float* turns, const Piece& piece, int member, int warp,
+                                      int lane) {
     const u32 base = shared_address(memory);
-    const float* const own_offset = reinterpret_cast<const float*>(memory + OFFSET_AT);
     const int lane_in_token = lane % LANES;
     // The lane's first token in a tile. Where 8 lanes read 64 bytes of two tokens at once, those are 4 apart, and so
     // have different banks.
@@ -330,20 +491,24 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
     }
     for (int tile = piece.begin; tile < piece.end; tile++) {
         const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
-        const u32 tile_at = base + stage * STAGE_BYTES;
+        const u32 place = number % FULL_BARRIERS, tile_at = base + stage * STAGE_BYTES;
+        const u32 copy_at = base + KEY_COPIES_AT + place * KEY_COPY_BYTES;
+        const u32 small = base + SMALL_COPIES_AT + place * SMALL_COPY_BYTES;
         const float* const query =
             reinterpret_cast<const float*>(memory + ROTATED_QUERY_AT) + number % QUERY_RING * KEY_COLUMNS;
+        const float* const offset = reinterpret_cast<const float*>(memory + (SCALED ? OFFSET_AT : OF_OFFSET_AT)) +
+                                    (SCALED ? 0 : number % QUERY_RING * KEY_COLUMNS);
         wait(base + ROTATED_AT + 8 * (number % QUERY_RING), number / QUERY_RING & 1);
-        wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
+        wait(base + FULL_AT + 8 * place, number / FULL_BARRIERS & 1);
         const int tokens = piece.length - (piece.first + tile * TILE);
-        if (tokens < TILE) {  // what was copied of later ones may be anything, even NaN
-            for (int i = lane; i < WARP_TOKENS * BOXES * 8; i += 32) {
-                const int t = warp * WARP_TOKENS + i / (BOXES * 8), column = i % (BOXES * 8) * 8;
-                const int at = stage * STAGE_BYTES + tile_byte(t, column);
-                if (t >= tokens) *reinterpret_cast<float4*>(memory + at) = {};
-            }
-            async_fence();  // before matrix products, and later copies
-            __syncwarp();
+        if (tokens < TILE) clear_tokens(memory, stage, place, tokens, warp, lane);
+        float inverse[LANE_HEADS];  // of the units of the lane's heads
+        if constexpr (SCALED) {
+            if (number >= STAGES) wait(base + EMPTY_AT + 8 * stage, (number / STAGES - 1) & 1);
+            const float* const units = units_of(memory, number);
+#pragma unroll
+            for (int h = 0; h < LANE_HEADS; h++) inverse[h] = inverse_of(units[lane_head + h]);
+            if constexpr (RANK > 0) dequantise_coordinates(tile_at, small, inverse_of(units[OWN]), member, warp, lane);
         }
         float products[VALUES];
 #pragma unroll
@@ -353,36 +518,54 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
             load_pairs(query_low, query + head, 0, lane_in_token);
             load_pairs(query_high, query + head, 1, lane_in_token);
             if constexpr (OFFSET) {
-                load_pairs(offset_low, own_offset + head, 0, lane_in_token);
-                load_pairs(offset_high, own_offset + head, 1, lane_in_token);
+                load_pairs(offset_low, offset + head, 0, lane_in_token);
+                load_pairs(offset_high, offset + head, 1, lane_in_token);
             }
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
                 const int column = head + lane_in_token * PAIRS;
+                const u32 low_at = tile_at + tile_byte(lane_token + t, column);
+                const u32 high_at = tile_at + tile_byte(lane_token + t, column + HALF);
                 u32 low_words[4], high_words[4];
-                load_shared(low_words, tile_at + tile_byte(lane_token + t, column));
-                load_shared(high_words, tile_at + tile_byte(lane_token + t, column + HALF));
+                float scale = 1.0f;
+                if constexpr (SCALED) {
+                    u32 low_numbers[2], high_numbers[2];
+                    load_shared(low_numbers, copy_at + copy_byte(lane_token + t, column));
+                    load_shared(high_numbers, copy_at + copy_byte(lane_token + t, column + HALF));
+                    to_halves(low_words, low_numbers), to_halves(high_words, high_numbers);
+                    const int at = (lane_token + t) * COPIED_SCALES + lane_head + h;
+                    scale = load_scale(small + SCALES_IN_COPY + 2 * at);
+                    store_scaled(low_at, low_words, scale * inverse[h]);
+                    store_scaled(high_at, high_words, scale * inverse[h]);
+                } else {
+                    load_shared(low_words, low_at);
+                    load_shared(high_words, high_at);
+                }
                 float along = 0.0f, across = 0.0f;
 #pragma unroll
                 for (int p = 0; p < PAIRS; p++) {
                     float low[2], high[2];
                     unpack(low_words[p / 2], low[0], low[1]);
                     unpack(high_words[p / 2], high[0], high[1]);
-                    const float k1 = OFFSET ? low[p % 2] + offset_low[p] : low[p % 2];
-                    const float k2 = OFFSET ? high[p % 2] + offset_high[p] : high[p % 2];
+                    constexpr bool DEQUANTISES = OFFSET && SCALED, ADDS = OFFSET && !SCALED;
+                    const float k1 = DEQUANTISES ? fmaf(low[p % 2], scale, offset_low[p]) : low[p % 2];
+                    const float k2 = DEQUANTISES ? fmaf(high[p % 2], scale, offset_high[p]) : high[p % 2];
                     const float q1 = query_low[p], q2 = query_high[p];
                     if constexpr (ROTATED) {
-                        along = fmaf(cosine[t][p], fmaf(q2, k2, q1 * k1), along);
-                        across = fmaf(sine[t][p], fmaf(q2, k1, -q1 * k2), across);
+                        const float first = ADDS ? fmaf(q1, k1, offset_low[p]) : q1 * k1;
+                        const float second = ADDS ? fmaf(-q1, k2, offset_high[p]) : -q1 * k2;
+                        along = fmaf(cosine[t][p], fmaf(q2, k2, first), along);
+                        across = fmaf(sine[t][p], fmaf(q2, k1, second), across);
                     } else {
                         along = fmaf(q1, k1, along), across = fmaf(q2, k2, across);
                     }
                 }
-                products[t * LANE_HEADS + h] = along + across;
+                products[t * LANE_HEADS + h] = OFFSET ? along + across : (along + across) * scale;
             }
         }
         float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + (stage * OWN + lane_head) * TILE;
         store_scores(products, scores, lane_token, lane);
+        if constexpr (SCALED) async_fence();  // what was dequantised is for matrix products to read
         __syncwarp();
         if (lane == 0) arrive(base + SCORED_AT + 8 * stage);
     }
@@ -402,8 +585,8 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
 
     for (int tile = piece.begin; tile < piece.end; tile++) {
         const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES, buffer = number % RING;
-        wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
-        wait(base + WEIGHED_AT + 8 * buffer, number / RING & 1);
+        if constexpr (!SCALED) wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
+        wait(base + WEIGHED_AT + 8 * buffer, number / RING & 1);  // after this block's scoring warps are done
         async_fence();  // weights were stored for matrix products to read
         // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors of a column grow
         // by the matrix from keys to values, unlike errors of a weight, which all share. Where registers suffice,
@@ -440,13 +623,19 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
             } else {
                 matrix_wait<0>();
             }
+            float unit = 1.0f;
+            if constexpr (SCALED) {
+                const int head = min((b * ADDERS + group) * 64 / HEAD_DIM, OWN);
+                unit = units_of(memory, number)[head];
+            }
 #pragma unroll
             for (int n = 0; n < HEAD_BLOCKS; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float& part = parts[b % PARTS][4 * n + i];
                     asm volatile("" : "+f"(part)::"memory");  // not read before it has been waited for
-                    sums[b][n][i] = fmaf(sums[b][n][i], factors[n][i % 2], part);
+                    sums[b][n][i] = SCALED ? fmaf(part, unit, sums[b][n][i] * factors[n][i % 2])
+                                           : fmaf(sums[b][n][i], factors[n][i % 2], part);
                 }
             }
         }
@@ -481,6 +670,8 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
     slim_cluster(const float* __restrict__ query,                // [rows, heads, head_dim]
                  const __grid_constant__ TensorMap keys,         // [rows, slots, heads * head_dim]
                  const __grid_constant__ TensorMap coordinates,  // [rows, slots, r]
+                 const __grid_constant__ TensorMap key_scales,   // [rows, slots, heads] in bf16, with SCALED
+                 const __grid_constant__ TensorMap coordinate_scales,  // [rows, slots, groups of r] likewise
                  const float* __restrict__ key_offset,           // [heads * head_dim], with OFFSET
                  const float* __restrict__ cosines,              // [rows or 1, slots, head_dim / 2], with ROTATED
                  const float* __restrict__ sines,                // likewise
@@ -517,6 +708,8 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
     }
     if (thread == 0) prefetch(keys);
     if (thread == 0 && RANK) prefetch(coordinates);
+    if (thread == 0 && SCALED) prefetch(key_scales);
+    if (thread == 0 && SCALED && RANK) prefetch(coordinate_scales);
     async_fence();
     cluster_sync();
 
@@ -543,7 +736,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         for_each_piece([&](const Piece& piece) { add(memory, part_out, piece, member, warp, lane); });
     } else if (warp < ADDING + SCORING) {
         fewer_registers<SCORING_REGISTERS>();
-        for_each_piece([&](const Piece& piece) { score(memory, turns, piece, warp - ADDING, lane); });
+        for_each_piece([&](const Piece& piece) { score(memory, turns, piece, member, warp - ADDING, lane); });
     } else {
         fewer_registers<OTHER_REGISTERS>();
         const int role = warp - ADDING - SCORING;
@@ -556,7 +749,8 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                              sines + tables, piece, scale_log2, member, lane);
             });
         } else if (role == 2 && lane == 0) {
-            for_each_piece([&](const Piece& piece) { copy_tiles(memory, keys, coordinates, piece, member); });
+            const Cache cache{keys, coordinates, key_scales, coordinate_scales};
+            for_each_piece([&](const Piece& piece) { copy_tiles(memory, cache, piece, member); });
         }
         __syncwarp();
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 from typing import TypeVar
 
@@ -10,6 +12,7 @@ import torch
 import triton
 
 from .cluster import ClusterConfig, ClusterShape
+from .inputs import EIGHT_BITS
 
 Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
@@ -61,6 +64,7 @@ def parse_config(text: str, base: Config) -> Config:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=256)  # the search takes as long as a step's attention
 def choose_cluster_config(
     heads: int,
     head_dim: int,
@@ -77,10 +81,13 @@ def choose_cluster_config(
     that fit into the blocks' shared memory and registers. `dtype` is that of the cached keys.
     """
     offset = offset and rotary_dim > 0  # which `slim_decode` adds to scores without RoPE
-    buffers = ((stages, lead) for stages in (6, 5, 4) for lead in (4, 3, 2))
-    for tile, (stages, lead) in product((64, 32), buffers):
+    stages_and_copies: Iterable[tuple[int, int | None]] = ((6, None), (5, None), (4, None))
+    if dtype in EIGHT_BITS:  # what was dequantised waits for weights only
+        stages_and_copies = ((4, 4), (4, 3), (4, 2), (3, 3), (3, 2))
+    buffers = ((*both, lead) for both in stages_and_copies for lead in (4, 3, 2))
+    for tile, (stages, copies, lead) in product((64, 32), buffers):
         for members in (1, 2, 4, 8):
-            config = ClusterConfig(members, tile, stages, lead)
+            config = ClusterConfig(members, tile, stages, lead, copies=copies)
             shape = ClusterShape(heads, head_dim, rank, rotary_dim, offset, True, dtype, config)
             if shape.refusal(shared_memory) is None:
                 return config

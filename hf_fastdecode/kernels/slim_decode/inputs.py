@@ -114,4 +114,7 @@ def refusal(query: Tensor, keys: Tensor, coordinates: Tensor) -> str | None:
         return f"it takes up to {MAX_HEADS} heads, got {heads}"
     if rows > MAX_ROWS:
         return f"it takes up to {MAX_ROWS} rows, got {rows}"
+    stride = next((step for step in keys.stride()[:2] if step * keys.element_size() % 16), None)
+    if stride is not None and keys.dtype not in EIGHT_BITS:  # where scales decide where tokens begin
+        return f"it takes rows and slots of keys that begin at multiples of 16 bytes, got a stride of {stride}"
     return failure(Kernel.SLIM, keys.device)

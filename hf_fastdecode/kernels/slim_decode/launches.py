@@ -94,7 +94,7 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
         groups * config.members,
         [
             query,
-            *tensor_maps(keys, coordinates, shape),
+            *tensor_maps(keys, coordinates, given.scales, shape),
             *given.read_only(lse)[2:],
             turns,
             given.first_slots,

@@ -94,6 +94,16 @@ def stored_product(
 
 
 @triton.jit
+def sum_parts(parts, out, numbers, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[i]`` of the sum of ``parts[p, i]``, in the order of the parts, for each of so many numbers."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * numbers + at, mask=at < numbers, other=0.0)
+    tl.store(out + at, total, mask=at < numbers)
+
+
+@triton.jit
 def product(
     factor,  # of the group
     row_stride,

@@ -10,6 +10,7 @@ from transformers.cache_utils import QuantizedCache
 
 from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
+from ...attention.kv import Segment
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
 from ..slim_layers import SlimLayer
@@ -19,7 +20,8 @@ from .shared_attention import captured_attention, shared_attention
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
 from .slim_values import SlimValues
-from .suffix_kernel import kernel_refusal, layer_refusal
+from .step_projections import step_projections
+from .suffix_kernel import cached_attention, kernel_refusal, layer_refusal
 
 
 class SlimAttention(SlimTokens):
@@ -83,7 +85,10 @@ class SlimAttention(SlimTokens):
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
-        query = self.q_proj(hidden_states)
+        if isinstance(cache, CapturedCache):
+            query, exact = step_projections(self, hidden_states)
+        else:
+            query, exact = self.q_proj(hidden_states), self.to_cache(hidden_states)
         dtype = query.dtype  # under autocast that of its products
         stored_dtype = cache_dtype(dtype, self.layer)
         if self.training:
@@ -93,7 +98,6 @@ class SlimAttention(SlimTokens):
                 "a QuantizedCache rounds the positions that slim_rope 'unrotate' caches; set slim_rope of the config "
                 "to 'raw', or convert with cache dtype int8"
             )
-        exact = self.to_cache(hidden_states)
         if isinstance(cache, SharedContextCache):
             out = shared_attention(self, query, *exact, cache, rotation, attention_mask)
             return self.output(out), None
@@ -106,10 +110,15 @@ class SlimAttention(SlimTokens):
                 if (held := values_held(cache, self.layer_idx)) is not None:
                     self.require_layout(held)
                 keys, coordinates = cache.update(keys, coordinates, self.layer_idx)
-            tokens = self.read(keys, coordinates, rotation and rotation.keys)
         dropout = self.dropout_share() if self.training else 0.0
+        threshold, weights_wanted = self.config.slim_sparsity_threshold, self.weights_wanted(kwargs)
         query = self.scored_query(query, rotation and rotation.tokens)
         with no_autocast(query.device):
+            if not dropout and not threshold and not weights_wanted:
+                by_kernel = cached_attention(self, query, Segment(keys, coordinates), rotation, attention_mask)
+                if by_kernel is not None:
+                    return self.output(by_kernel.transpose(1, 2).flatten(2).to(dtype)), None
+            tokens = self.read(keys, coordinates, rotation and rotation.keys)
             query, scored = self.score_operands(query, tokens, dropout=dropout)
         out, weights = slim_attention(
             query,
@@ -120,9 +129,9 @@ class SlimAttention(SlimTokens):
             attention_mask,
             scaling=self.scaling,
             dropout=dropout,
-            threshold=self.config.slim_sparsity_threshold,
+            threshold=threshold,
             dtype=dtype,
-            weights_wanted=self.weights_wanted(kwargs),
+            weights_wanted=weights_wanted,
         )
         return self.output(out), weights
 

@@ -48,12 +48,17 @@ class KeyProjection(Projection):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., d]`` to ``[..., e]`` in fp32, or in fp64 for fp64."""
-        dtype = wide(x.dtype)
         with no_autocast(x.device):
-            if x.is_cuda and x.dtype == self.weight.dtype != dtype and not torch.is_grad_enabled():
-                out = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=dtype).unflatten(0, x.shape[:-1])
-                return out if self.bias is None else out + self.bias
-            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+            return wide_linear(x, self.weight, self.bias)
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` whose result is in fp32, or in fp64 for fp64, as its sums are."""
+    dtype = wide(x.dtype)
+    if x.is_cuda and x.dtype == weight.dtype != dtype and not torch.is_grad_enabled():
+        out = torch.mm(x.flatten(0, -2), weight.mT, out_dtype=dtype).unflatten(0, x.shape[:-1])
+        return out if bias is None else out + bias
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class InputProjection(Projection):

@@ -39,7 +39,7 @@ class Rotation(NamedTuple):
         tokens: Tables of these positions.
         keys: Tables of all keys that layers read in this pass; None where positions are cached with the keys.
         own_tokens: Tables of this pass's tokens counted from their suffixes' first tokens, in a shared-context cache.
-        kernel: `keys` for `slim_decode`, in eager steps over a shared-context cache where it may run.
+        kernel: `keys` for `slim_decode`, in eager steps where it may run.
     """
 
     positions: Tensor
@@ -85,6 +85,26 @@ def forest_rotation(
     return Rotation(position_ids, tokens, keys, tables(places), kernel)
 
 
+def cache_rotation(
+    tables: Callable[[Tensor], Tables], query_positions: Tensor, key_positions: Tensor | None
+) -> Rotation:
+    """Tables for a pass over one of transformers' caches, or over none.
+
+    Args:
+        tables: Makes tables of positions ``[rows or 1, tokens]``.
+        query_positions: ``[rows or 1, tokens]``, of this pass.
+        key_positions: Of all keys, as `key_positions` counts them; None where they are cached.
+    """
+    tokens = tables(query_positions)
+    if key_positions is None:
+        return Rotation(query_positions, tokens, None)
+    is_step = query_positions.shape[1] == 1 and takes_kernels("auto", query_positions.device)
+    if not is_step or torch.compiler.is_compiling():
+        return Rotation(query_positions, tokens, tables(key_positions))
+    keys, kernel = _of_slots(tables, key_positions)
+    return Rotation(query_positions, tokens, keys, kernel=kernel)
+
+
 def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, position_ids: Tensor) -> Rotation:
     """As `forest_rotation` for a captured step; tables of slots are made once, as the constant `OF_SLOTS`."""
 
@@ -101,8 +121,8 @@ def takes_kernels(backend: str, device: torch.device) -> bool:
 
 
 def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables, RotaryTables]:
-    """Tables of slots ``[1, slots]``, for PyTorch's operators and for `slim_decode`."""
-    turns = torch.arange(TURNS, device=slots.device)[None]
+    """Tables of slots' positions ``[rows or 1, slots]``, for PyTorch's operators and for `slim_decode`."""
+    turns = torch.arange(TURNS, device=slots.device).expand(len(slots), -1)
     cos, sin = tables(torch.cat([slots, turns], 1))
     keys = cos[:, : slots.shape[1]], sin[:, : slots.shape[1]]
     half = cos.shape[-1] // 2  # for the kernel: "rotate half" has every number twice, and other pairs do not use it

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fastdecode.bench.ops.accuracy import BOUND, make_oracle
-from hf_fastdecode.bench.ops.cases import OP_SETS, NodeSpec, OpCase, shared
+from hf_fastdecode.bench.ops.cases import OP_SETS, NodeSpec, OpCase, shared, tree_case
 from hf_fastdecode.bench.ops.ceilings import Ceilings
 from hf_fastdecode.bench.ops.inputs import make_inputs, sets_needed
 from hf_fastdecode.bench.ops.measure import OpBench
@@ -24,7 +24,8 @@ MIXED = OpCase(
     3,
     16,
 )
-CASES = [*TINY, MIXED, replace(MIXED, suffix=1, dtype="float16"), shared(3, 40, 5, 4, 1, head_dim=16)]
+TREE = tree_case(((1, 2, 4, 8), (5, 3, 7, 2)), 4, 2, head_dim=16)
+CASES = [*TINY, MIXED, replace(MIXED, suffix=1, dtype="float16"), shared(3, 40, 5, 4, 1, head_dim=16), TREE]
 IDS = [f"{case.name}-{case.dtype}" for case in CASES]
 
 

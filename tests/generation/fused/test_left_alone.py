@@ -37,6 +37,7 @@ from .test_modules import DEVICE, half, logits
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "norm": lambda model: model.model.layers[0].input_layernorm,
     "gated": lambda model: model.model.layers[0].mlp,
+    "activation": lambda model: model.model.layers[0].mlp.act_fn,
     "attention": lambda model: model.model.layers[0].self_attn,
 }
 
@@ -59,6 +60,17 @@ def test_code_that_comes_between_passes(place: str, how: str) -> None:
             module.forward = MethodType(lambda self, *args, **kwargs: scaled(own(*args, **kwargs)), module)
         found = logits(model)
     torch.testing.assert_close(found, logits(model), rtol=0, atol=2e-2)
+
+
+def test_hooks_of_activations_see_no_trial() -> None:
+    model, seen = half(), []
+    for layer in model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
+    fused = FusedModules(model)
+    assert not seen
+    with fused.installed():
+        logits(model)
+    assert seen == [model.config.intermediate_size] * len(model.model.layers)
 
 
 def test_activation_replaced_between_passes() -> None:

@@ -34,6 +34,7 @@ FOUND = {
     "phi3": "Phi3Attention 2, Phi3MLP 2, Phi3RMSNorm 5",
     "gpt_neox": "GPTNeoXAttention 2",
     "cohere2": "Cohere2MLP 2",
+    "gpt_oss": "GptOssAttention 2, GptOssRMSNorm 5",
     "gpt2": "",
 }
 
@@ -146,7 +147,7 @@ def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half()
     expected = logits(model)
 
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> Any:
         raise KernelFailedError(Kernel.POINTWISE.value[0])
 
     monkeypatch.setattr(norms, "rms_norm", fail)

@@ -111,7 +111,7 @@ def test_failed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half()
     expected = logits(model)
 
-    def fail(*args: object) -> Tensor:
+    def fail(*args: object, **kwargs: object) -> Tensor:
         raise KernelFailedError("none")
 
     monkeypatch.setattr(norms, "rms_norm", fail)

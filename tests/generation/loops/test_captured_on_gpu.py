@@ -12,7 +12,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
 
-from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
+from ...tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 
 pytestmark = pytest.mark.gpu
 MODELS = {

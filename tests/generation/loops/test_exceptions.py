@@ -1,4 +1,4 @@
-"""Captured passes of other decoding loops: on a GPU in graphs; here the same passes, uncaptured and interpreted."""
+"""Passes of other loops that are not captured, or whose captures end: what they are, and what happens then."""
 
 import copy
 import threading
@@ -18,198 +18,25 @@ from hf_fastdecode.generation.steps import cuda_graph, loop_passes, modes
 from hf_fastdecode.generation.steps.captured_pass import CapturedPass, OutputFields
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 
-from ..architectures.classes import tiny_model_of
-from ..interpreter import merging_two_at_once
-from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
-from .calls import PROMPT
+from ...architectures.classes import tiny_model_of
+from ...tiny_models import VOCABULARY, ragged_prompts
+from .passes import (
+    DICT,
+    PROMPTS,
+    TWICE,
+    both,
+    check,
+    enabled,
+    logits_of,
+    loop,
+    small,
+)
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
-
-# Interpreting takes time by the program: one for each layer, KV head and row.
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-SIZES = {"llama-gqa": SMALL, "llama-mha": SMALL | {"num_key_value_heads": 2}, "gpt2": {"n_layer": 1, "n_head": 2}}
-WINDOWED = {"mistral-window": SMALL, "gemma3_text": SMALL | {"num_hidden_layers": 2, "head_dim": 32}}
-PROMPTS = ragged_prompts(41, 36, shared=33)
-TWICE = {key: part.repeat(2, 1) for key, part in PROMPT.items()}
-DICT = {"return_dict_in_generate": True}
-CALLS = {
-    "beams": {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 5} | DICT | {"output_scores": True},
-    "beam-sample": {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": True, "top_k": 0},
-    "finished-beams": {"num_beams": 3, "max_new_tokens": 8, "eos_token_id": list(range(3, 40))},
-    "hidden-states": {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 4}
-    | DICT
-    | {"output_hidden_states": True, "output_logits": True},
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def merging_in_pairs():
-    """Interpreted kernels take less time so."""
-    with merging_two_at_once():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def uncaptured(monkeypatch):
-    """Let captured modes run where kernels are interpreted."""
-    for module in (modes, loop_passes):
-        monkeypatch.setattr(module, "capture_reason", lambda *_: None)
-
-
-def small(name="llama-gqa"):
-    return tiny_model(name, **(SIZES | WINDOWED)[name])
-
-
-def enabled(model, **options):
-    return fd.enabled(model, **{"mode": "graph", "backend": "triton", "min_saved_tokens": 1, **options})
-
-
-def sequences(out):
-    return out if isinstance(out, torch.Tensor) else out.sequences
-
-
-def both(model, prompt, arguments, **options):
-    """What stock and captured loops return, and the captured one's report."""
-    stock = seeded(lambda: model.generate(**prompt, **arguments))
-    with enabled(model, **options):
-        captured = seeded(lambda: model.generate(**prompt, **arguments))
-        return stock, captured, fd.explain(model).last_call
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", [*SIZES, *WINDOWED])
-def test_tokens_are_those_of_stock(name, call):
-    stock, captured, report = both(small(name), PROMPTS, CALLS[call])
-    assert torch.equal(sequences(captured), sequences(stock))
-    assert (report.path, report.mode) == ("shared", "graph")
-    assert "ran eagerly" not in report.mode_reason
-    assert "captured" in report.layers[0]
-    assert report.captures == 1
-    if call == "beams":
-        torch.testing.assert_close(captured.sequences_scores, stock.sequences_scores)
-        assert torch.equal(captured.beam_indices, stock.beam_indices)
-    if call == "hidden-states":
-        for own, theirs in zip(captured.hidden_states[1:], stock.hidden_states[1:], strict=True):
-            torch.testing.assert_close(own, theirs, atol=2e-4, rtol=2e-4)
-        torch.testing.assert_close(captured.logits, stock.logits, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("draft", ["model", "lookup"])
-@pytest.mark.parametrize("name", SIZES)
-def test_drafts(name, draft):
-    """Tokens that are not accepted are cropped, at first from the prompt, then from the suffix."""
-    model, arguments = small(name), {"max_new_tokens": 10}
-    arguments |= {"assistant_model": tiny_model(name, seed=3)} if draft == "model" else {"prompt_lookup_num_tokens": 3}
-    repeating = {key: part[:, :30].repeat(1, 2) for key, part in PROMPT.items()}
-    stock = model.generate(**repeating, **arguments)
-    with enabled(model):
-        cache = fd.prefill(model, repeating["input_ids"][:, :-1])
-        assert torch.equal(model.generate(**repeating, **arguments, **{CACHE: cache}), stock)
-        report = fd.explain(model).last_call
-    assert report.mode == "graph"
-    assert "ran eagerly" not in report.mode_reason
-    assert report.captures in (1, 2)  # of one token, and of up to four
-    assert cache.later_passes is None
-
-
-def test_drafts_of_a_lone_prompt():
-    """It shares with no other row, but captured passes are faster than stock's all the same."""
-    repeating = {key: part[:1, :30].repeat(1, 2) for key, part in PROMPTS.items()}
-    stock, captured, report = both(small(), repeating, {"max_new_tokens": 6, "prompt_lookup_num_tokens": 3})
-    assert torch.equal(captured, stock)
-    assert (report.path, report.mode) == ("shared", "graph")
-
-
-def test_a_users_loop_over_a_lone_prompt_keeps_its_keys():
-    def reads(model, input_ids, **arguments):
-        model(input_ids, **{CACHE: arguments[CACHE]})
-        return arguments[CACHE].layers[0].keys
-
-    model = small()
-    with enabled(model):
-        assert model.generate(**PROMPT, custom_generate=reads, max_new_tokens=4).shape[2] == 80
-
-
-def loop(actions, outputs):
-    """A loop of the user's: a prefill, then a pass for each action, on tokens that do not depend on logits.
-
-    An action is a number of tokens, arguments for a pass of one token, or a function of the model and the cache.
-    """
-
-    def run(model, input_ids, **arguments):
-        generator, cache = torch.Generator().manual_seed(5), arguments[CACHE]
-        model(input_ids, logits_to_keep=1, **{CACHE: cache})
-        for action in actions:
-            if callable(action):
-                action(model, cache)
-                continue
-            tokens, extra = (action, {}) if isinstance(action, int) else (1, action)
-            fed = torch.randint(3, VOCABULARY, (cache.rows, tokens), generator=generator)
-            output = model(fed, **{CACHE: cache}, **extra)
-            assert output[CACHE] is cache
-            outputs.append(output.logits)
-        return input_ids
-
-    return run
-
-
-def logits_of(model, actions, *, mode="graph", **call):
-    """Logits of each pass of a loop, and the call's report."""
-    found = []
-    with enabled(model, mode=mode, backend="auto"):
-        model.generate(**TWICE, custom_generate=loop(actions, found), max_new_tokens=100, **call)
-        return found, fd.explain(model).last_call
-
-
-def check(model, actions, **call):
-    """Run a loop eagerly and captured, compare the logits of its passes, and return the captured one's report."""
-    expected, report = logits_of(copy.deepcopy(model), actions, mode="eager", **call)
-    assert report.mode == "eager"
-    found, report = logits_of(model, actions, **call)
-    for own, theirs in zip(found, expected, strict=True):
-        assert own.shape == theirs.shape
-        torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
-    return report
-
-
-def reorder(*rows):
-    return lambda model, cache: cache.reorder_cache(torch.tensor(rows))
-
-
-LOOPS = {
-    "several tokens": [1, 3, 4, 1],
-    "a divided pass": [20, 1],
-    "cropped": [4, lambda model, cache: cache.crop(-3), 2, lambda model, cache: cache.crop(-6), 1],
-    "reordered": [2, reorder(1, 0), 1, reorder(1, 1), 3, reorder(0, 1), 1],
-    "reordered and cropped": [2, reorder(1, 1), 3, lambda model, cache: cache.crop(-2), reorder(1, 0), 2],
-    "rows of other lengths": [3, lambda model, cache: cache.drop_last([2, 0]), 2, reorder(1, 0), 1],
-    "fewer rows": [2, lambda model, cache: cache.select_rows([1]), 1],
-    "kept logits": [{"logits_to_keep": 1}, 3],
-    "longer than an own node": [64, 63, 2, 3, lambda model, cache: cache.crop(-6), 16, 1],
-}
-
-
-@pytest.mark.parametrize("actions", LOOPS.values(), ids=LOOPS)
-def test_loops_of_the_users(actions):
-    """All outputs are compared at the end: no later pass overwrites them."""
-    report = check(small(), actions)
-    assert report.mode == "graph"
-    assert "ran eagerly" not in report.mode_reason
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_passes_that_outgrow_a_window(name):
-    model = tiny_model(name, **WINDOWED[name] | {"sliding_window": 84})
-    report = check(model, [1, 3, reorder(1, 0), 4, 1])
-    assert report.mode == "graph"
-
-
-def test_a_suffix_that_moves(monkeypatch):
-    monkeypatch.setattr("hf_fastdecode.cache.storage._FIRST_CAPACITY", 2)
-    report = check(small(), [1, 1, 3, reorder(1, 0), 1, 1])
-    assert report.captures == 3  # of one and of several tokens in order, and of one reordered
-
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU"),
+    pytest.mark.usefixtures("uncaptured"),
+]
 
 UNUSUAL = {
     "'labels' is a Tensor": {"labels": torch.zeros(2, 1, dtype=torch.long)},

@@ -10,8 +10,8 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .calls import PROMPT, tokens_embedded
+from ...tiny_models import ragged_prompts, seeded, tiny_model
+from ..calls import PROMPT, tokens_embedded
 
 PROMPTS = ragged_prompts(80, 71)
 BEAMS = {"num_beams": 4, "max_new_tokens": 12}

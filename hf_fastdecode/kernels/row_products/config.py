@@ -1,0 +1,100 @@
+"""What the kernel of row products supports, and its launch parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..failures import Kernel, failure
+from ..forest_decode.limits import HALF_PRECISION, compute_capability
+from ..installed import triton_is_installed
+
+MOST_ROWS: Final = 32
+"""Beyond, reading the rows again for each tile of a weight takes too long: 64 rows of a 7B take 5.65 ms, not 5.39."""
+
+MOST_WEIGHTS: Final = 3
+
+_LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
+_AT_ONCE = (128, 64)  # numbers of a row per iteration
+_LEAST_ITERATIONS = 4  # of a part
+
+
+class Config(NamedTuple):
+    """Launch parameters.
+
+    Attributes:
+        block_rows: Rows of a tile, those of the input rounded up.
+        columns: Columns of a tile.
+        at_once: Numbers of each row and column per iteration.
+        stages: Iterations whose loads are in flight.
+        parts: Parts of the width, each for a program.
+    """
+
+    block_rows: int
+    columns: int
+    at_once: int
+    stages: int
+    parts: int
+
+
+def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors: int, *, gated: bool) -> Config:
+    """Launch parameters, measured on an H200.
+
+    Args:
+        rows: Rows of the input.
+        widths: Columns of each product, of one for a gate and what it opens.
+        width: Of the input.
+        multiprocessors: Of the device.
+        gated: Whether each tile reads two weights.
+    """
+    block_rows = max(16, 1 << (rows - 1).bit_length())
+    columns = 32 if gated and block_rows > 16 else 64
+    at_once = next(numbers for numbers in _AT_ONCE if width % numbers == 0)
+    tiles = sum(-(-own // columns) for own in widths)
+    wanted = -(-3 * multiprocessors // (4 * tiles))
+    iterations = width // at_once
+    parts = max(1, min(wanted, iterations // _LEAST_ITERATIONS))
+    parts = -(-iterations // -(-iterations // parts))  # none of which is empty
+    return Config(block_rows, columns, at_once, 3 if gated else 4, parts)
+
+
+def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
+    """Why `row_products` does not serve these tensors, or would gain nothing; None when it does.
+
+    Args:
+        inputs: ``[..., width]``.
+        weights: ``[columns, width]`` each.
+        biases: ``[columns]`` each.
+    """
+    width, device = inputs.shape[-1], inputs.device
+    rows = inputs.numel() // max(1, width)
+    if not 1 <= rows <= MOST_ROWS or len(weights) > MOST_WEIGHTS:
+        return f"it takes up to {MOST_ROWS} rows and {MOST_WEIGHTS} weights, got {rows} and {len(weights)}"
+    if width % _AT_ONCE[-1]:
+        return f"it takes widths in multiples of {_AT_ONCE[-1]}, got {width}"
+    parts = (inputs, *weights, *filter(lambda bias: bias is not None, biases))
+    kinds = {(type(part), part.layout, part.dtype, part.device) for part in parts}  # type: ignore[union-attr]
+    plain = {(kind, torch.strided, inputs.dtype, device) for kind in (Tensor, torch.nn.Parameter)}
+    if not kinds <= plain:
+        return "it takes plain tensors of one dtype and device"
+    if any(weight.dim() != 2 or weight.shape[1] != width or not weight.is_contiguous() for weight in weights):
+        return "it takes contiguous weights [columns, width]"
+    given = [(weight, bias) for weight, bias in zip(weights, biases, strict=True) if bias is not None]
+    if len(given) not in (0, len(weights)):
+        return "it takes a bias for each weight or for none"
+    if any(bias.shape != weight.shape[:1] or not bias.is_contiguous() for weight, bias in given):
+        return "it takes contiguous biases [columns]"
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):  # type: ignore[union-attr]
+        return "it computes no gradients"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast chooses another dtype"
+    if not triton_is_installed() or inputs.dtype not in HALF_PRECISION or device.type != "cuda":
+        return "it runs on CUDA devices in half precision"
+    if compute_capability(device)[0] != 9:
+        return "it was measured on Hopper GPUs only"
+    if sum(weight.numel() for weight in weights) < _LEAST_NUMBERS:
+        return f"weights of fewer than {_LEAST_NUMBERS} numbers gain nothing"
+    return failure(Kernel.ROWS, device)

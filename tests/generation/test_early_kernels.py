@@ -1,0 +1,25 @@
+"""Kernels that begin to compile while prompts are prefilled: what they are compiled for may be missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hf_fastdecode as fd
+from hf_fastdecode.generation.steps import modes
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+def test_an_output_layer_without_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of quantized models, some of whose layers store no tensor of that name."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    model = tiny_model("llama-gqa")
+    model.lm_head = nn.Sequential(model.lm_head)
+    call = ragged_prompts(41) | {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 3}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)

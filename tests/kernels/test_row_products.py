@@ -1,0 +1,147 @@
+"""Products of few rows with weights, against fp64 and PyTorch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.kernels.pointwise import reference
+from hf_fastdecode.kernels.pointwise.forms import Activation
+from hf_fastdecode.kernels.row_products.api import MOST_TILES, counters, gated_product, row_products
+from hf_fastdecode.kernels.row_products.config import MOST_ROWS, Config, choose_config, refusal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts numbers off where bf16 rounds them; on a GPU Triton multiplies fp32 in tf32.
+DTYPES = [
+    torch.float16,
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param(torch.float32, marks=pytest.mark.skipif(DEVICE == "cuda", reason="tf32")),
+]
+COLUMNS = (96, 64, 33)
+"""Of a block and a half, of one, and of one that ends early."""
+WIDTH = 640
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def config(rows: int, parts: int) -> Config:
+    return Config(max(16, 1 << (rows - 1).bit_length()), 64, 128, 3, parts)
+
+
+def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
+    """Error at most twice PyTorch's own, and a rounding."""
+    assert (found.shape, found.dtype) == (stock.shape, stock.dtype)
+    assert found.isfinite().all()
+    most = 2 * (stock - exact).norm() + torch.finfo(found.dtype).eps * exact.norm()
+    assert (found - exact).norm() <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weights", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 2), (17, 3), (32, 5)])
+def test_row_products(rows: int, parts: int, weights: int, biased: bool, dtype: torch.dtype) -> None:
+    """Several launches count in the same memory, which is zero again after each."""
+    inputs, arrived = random(rows, 1, WIDTH, seed=1, dtype=dtype), counters(torch.device(DEVICE))
+    given = [random(columns, WIDTH, seed=columns, dtype=dtype) for columns in COLUMNS[:weights]]
+    biases = [random(columns, seed=columns, dtype=dtype) if biased else None for columns in COLUMNS[:weights]]
+    first, second = (row_products(inputs, given, biases, arrived, config(rows, parts)) for _ in range(2))
+    assert not arrived.any()
+    for found, again, weight, bias in zip(first, second, given, biases, strict=True):
+        assert torch.equal(found, again)
+        exact = F.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(("rows", "parts", "biased"), [(1, 1, False), (5, 2, True), (17, 4, False)])
+def test_gated_product(rows: int, parts: int, biased: bool, activation: Activation, dtype: torch.dtype) -> None:
+    inputs = random(rows, WIDTH, seed=1, dtype=dtype)
+    weights = [random(COLUMNS[0], WIDTH, seed=seed, dtype=dtype) / 16 for seed in (2, 3)]
+    biases = [random(COLUMNS[0], seed=seed, dtype=dtype) if biased else None for seed in (4, 5)]
+    found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, config(rows, parts))
+
+    def computed(dtype: torch.dtype) -> Tensor:
+        gate, up = (
+            F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+        return reference.gated(gate, up, activation)
+
+    assert_as_exact(found, computed(dtype), computed(torch.float64))
+
+
+def test_inputs_with_gaps() -> None:
+    inputs = random(3, 2 * WIDTH, seed=1, dtype=torch.float16)[:, :WIDTH]
+    weight = random(64, WIDTH, seed=2, dtype=torch.float16)
+    (found,) = row_products(inputs, [weight], [None], config=config(3, 1))
+    assert_as_exact(found, F.linear(inputs, weight), F.linear(inputs.double(), weight.double()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+@pytest.mark.parametrize(
+    ("columns", "width"),
+    [((4096, 4096, 4096), 4096), ((4096, 1024, 1024), 4096), ((4096,), 11008), ((2880,), 2880), ((32016,), 4096)],
+)
+def test_chosen_configurations(columns: tuple[int, ...], width: int, rows: int) -> None:
+    """Shapes of 7B and 8B models, and those of a width and of columns that are no multiples of 128."""
+    inputs = random(rows, 1, width, seed=1, dtype=torch.bfloat16)
+    weights = [random(own, width, seed=own, dtype=torch.bfloat16) / 64 for own in columns]
+    biases = [random(own, seed=own, dtype=torch.bfloat16) for own in columns]
+    assert refusal(inputs, weights, biases) is None
+    for found, weight, bias in zip(row_products(inputs, weights, biases), weights, biases, strict=True):
+        exact = F.linear(inputs.double(), weight.double(), bias.double())
+        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17, MOST_ROWS])
+@pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
+@pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
+def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
+    """Tiles hold all rows, iterations divide the width, no part is empty, and parts have something to count in."""
+    chosen = choose_config(rows, columns, width, 132, gated=gated)
+    assert chosen.block_rows >= max(rows, 16)
+    assert width % chosen.at_once == 0
+    iterations = width // chosen.at_once
+    assert (chosen.parts - 1) * -(-iterations // chosen.parts) < iterations
+    assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
+
+
+class Stored(Tensor):
+    """As of quantized or distributed weights, whose memory is not that of their numbers."""
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_refused() -> None:
+    inputs, weight = torch.ones(2, 128), torch.ones(64, 128)
+    many = inputs.expand(MOST_ROWS + 1, 2, 128)
+    for given, reason in (
+        ((many, [weight], [None]), f"up to {MOST_ROWS} rows and 3 weights, got {2 * MOST_ROWS + 2} and 1"),
+        ((inputs, [weight] * 4, [None] * 4), "and 3 weights, got 2 and 4"),
+        ((torch.ones(0, 128), [weight], [None]), "got 0 and 1"),
+        ((inputs[:, :100], [weight[:, :100]], [None]), "widths in multiples of 64, got 100"),
+        ((inputs, [weight.half()], [None]), "plain tensors of one dtype"),
+        ((inputs, [weight], [torch.ones(64).double()]), "plain tensors of one dtype"),
+        ((inputs, [weight.mT.contiguous().mT], [None]), "contiguous weights"),
+        ((inputs, [weight.to_sparse_csr()], [None]), "plain tensors"),
+        ((inputs, [weight.as_subclass(Stored)], [None]), "plain tensors"),
+        ((inputs, [weight, weight], [None, torch.ones(64)]), "a bias for each weight or for none"),
+        ((inputs, [weight], [torch.ones(1)]), "contiguous biases [columns]"),  # which PyTorch adds to every column
+        ((inputs, [weight], [torch.tensor(1.0)]), "contiguous biases [columns]"),
+        ((inputs, [weight], [torch.ones(1).expand(64)]), "contiguous biases [columns]"),
+        ((inputs, [weight], [torch.ones(63)]), "contiguous biases [columns]"),
+        ((inputs, [torch.nn.Parameter(weight)], [None]), "no gradients"),
+        ((inputs, [weight], [None]), "CUDA devices in half precision"),
+    ):
+        assert reason in (refusal(*given) or "")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in (refusal(inputs, [weight], [None]) or "")
