@@ -144,7 +144,7 @@ def forest_decode(
             origins if origins is not None else slots,
             rows,
             kv_heads,
-            *_merging(schedule),
+            _block_m_log2(schedule),
             origins.stride(0) if origins is not None else 0,
             scale,
             soft_cap or 0.0,
@@ -231,7 +231,7 @@ def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "TILE": triton.next_power_of_2(group * queries),
-        "PAIRS": triton.cdiv(schedule.row_units.shape[0], 2),
+        "DEPTHS": schedule.row_units.shape[0],
         "LSE": lse,
         "PDL": overlap,
         "enable_fp_fusion": True,  # as in `attend_nodes`
@@ -243,9 +243,9 @@ def _unit_tables(schedule: Schedule) -> tuple[Tensor, ...]:
     return schedule.row_units, schedule.row_offsets, schedule.row_tiles, schedule.unit_slots
 
 
-def _merging(schedule: Schedule) -> tuple[int, int]:
-    """Levels of nodes, and the logarithm of the packed queries of a tile, which are not compiled in."""
-    return schedule.row_units.shape[0], schedule.block_m.bit_length() - 1
+def _block_m_log2(schedule: Schedule) -> int:
+    """Logarithm of the packed queries of a tile, which is not compiled in: it differs between numbers of rows."""
+    return schedule.block_m.bit_length() - 1
 
 
 def _merge(
@@ -272,7 +272,7 @@ def _merge(
         schedule.overlap_suffix,
         rows,
         kv_heads,
-        *_merging(schedule),
+        _block_m_log2(schedule),
         ROWS=merging.rows,
         OWN=own is not None,
         MERGE=merging.merge,

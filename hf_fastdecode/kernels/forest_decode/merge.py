@@ -12,18 +12,28 @@ def locate_pieces(row, head, within, valid_query, depth, tables):
     """Locate the partials of queries at one depth: first slot, number of pieces, and row in the query tile.
 
     ``within`` are the queries' indices among the packed queries of their row and KV head; queries that are not valid
-    have no pieces, and there are none below the last depth.
+    have no pieces.
     """
-    row_units, row_offsets, row_tiles, unit_slots, rows, depths, block_m_log2 = tables
-    at, exists = depth * rows + row, depth < depths
-    unit = tl.load(row_units + at, mask=exists, other=-1)
-    tiles = tl.load(row_tiles + at, mask=exists, other=0)
-    offset = tl.load(row_offsets + at, mask=exists, other=0)
+    row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2 = tables
+    at = depth * rows + row
+    unit = tl.load(row_units + at)
+    tiles = tl.load(row_tiles + at)
+    offset = tl.load(row_offsets + at)
     own = unit + head * tiles + ((offset + within) >> block_m_log2) - (offset >> block_m_log2)
     has = tl.where(unit >= 0, valid_query, False)
     first = tl.load(unit_slots + own, mask=has, other=0)
     count = tl.load(unit_slots + own + 1, mask=has, other=0) - first
     return first, count, (offset + within) & ((1 << block_m_log2) - 1)
+
+
+@triton.jit
+def locate_first_depths(row, head, within, valid_query, tables, DEPTHS: tl.constexpr):
+    """`locate_pieces` of the first two depths, loaded before the partials are ready; for `merge_depths`."""
+    first, count, row_in_tile = locate_pieces(row, head, within, valid_query, 0, tables)
+    if DEPTHS == 1:
+        return first, count, row_in_tile, first, count, row_in_tile
+    next_first, next_count, next_row_in_tile = locate_pieces(row, head, within, valid_query, 1, tables)
+    return first, count, row_in_tile, next_first, next_count, next_row_in_tile
 
 
 @triton.jit
@@ -36,13 +46,10 @@ def merge_partial(lse, part, row_max, row_sum, acc):
 
 
 @triton.jit
-def merge_two_depths(
-    first,  # of the upper depth, from `locate_pieces`
+def merge_pieces(
+    first,
     count,
     row_in_tile,
-    lower_first,  # of the lower depth
-    lower_count,
-    lower_row_in_tile,
     block_m_log2,
     partial_out,
     partial_lse,
@@ -53,28 +60,16 @@ def merge_two_depths(
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Merge the pieces of two depths, in order.
-
-    One loop, neither unrolled nor nested: the time to compile grows with the square of the loads in a kernel, and a
-    loop in a loop would exchange row maxima between threads at every piece.
-    """
+    """Merge the pieces of one depth, in order."""
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    turns = tl.cdiv(tl.max(count, 0), MERGE)
-    for turn in range(0, turns + tl.cdiv(tl.max(lower_count, 0), MERGE)):
-        upper = turn < turns
-        start = tl.where(upper, turn, turn - turns) * MERGE
-        at_first = tl.where(upper, first, lower_first) + start
-        left = tl.where(upper, count, lower_count) - start
-        at_row = tl.where(upper, row_in_tile, lower_row_in_tile)
+    for start in range(0, tl.max(count, 0), MERGE):
         for index in tl.static_range(MERGE):  # independent loads
-            here = index < left
-            at = ((at_first + index).to(tl.int64) << block_m_log2) + at_row
+            here = start + index < count
+            at = ((first + start + index).to(tl.int64) << block_m_log2) + row_in_tile
             lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
             part = tl.load(
-                partial_out + at[:, None] * HEAD_DIM + dims[None, :],
-                mask=(left[:, None] > index) & in_dim[None, :],  # not `here`: Triton 3.6 mixes up its layouts
-                other=0.0,
+                partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
             )
             row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     return row_max, row_sum, acc
@@ -82,10 +77,10 @@ def merge_two_depths(
 
 @triton.jit
 def merge_depths(
-    first,  # of depth 0, from `locate_pieces`
+    first,  # of depth 0, from `locate_first_depths`
     count,
     row_in_tile,
-    next_first,  # of depth 1
+    next_first,  # of depth 1, if there is one
     next_count,
     next_row_in_tile,
     row,  # these and the tables as in `locate_pieces`
@@ -101,23 +96,19 @@ def merge_depths(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
-    PAIRS: tl.constexpr,
+    DEPTHS: tl.constexpr,
 ):
-    """Merge the pieces of all depths, two by two, in order."""
-    for pair in tl.static_range(PAIRS):
-        if pair > 0:
-            first, count, row_in_tile = locate_pieces(row, head, within, valid_query, 2 * pair, tables)
-            next_first, next_count, next_row_in_tile = locate_pieces(
-                row, head, within, valid_query, 2 * pair + 1, tables
-            )
-        row_max, row_sum, acc = merge_two_depths(
+    """Merge the pieces of all depths, in order."""
+    for depth in tl.static_range(DEPTHS):
+        if depth == 1:
+            first, count, row_in_tile = next_first, next_count, next_row_in_tile
+        if depth > 1:
+            first, count, row_in_tile = locate_pieces(row, head, within, valid_query, depth, tables)
+        row_max, row_sum, acc = merge_pieces(
             first,
             count,
             row_in_tile,
-            next_first,
-            next_count,
-            next_row_in_tile,
-            tables[6],
+            tables[5],
             partial_out,
             partial_lse,
             row_max,
@@ -143,7 +134,7 @@ def locate_rows(slots, rows, kv_heads, queries_per_kv_head: tl.constexpr, TILE: 
 
 
 @triton.jit(
-    do_not_specialize=["rows", "depths", "block_m_log2"],
+    do_not_specialize=["rows", "block_m_log2"],
     do_not_specialize_on_alignment=[
         *("slots", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
     ],
@@ -163,7 +154,6 @@ def merge_rows(
     overlap_suffix,
     rows,
     kv_heads,
-    depths,
     block_m_log2,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -171,7 +161,7 @@ def merge_rows(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     MERGE: tl.constexpr,
-    PAIRS: tl.constexpr,
+    DEPTHS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
     ROWS: tl.constexpr,  # rows per program
@@ -187,9 +177,10 @@ def merge_rows(
     active_query = valid_query & active
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    tables = (row_units, row_offsets, row_tiles, unit_slots, rows, depths, block_m_log2)
-    first, count, row_in_tile = locate_pieces(row, head, within, active_query, 0, tables)
-    next_first, next_count, next_row_in_tile = locate_pieces(row, head, within, active_query, 1, tables)
+    tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
+    first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
+        row, head, within, active_query, tables, DEPTHS
+    )
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -224,7 +215,7 @@ def merge_rows(
         HEAD_DIM,
         BLOCK_D,
         MERGE,
-        PAIRS,
+        DEPTHS,
     )
     seen = active if OWN else row_sum > 0
     result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)

@@ -8,7 +8,7 @@ it runs beside the node kernel on the remaining multiprocessors, it writes its o
 import triton
 import triton.language as tl
 
-from .merge import locate_pieces, merge_depths, merge_partial
+from .merge import locate_first_depths, merge_depths, merge_partial
 from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
 
 
@@ -30,7 +30,7 @@ def online_softmax_step_single_query(
 
 @triton.jit(
     # Numbers that differ from call to call, and tables that are read a number at a time.
-    do_not_specialize=["rows", "depths", "block_m_log2", "origin_stride", "window"],
+    do_not_specialize=["rows", "block_m_log2", "origin_stride", "window"],
     do_not_specialize_on_alignment=[
         *("suffix", "slots", "lengths", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
     ],
@@ -59,7 +59,6 @@ def attend_suffixes(
     origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
     kv_heads,
-    depths,  # levels of nodes
     block_m_log2,  # of `node_partials`
     origin_stride,
     scale,
@@ -84,7 +83,7 @@ def attend_suffixes(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
     MERGE: tl.constexpr,  # partials of a query loaded at once
-    PAIRS: tl.constexpr,  # half the levels of nodes, rounded up
+    DEPTHS: tl.constexpr,  # levels of nodes
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -143,15 +142,16 @@ def attend_suffixes(
         part_at = other_at[:, None] * HEAD_DIM + dims[None, :]
         part = tl.load(other_out + part_at, mask=valid_query[:, None] & in_dim[None, :], other=0.0)
         row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
-    HAS_NODES: tl.constexpr = PAIRS > 0
+    HAS_NODES: tl.constexpr = DEPTHS > 0
     THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and TILE != BLOCK_P)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
     active_query = tl.where(active, index < queries_per_kv_head, False)
     if HAS_NODES:
-        tables = (row_units, row_offsets, row_tiles, unit_slots, rows, depths, block_m_log2)
-        first, count, row_in_tile = locate_pieces(row, head, index, active_query, 0, tables)
-        next_first, next_count, next_row_in_tile = locate_pieces(row, head, index, active_query, 1, tables)
+        tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
+        first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
+            row, head, index, active_query, tables, DEPTHS
+        )
     # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -233,7 +233,7 @@ def attend_suffixes(
             HEAD_DIM,
             BLOCK_D,
             MERGE,
-            PAIRS,
+            DEPTHS,
         )
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
