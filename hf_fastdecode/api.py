@@ -68,10 +68,11 @@ def enable(
         sampler: Sampling code: ``hf`` is transformers' own, draw for draw. ``fast`` is this package's kernel, which
             samples the same distribution with other random numbers and needs a GPU. ``auto`` uses it for
             half-precision models on a GPU, unless the call needs features that only transformers' code has.
-        fuse_projections: Whether captured steps, compiled or not, compute query, key and value projections, and gate
-            and up projections, concurrently as parallel branches of the graph. ``auto`` does for few rows; ``True``
-            captures steps from the first call on and does for any number of rows, or raises; ``False`` computes them
-            one by one. Weights are never moved or copied.
+        fuse_projections: Whether captured steps compute query, key and value projections, and gate and up
+            projections, together: on Hopper GPUs by one kernel for up to 32 rows, as it does each other product, and
+            otherwise as parallel branches of the graph, compiled or not. ``auto`` does for few rows; ``True`` captures
+            steps from the first call on and does for any number of rows, or raises; ``False`` leaves products to
+            PyTorch, one by one. Weights are never moved or copied.
         min_shared_tokens: Shortest run of tokens shared by neighbouring prompts, at any depth, that gets a node.
         min_saved_tokens: Calls in which sharing saves fewer stored tokens run stock, which is then faster, unless
             their steps are captured.

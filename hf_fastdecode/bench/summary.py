@@ -51,7 +51,6 @@ def table(rows: list[Measurement]) -> str:
 
 _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     None: table,
-    "commits": generate.commits_table,
     "trees": generate.trees_table,
     "loops": generate.loops_table,
     "steps and memory": generate.steps_and_memory_table,

@@ -80,11 +80,11 @@ ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leav
 CsvFile = Annotated[Path, typer.Option(help="CSV file to write.")]
 
 
-def points(default: str) -> Any:
-    """The option ``--point`` of a command with this default."""
+def points(default: str, *, trees: bool = True) -> Any:
+    """The option ``--point`` of a command with this default, beside ``--tree`` or alone."""
     return typer.Option(
         help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
-        show_default=f"{default}, with a tree none",
+        show_default=f"{default}, with a tree none" if trees else default,
     )
 
 
@@ -112,7 +112,7 @@ class EnableOptions:
     sampler: Sampler = "auto"
     fuse_projections: Annotated[
         str,
-        typer.Option(help="Compute projections of one input concurrently, in captured steps: auto, true or false."),
+        typer.Option(help="Compute products of one input together, in captured steps: auto, true or false."),
     ] = "auto"
 
     def arguments(self) -> dict[str, Any] | None:

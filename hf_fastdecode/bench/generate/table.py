@@ -110,23 +110,6 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; seconds of one call.")
 
 
-def commits_table(rows: Sequence[Measurement]) -> str:
-    """Milliseconds of a step of one case in each way, by commits that were measured in turn."""
-    runs: dict[tuple[str, ...], list[Measurement]] = {}
-    for row in rows:
-        runs.setdefault(tuple(row[name] for name in ("shape", "context", "samples", "way")), []).append(row)
-    commits = list(dict.fromkeys(row["commit"] for row in rows))
-    lines = [
-        [
-            *(_model(run[0]), *_point(run[0]), run[0]["way"]),
-            *(", ".join(_step(row) for row in run if row["commit"] == commit) for commit in commits),
-        ]
-        for run in runs.values()
-    ]
-    names = ["model", "context", "n", "way", *commits]
-    return markdown(names, lines, f"{where_measured(rows)}; ms/step, medians, of each run.")
-
-
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:
     """One line for each case, stock → ours, and a step of ours compiled where that was measured."""
     compiled = any(row["way"] == "compile" for row in rows)

@@ -25,12 +25,12 @@ _LEFT_OUT = ("generate_batch", "stock-beams", "beams")
 def first_calls(
     shape: Shapes = None,
     model: Checkpoints = None,
-    point: Annotated[list[str] | None, points("512x8")] = None,
+    point: Annotated[list[str] | None, points("512x8", trees=False)] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeatable: those of `bench generate` but generate_batch and beams.",
+            help=f"Repeatable: those of `bench generate` but {', '.join(_LEFT_OUT)}.",
             show_default="stock, shared",
         ),
     ] = None,

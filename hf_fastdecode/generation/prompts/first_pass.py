@@ -109,7 +109,7 @@ class FirstPassPrompts:
         if users:  # it may read keys, so that it gets stock's cache unless there is something to share
             require_gain(call, found, plan, max_suffix)
         mode, why = choose_pass_mode(call, max_suffix)
-        call.set_mode(mode, f"{reason}; {why}")
+        call.set_mode(mode, why)
         if not users:
             require_gain(call, found, plan, max_suffix)
         if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:

@@ -147,7 +147,7 @@ def test_a_model_with_a_loop_of_its_own():
     call = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 3}
     stock, captured, report = both(model, PROMPTS, call)
     assert torch.equal(captured, stock)
-    assert "prepare_inputs_for_generation uses another decoding loop" in report.mode_reason
+    assert "prepare_inputs_for_generation uses another decoding loop" in report.sampler_reason
     assert "ran eagerly" not in report.mode_reason
 
 
