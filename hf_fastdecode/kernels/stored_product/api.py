@@ -136,8 +136,15 @@ def stored_product(
         if config.parts == 1:
             return out[0]
         total, block = torch.empty_like(out[0]), 256  # PyTorch's sum of so few numbers takes three times as long
-        sum_parts[(triton.cdiv(total.numel(), block),)](
-            out, total, total.numel(), PARTS=config.parts, BLOCK=block, num_warps=2
+        launch(
+            sum_parts,
+            (triton.cdiv(total.numel(), block),),
+            out,
+            total,
+            total.numel(),
+            PARTS=config.parts,
+            BLOCK=block,
+            num_warps=2,
         )
     return total
 
