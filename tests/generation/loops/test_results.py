@@ -200,7 +200,7 @@ def test_a_loop_of_the_users(model):
     assert torch.equal(shared, stock)
     assert report.path == "shared"
     assert by_us == [80, *by_stock[1:]]
-    assert "custom_generate" in report.mode_reason
+    assert "custom_generate" in report.sampler_reason
 
 
 def test_a_loop_that_runs_no_model(model):
