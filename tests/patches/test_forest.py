@@ -306,8 +306,8 @@ def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
 
     slim = to_slim(pair("k+r")[0], TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
     logits, handed = {}, []
-    launch = api.launch
-    monkeypatch.setattr(api, "launch", lambda given, *rest: (handed.append(given), launch(given, *rest)))
+    launch = api.launch_all
+    monkeypatch.setattr(api, "launch_all", lambda given, *rest: (handed.append(given), launch(given, *rest)))
     for backend in ("triton", "plain"):
         with fd.enabled(slim, backend=backend):
             cache = fd.prefill(slim, TEXT[None, :20])
