@@ -10,15 +10,14 @@ import typer
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import LOOPS, WAYS, CompletionCase, GenerateCase, PromptTree, spans
 from ...errors import InputError
-from ...measurement.runner import check_out
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
-from ..checks import check_choice, check_device, check_dtype, check_enable_options
+from ..checks import check_choice, check_dtype
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, ShapeDtype, Shapes, Trees, points
 from .generate import check_models, check_ways, parse_point
-from .report import find_device, measured, report, show_cases
+from .report import measured, place_of_calls, report, show_cases
 
 _LEFT_OUT = ("generate_batch", *LOOPS, *(f"stock-{name}" for name in LOOPS))
 
@@ -81,10 +80,7 @@ def completions(
                 cases += spans(call, numbers)
     if show:
         return show_cases(cases)
-    check_device(device)
-    check_enable_options()
-    check_out(out)
-    place = find_device(device)
+    place = place_of_calls(device, out)
     with exit_on_interrupt():
         from ...bench.generate.completions import CompletionBench
         from ...bench.generate.table import completions_table

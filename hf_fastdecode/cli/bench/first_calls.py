@@ -9,15 +9,14 @@ from typing import Annotated
 import typer
 
 from ...bench.generate.cases import CACHES, WAYS, FirstCallsCase, GenerateCase
-from ...measurement.runner import check_out
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
-from ..checks import check_choice, check_device, check_dtype, check_enable_options
+from ..checks import check_choice, check_dtype
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import Checkpoints, CsvFile, Device, ListCases, ShapeDtype, Shapes, points
 from .generate import check_models, check_ways, parse_point
-from .report import find_device, measured, report, show_cases
+from .report import measured, place_of_calls, report, show_cases
 
 _LEFT_OUT = ("generate_batch", "stock-beams", "beams")
 
@@ -72,10 +71,7 @@ def first_calls(
     cases = [FirstCallsCase(call, found) for call in calls for found in dict.fromkeys(caches or CACHES)]
     if show:
         return show_cases(cases)
-    check_device(device)
-    check_enable_options()
-    check_out(out)
-    place = find_device(device)
+    place = place_of_calls(device, out)
     with exit_on_interrupt():
         from ...bench.generate.first_calls import FirstCallsBench
         from ...bench.generate.table import first_calls_table

@@ -11,10 +11,9 @@ import typer
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
 from ...errors import InputError
-from ...measurement.runner import check_out
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ...model_names import EMBEDDED, load_config, max_positions
-from ..checks import check_choice, check_device, check_dtype, check_enable_options
+from ..checks import check_choice, check_dtype
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import (
@@ -31,7 +30,7 @@ from ..options import (
     Trees,
     points,
 )
-from .report import chosen, find_device, measured, report, show_cases
+from .report import chosen, measured, place_of_calls, report, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -125,10 +124,7 @@ def generate(
         )
     if show:
         return show_cases(cases)
-    check_device(device)
-    check_enable_options()
-    check_out(out)
-    place = find_device(device)
+    place = place_of_calls(device, out)
     with exit_on_interrupt():
         check_models(cases, device, place)
     rows = run_generate(cases, ways, place, check, repeats, out)

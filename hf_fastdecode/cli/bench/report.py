@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from ...errors import InputError
+from ...measurement.runner import check_out
 from ...measurement.tables import show
-from ..checks import pick_device
+from ..checks import check_device, check_enable_options, pick_device
 from ..console import FailedCheck
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device must be cpu or a CUDA device, got {name!r}")
     return device
+
+
+def place_of_calls(device: str, out: Path) -> torch.device:
+    """The device for calls of an enabled model, once their options and the file of rows have been checked."""
+    check_device(device)
+    check_enable_options()
+    check_out(out)
+    return find_device(device)
 
 
 def measured(
