@@ -164,7 +164,7 @@ def merge_rows(
         row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
         acc = tl.load(own_out + place, mask=kept, other=0.0)
     else:
-        row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
+        row_max = tl.where(valid_query, LOWEST, 0.0)  # no constant, for which Triton 3.6 cannot lay out the loop
         row_sum = tl.zeros([ROWS * TILE], tl.float32)
         acc = tl.zeros([ROWS * TILE, BLOCK_D], tl.float32)
     row_max, row_sum, acc = merge_depths(
