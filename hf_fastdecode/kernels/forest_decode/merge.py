@@ -27,20 +27,21 @@ def locate_pieces(row, head, within, valid_query, depth, tables):
 
 
 @triton.jit
-def locate_depths(row, head, within, valid_query, tables, DEPTHS: tl.constexpr):
-    """`locate_pieces` of all depths, whose pieces are numbered through; loaded before the partials are ready.
+def locate_depths(row, head, within, valid_query, tables, DEPTHS: tl.constexpr, SCALAR: tl.constexpr):
+    """`locate_pieces` of all depths, loaded before the partials are ready; for `merge_depths`.
 
     Returns:
-        For each depth, the first slot less the pieces of the depths above it, the pieces up to its last one, and the
-        row in the query tile.
+        For each depth, the first slot, the number of pieces and the row in the query tile. With `SCALAR`, pieces are
+        numbered through: slots are less the pieces of the depths above, numbers include these.
     """
-    first, total, row_in_tile = locate_pieces(row, head, within, valid_query, 0, tables)
-    firsts, ends, rows_in_tile = (first,), (total,), (row_in_tile,)
-    for depth in tl.static_range(1, DEPTHS):
+    firsts, ends, rows_in_tile = (), (), ()
+    for depth in tl.static_range(DEPTHS):
         first, count, row_in_tile = locate_pieces(row, head, within, valid_query, depth, tables)
-        firsts += (first - total,)
-        total += count
-        ends += (total,)
+        if SCALAR and depth > 0:
+            first -= ends[depth - 1]
+            count += ends[depth - 1]
+        firsts += (first,)
+        ends += (count,)
         rows_in_tile += (row_in_tile,)
     return firsts, ends, rows_in_tile
 
@@ -57,6 +58,7 @@ def merge_partial(lse, part, row_max, row_sum, acc):
 @triton.jit
 def merge_depths(
     located,  # from `locate_depths`
+    queries,  # with SCALAR, how far each query is behind the located one in its tile; else 0
     block_m_log2,
     partial_out,
     partial_lse,
@@ -67,31 +69,34 @@ def merge_depths(
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
     DEPTHS: tl.constexpr,
+    SCALAR: tl.constexpr,  # whether one query was located for all, else each was
 ):
     """Merge the pieces of all depths, in order.
 
-    One loop for all depths: in a second one, Triton would exchange row vectors between threads for each partial, and
-    barriers would keep its loads from overlapping.
+    One loop for all depths is faster than one for each: in a second one, Triton exchanges row vectors between threads
+    for each partial, and barriers keep its loads from overlapping. With a location for each query, which depends on
+    what a loop for all depths carries, Triton 3.6 and 3.7 can fail to compile it.
     """
     firsts, ends, rows_in_tile = located
-    total = ends[DEPTHS - 1]
+    TOGETHER: tl.constexpr = DEPTHS if SCALAR else 1
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    for start in range(0, tl.max(total, 0), MERGE):
-        for index in tl.static_range(MERGE):  # independent loads
-            piece = start + index
-            slot, row_in_tile = firsts[0] + piece, rows_in_tile[0]
-            for depth in tl.static_range(1, DEPTHS):
-                reached = piece >= ends[depth - 1]
-                slot = tl.where(reached, firsts[depth] + piece, slot)
-                row_in_tile = tl.where(reached, rows_in_tile[depth], row_in_tile)
-            here = piece < total
-            at = (slot.to(tl.int64) << block_m_log2) + row_in_tile
-            lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
-            part = tl.load(
-                partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
-            )
-            row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
+    for top in tl.static_range(0, DEPTHS, TOGETHER):
+        total = ends[top + TOGETHER - 1]
+        for start in range(0, total if SCALAR else tl.max(total, 0), MERGE):
+            for index in tl.static_range(MERGE):  # independent loads
+                piece = start + index
+                slot, row_in_tile = firsts[top] + piece, rows_in_tile[top]
+                for depth in tl.static_range(top + 1, top + TOGETHER):
+                    below = piece >= ends[depth - 1]
+                    slot = tl.where(below, firsts[depth] + piece, slot)
+                    row_in_tile = tl.where(below, rows_in_tile[depth], row_in_tile)
+                here = piece < total
+                at = (slot.to(tl.int64) << block_m_log2) + row_in_tile + queries
+                lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
+                kept = here & in_dim[None, :] if SCALAR else here[:, None] & in_dim[None, :]
+                part = tl.load(partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
+                row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     return row_max, row_sum, acc
 
 
@@ -152,7 +157,7 @@ def merge_rows(
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
-    located = locate_depths(row, head, within, active_query, tables, DEPTHS)
+    located = locate_depths(row, head, within, active_query, tables, DEPTHS, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -164,11 +169,23 @@ def merge_rows(
         row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
         acc = tl.load(own_out + place, mask=kept, other=0.0)
     else:
-        row_max = tl.where(valid_query, LOWEST, 0.0)  # no constant, for which Triton 3.6 cannot lay out the loop
+        row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
         row_sum = tl.zeros([ROWS * TILE], tl.float32)
         acc = tl.zeros([ROWS * TILE, BLOCK_D], tl.float32)
     row_max, row_sum, acc = merge_depths(
-        located, block_m_log2, partial_out, partial_lse, row_max, row_sum, acc, HEAD_DIM, BLOCK_D, MERGE, DEPTHS
+        located,
+        0,
+        block_m_log2,
+        partial_out,
+        partial_lse,
+        row_max,
+        row_sum,
+        acc,
+        HEAD_DIM,
+        BLOCK_D,
+        MERGE,
+        DEPTHS,
+        False,
     )
     seen = active if OWN else row_sum > 0
     result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)

@@ -150,7 +150,12 @@ def attend_suffixes(
     active_query = tl.where(active, index < queries_per_kv_head, False)
     if HAS_NODES:
         tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
-        located = locate_depths(row, head, index, active_query, tables, DEPTHS)
+        # A query tile holds all queries of a row, or none, where their number divides those of the smallest tile.
+        SCALAR: tl.constexpr = queries_per_kv_head == TILE and TILE <= 16
+        if SCALAR:
+            located = locate_depths(row, head, 0, active, tables, DEPTHS, True)
+        else:
+            located = locate_depths(row, head, index, active_query, tables, DEPTHS, False)
     # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -213,7 +218,19 @@ def attend_suffixes(
             if not OVERLAP_SUFFIX:
                 tl.extra.cuda.gdc_launch_dependents()
         row_max, row_sum, acc = merge_depths(
-            located, block_m_log2, partial_out, partial_lse, row_max, row_sum, acc, HEAD_DIM, BLOCK_D, MERGE, DEPTHS
+            located,
+            index if SCALAR else 0,
+            block_m_log2,
+            partial_out,
+            partial_lse,
+            row_max,
+            row_sum,
+            acc,
+            HEAD_DIM,
+            BLOCK_D,
+            MERGE,
+            DEPTHS,
+            SCALAR,
         )
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
