@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,11 +107,14 @@ def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tenso
 
     # As the trainer does around its rollouts; the name changed in transformers 5.23.
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-    # Longer than prefill passes that are captured, so that the only captures would be of steps.
-    # As many prompts and rows as in the rollouts, so that the steps captured before the last change serve them.
+    # The prompts of a rollout, so that the steps captured before the last change serve them. Their prefill is longer
+    # than those that are captured, so that the only captures would be of steps.
     call = fd.explain(model).last_call
-    prompt = torch.randint(3, model.config.vocab_size, (call.rows // samples, 600), device=model.device)
+    texts = [trainer.train_dataset[number]["prompt"] for number in range(call.rows // samples)]
+    prompts = trainer.processing_class(text=texts, padding=True, padding_side="left", return_tensors="pt")
+    prompt, mask = prompts["input_ids"].to(model.device), prompts["attention_mask"].to(model.device)
     arguments: dict[str, Any] = {
+        "attention_mask": mask,
         "num_return_sequences": samples,
         "do_sample": True,
         "top_k": 0,
@@ -120,7 +124,8 @@ def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tenso
     report = fd.explain(model).last_call
     assert report.path == "shared"
     assert report.captures == 0, "the steps of earlier rollouts would have served"
-    _compare_logits(model, shape, before, prompt.shape[1], found)
+    padding = int((mask[0] == 0).sum())
+    _compare_logits(model, shape, before, prompt.shape[1] - padding, found.sequences[:1, padding:], found.logits)
 
     trainer.save_model(folder / "saved")
     loaded = type(model).from_pretrained(folder / "saved", dtype=torch.bfloat16, device_map=str(model.device))
@@ -130,9 +135,11 @@ def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tenso
 
 
 @torch.no_grad()
-def _compare_logits(model: PreTrainedModel, shape: str, before: dict[str, Tensor], width: int, found: Any) -> None:
-    """The logits of an enabled call are those of the weights now, and not of those before training."""
-    ours, tokens = torch.stack(found.logits, 1)[0].float(), found.sequences[:1]
+def _compare_logits(
+    model: PreTrainedModel, shape: str, before: dict[str, Tensor], width: int, tokens: Tensor, found: Sequence[Tensor]
+) -> None:
+    """The logits of an enabled call's first row are those of the weights now, and not of those before training."""
+    ours = torch.stack(list(found), 1)[0].float()
     stock = random_model(shape, model.device, torch.bfloat16)  # one more model at a time
     stock.load_state_dict(before, strict=False)
     old = _logits(stock, tokens, width)
