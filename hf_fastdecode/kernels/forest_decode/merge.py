@@ -73,9 +73,9 @@ def merge_depths(
 ):
     """Merge the pieces of all depths, in order.
 
-    One loop for all depths is faster than one for each: in a second one, Triton exchanges row vectors between threads
-    for each partial, and barriers keep its loads from overlapping. With a location for each query, which depends on
-    what a loop for all depths carries, Triton 3.6 and 3.7 can fail to compile it.
+    With SCALAR in one loop for all depths, else in a loop for each. In a second loop, Triton exchanges row vectors
+    between threads for each partial, and barriers keep its loads from overlapping. But where each query has its own
+    location, Triton 3.6 and 3.7 do not compile every form of the one loop.
     """
     firsts, ends, rows_in_tile = located
     TOGETHER: tl.constexpr = DEPTHS if SCALAR else 1

@@ -150,7 +150,7 @@ def attend_suffixes(
     active_query = tl.where(active, index < queries_per_kv_head, False)
     if HAS_NODES:
         tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
-        # A query tile holds all queries of a row, or none, where their number divides those of the smallest tile.
+        # All queries of a row are in one query tile where their number divides that of the smallest tile.
         SCALAR: tl.constexpr = queries_per_kv_head == TILE and TILE <= 16
         if SCALAR:
             located = locate_depths(row, head, 0, active, tables, DEPTHS, True)
