@@ -12,7 +12,15 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.pointwise import reference
 from hf_fastdecode.kernels.pointwise.forms import Activation
 from hf_fastdecode.kernels.row_products.api import MOST_TILES, counters, gated_product, row_products
-from hf_fastdecode.kernels.row_products.config import MOST_ROWS, Config, choose_config, refusal
+from hf_fastdecode.kernels.row_products.config import (
+    MOST_PORTABLE_ROWS,
+    MOST_ROWS,
+    Config,
+    HopperConfig,
+    choose_config,
+    choose_hopper_config,
+    refusal,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts numbers off where bf16 rounds them; on a GPU Triton multiplies fp32 in tf32.
@@ -86,7 +94,7 @@ def test_inputs_with_gaps() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+@pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(
     ("columns", "width"),
     [((4096, 4096, 4096), 4096), ((4096, 1024, 1024), 4096), ((4096,), 11008), ((2880,), 2880), ((32016,), 4096)],
@@ -103,7 +111,7 @@ def test_chosen_configurations(columns: tuple[int, ...], width: int, rows: int) 
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 17, MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 16, 17, MOST_PORTABLE_ROWS])
 @pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
 @pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
 def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
@@ -114,6 +122,67 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     iterations = width // chosen.at_once
     assert (chosen.parts - 1) * -(-iterations // chosen.parts) < iterations
     assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [33, 64, 65, MOST_ROWS])
+@pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
+@pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
+def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
+    """Every program has a share, and a counter for each of its warpgroups; stages fit in shared memory."""
+    chosen = choose_hopper_config(rows, columns, width, 132, gated=gated)
+    assert chosen.block_rows >= rows
+    step = chosen.box * (2 if chosen.paired and not gated else 1)
+    assert chosen.programs <= min(132, sum(-(-own // step) for own in columns) * width // 64)
+    assert 2 * chosen.programs <= MOST_TILES
+    boxes = chosen.block_rows + chosen.box * (2 if chosen.paired else 1)
+    assert chosen.stages >= 2
+    assert chosen.stages * boxes * 128 <= 224 << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("weights", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("rows", "box", "programs"), [(33, 128, 1), (64, 64, 7), (65, 128, 20), (100, 64, 5), (128, 128, 20)]
+)
+def test_hopper_products(
+    rows: int, box: int, programs: int, weights: int, paired: bool, biased: bool, dtype: torch.dtype
+) -> None:
+    """Programs of one tile and of parts of several, with flags that are zero again after each launch."""
+    inputs, arrived = random(rows, 1, WIDTH, seed=1, dtype=dtype), counters(torch.device(DEVICE))
+    columns = (300, 128, 72)[:weights]
+    given = [random(own, WIDTH, seed=own, dtype=dtype) for own in columns]
+    biases = [random(own, seed=own, dtype=dtype) if biased else None for own in columns]
+    config = HopperConfig(64 if rows <= 64 else 128, box, paired, 3, programs)
+    first, second = (row_products(inputs, given, biases, arrived, config) for _ in range(2))
+    assert not arrived.any()
+    for found, again, weight, bias in zip(first, second, given, biases, strict=True):
+        assert torch.equal(found, again)
+        exact = F.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(("rows", "programs", "biased"), [(40, 1, False), (64, 9, True), (128, 30, False)])
+def test_hopper_gated_product(rows: int, programs: int, biased: bool, activation: Activation) -> None:
+    inputs = random(rows, WIDTH, seed=1, dtype=torch.bfloat16)
+    weights = [random(300, WIDTH, seed=seed, dtype=torch.bfloat16) / 16 for seed in (2, 3)]
+    biases = [random(300, seed=seed, dtype=torch.bfloat16) if biased else None for seed in (4, 5)]
+    config = HopperConfig(64 if rows <= 64 else 128, 128, True, 3, programs)
+    found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, config)
+
+    def computed(dtype: torch.dtype) -> Tensor:
+        gate, up = (
+            F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+        return reference.gated(gate, up, activation)
+
+    assert_as_exact(found, computed(torch.bfloat16), computed(torch.float64))
 
 
 class Stored(Tensor):

@@ -12,8 +12,10 @@ from ..failures import Kernel, failure
 from ..forest_decode.limits import HALF_PRECISION, compute_capability
 from ..installed import triton_is_installed
 
-MOST_ROWS: Final = 32
-"""Beyond, reading the rows again for each tile of a weight takes too long: 64 rows of a 7B take 5.65 ms, not 5.39."""
+MOST_ROWS: Final = 128
+
+MOST_PORTABLE_ROWS: Final = 32
+"""Beyond, each tile of a weight reads too many rows for a program that loads and multiplies by turns."""
 
 MOST_WEIGHTS: Final = 3
 
@@ -38,6 +40,40 @@ class Config(NamedTuple):
     at_once: int
     stages: int
     parts: int
+
+
+class HopperConfig(NamedTuple):
+    """Launch parameters of `hopper_row_products`.
+
+    Attributes:
+        block_rows: Rows of a tile, 64 or 128.
+        box: Columns of a weight that are loaded at once, 64 or 128.
+        paired: Whether a tile is of two boxes; always for a gate and what it opens.
+        stages: Iterations whose loads are in flight.
+        programs: Of the launch, at most as many as multiprocessors: programs wait for each other.
+    """
+
+    block_rows: int
+    box: int
+    paired: bool
+    stages: int
+    programs: int
+
+
+AT_ONCE: Final = 64
+"""Numbers of each row and column per iteration of `hopper_row_products`."""
+
+
+def choose_hopper_config(
+    rows: int, widths: Sequence[int], width: int, multiprocessors: int, *, gated: bool
+) -> HopperConfig:
+    """As `choose_config`, for more than `MOST_PORTABLE_ROWS` rows."""
+    block_rows = 64 if rows <= 64 else 128
+    box, paired = 128, gated
+    step = box if gated or not paired else 2 * box
+    tiles = sum(-(-own // step) for own in widths)
+    stages = min(8, 200 * 1024 // (2 * AT_ONCE * (block_rows + box * (2 if paired else 1))))
+    return HopperConfig(block_rows, box, paired, stages, min(multiprocessors, tiles * (width // AT_ONCE)))
 
 
 def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors: int, *, gated: bool) -> Config:
@@ -97,4 +133,4 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         return "it was measured on Hopper GPUs only"
     if sum(weight.numel() for weight in weights) < _LEAST_NUMBERS:
         return f"weights of fewer than {_LEAST_NUMBERS} numbers gain nothing"
-    return failure(Kernel.ROWS, device)
+    return failure(Kernel.ROWS if rows <= MOST_PORTABLE_ROWS else Kernel.WIDE_ROWS, device)

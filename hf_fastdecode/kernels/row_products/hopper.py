@@ -1,0 +1,278 @@
+# mypy: ignore-errors
+"""Products of 33 to 128 rows on Hopper GPUs, warp-specialised. Written in Gluon, Triton's language of explicit layouts.
+
+A producer warp loads tiles of weights and rows to shared memory by TMA; two consumer warpgroups multiply them. The
+iterations over the width of all tiles, laid end to end, are cut into equal shares for a fixed grid (stream-K), so all
+multiprocessors read at the same rate until the end. A program whose share ends within a tile adds the parts of the
+programs that go on with it, in the order of the width: results do not depend on which is first.
+
+With programmatic dependent launch (PDL), weights are loaded while the previous kernel still runs.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..forest_decode.hopper_tiles import group_barrier, load_tile
+from ..pointwise.kernel import activated
+
+AT_ONCE = gl.constexpr(64)  # numbers of a row and of a column per iteration: 128 bytes, the width of a swizzle
+
+
+@gluon.jit
+def _load_weights(weights, ring, full, at, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BYTES, STAGES):
+    """Begin to load the weights of iteration `at`, of all tiles' iterations, into the stage of `count`."""
+    STEP: gl.constexpr = 2 * BOX if PAIR and not GATED else BOX
+    stage = count % STAGES
+    barrier = full.index(stage)
+    BOXES: gl.constexpr = 2 if PAIR else 1
+    first = ring.index(stage * BOXES)
+    tile = at // iterations
+    number = (at - tile * iterations) * AT_ONCE
+    mbarrier.expect(barrier, BYTES)
+    if tile < tiles_0:
+        column = tile * STEP
+        load_tile(weights[0], [column, number], barrier, first)
+        if GATED:
+            load_tile(weights[1], [column, number], barrier, ring.index(stage * BOXES + 1))
+        elif PAIR:
+            load_tile(weights[0], [column + BOX, number], barrier, ring.index(stage * BOXES + 1))
+    elif tile < tiles_0 + tiles_1:
+        column = (tile - tiles_0) * STEP
+        load_tile(weights[1], [column, number], barrier, first)
+        if PAIR:
+            load_tile(weights[1], [column + BOX, number], barrier, ring.index(stage * BOXES + 1))
+    else:
+        column = (tile - tiles_0 - tiles_1) * STEP
+        load_tile(weights[2], [column, number], barrier, first)
+        if PAIR:
+            load_tile(weights[2], [column + BOX, number], barrier, ring.index(stage * BOXES + 1))
+
+
+@gluon.jit
+def _load_rows(x, ring, full, at, count, iterations, STAGES):
+    stage = count % STAGES
+    load_tile(x, [0, at % iterations * AT_ONCE], full.index(stage), ring.index(stage))
+
+
+@gluon.jit
+def _produce(x, weights, rings, share, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BLOCK_M, STAGES, PDL):
+    """Producer warp: runs ahead of the consumers by up to `STAGES` iterations."""
+    x_ring, w_ring, full, free = rings
+    first, last = share
+    BYTES: gl.constexpr = 2 * AT_ONCE * (BLOCK_M + BOX * (2 if PAIR else 1))
+    ahead = gl.minimum(last - first, STAGES)
+    for count in range(ahead):
+        _load_weights(
+            weights, w_ring, full, first + count, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BYTES, STAGES
+        )
+    if PDL:  # the previous kernel may write the rows
+        gdc_wait()
+    for count in range(ahead):
+        _load_rows(x, x_ring, full, first + count, count, iterations, STAGES)
+    for count in range(ahead, last - first):
+        mbarrier.wait(free.index(count % STAGES), (count // STAGES & 1) ^ 1)
+        _load_weights(
+            weights, w_ring, full, first + count, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BYTES, STAGES
+        )
+        _load_rows(x, x_ring, full, first + count, count, iterations, STAGES)
+
+
+@gluon.jit
+def _write(out, total, bias, row, column, rows, columns, BIAS):
+    """Write products, with their bias."""
+    kept = column < columns
+    if BIAS:
+        total += gl.load(bias + column, mask=kept, other=0.0).to(gl.float32)[None, :]
+    at = row.to(gl.int64)[:, None] * columns + column[None, :]
+    gl.store(out + at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & kept[None, :])
+
+
+@gluon.jit
+def _consume(
+    tensors,
+    rings,
+    share,
+    numbers,
+    WARPGROUP: gl.constexpr,
+    PAIR: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr,
+    BOX: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Consumer warpgroup: 64 rows of all columns, or where there are only 64 rows, these of half the columns."""
+    biases, outs, partials, arrived = tensors
+    x_ring, w_ring, full, free = rings
+    first, last = share
+    rows, columns_0, columns_1, columns_2, tiles_0, tiles_1, units, iterations = numbers
+    WIDE: gl.constexpr = BLOCK_M == 128
+    COLUMNS: gl.constexpr = BOX if WIDE else BOX // 2
+    STEP: gl.constexpr = 2 * BOX if PAIR and not GATED else BOX
+    BOXES: gl.constexpr = 2 if PAIR else 1
+    SIZE: gl.constexpr = 64 * COLUMNS
+    PARTIAL: gl.constexpr = BOXES * SIZE
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    own_row = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    own_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    row = own_row + (64 * WARPGROUP if WIDE else 0)
+    within = own_column + (0 if WIDE else COLUMNS * WARPGROUP)
+    # In eights of columns: the 32 threads of a warp write 256 contiguous bytes.
+    place = own_row[:, None] * 8 + (own_column // 8 * 512 + own_column % 8)[None, :]
+    programs = gl.num_programs(0)
+    share_index = programs - 1 - gl.program_id(0)
+    if PDL:
+        # Dependents also rely on earlier kernels, so wait before releasing them.
+        gdc_wait()
+        gdc_launch_dependents()
+    count = 0
+    at = first
+    while at < last:
+        tile = at // iterations
+        begin = at - tile * iterations
+        end = gl.minimum(iterations, begin + last - at)
+        total = gl.zeros([64, COLUMNS], gl.float32, layout)
+        second = gl.zeros([64, COLUMNS], gl.float32, layout)
+        for number in range(begin, end):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            x = x_ring.index(stage)
+            w = w_ring.index(stage * BOXES)
+            if WIDE:
+                x = x.slice(64 * WARPGROUP, 64)
+            else:
+                w = w.slice(COLUMNS * WARPGROUP, COLUMNS)
+            total = warpgroup_mma(x, w.permute((1, 0)), total, is_async=True)
+            if PAIR:
+                w = w_ring.index(stage * BOXES + 1)
+                if not WIDE:
+                    w = w.slice(COLUMNS * WARPGROUP, COLUMNS)
+                second = warpgroup_mma(x, w.permute((1, 0)), second, is_async=True)
+                total, second = warpgroup_mma_wait(2, deps=(total, second))
+            else:
+                total = warpgroup_mma_wait(1, deps=(total,))
+            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=number > begin)
+            count += 1
+        if PAIR:
+            total, second = warpgroup_mma_wait(0, deps=(total, second))
+        else:
+            total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1)
+        if begin > 0:
+            mine = partials + (2 * share_index + WARPGROUP) * PARTIAL + place
+            gl.store(mine, total)
+            if PAIR:
+                gl.store(mine + SIZE, second)
+            group_barrier()  # all threads have written, before one of them says so
+            gl.atomic_xchg(arrived + 2 * share_index + WARPGROUP, 1, sem="release")
+        else:
+            other = share_index
+            beyond = at - begin + end
+            while beyond < (tile + 1) * iterations:
+                other += 1
+                # A program with a lower index, which has started before this one.
+                flag = arrived + 2 * other + WARPGROUP
+                while gl.atomic_cas(flag, 1, 0, sem="acquire") == 0:
+                    pass
+                others = partials + (2 * other + WARPGROUP) * PARTIAL + place
+                total += gl.load(others, cache_modifier=".cg")
+                if PAIR:
+                    second += gl.load(others + SIZE, cache_modifier=".cg")
+                beyond = (other + 1) * units // programs
+            if GATED:
+                column = tile * STEP + within
+                kept = column < columns_0
+                dtype: gl.constexpr = outs[0].dtype.element_ty
+                if BIAS:
+                    total += gl.load(biases[0] + column, mask=kept, other=0.0).to(gl.float32)[None, :]
+                    second += gl.load(biases[1] + column, mask=kept, other=0.0).to(gl.float32)[None, :]
+                # Rounded as where each step is an operator of its own.
+                gates = total.to(dtype).to(gl.float32)
+                ups = second.to(dtype).to(gl.float32)
+                total = activated(gates, ACTIVATION).to(dtype).to(gl.float32) * ups
+                _write(outs[0], total, biases[0], row, column, rows, columns_0, False)
+            else:
+                if tile < tiles_0:
+                    out, bias, columns, block = outs[0], biases[0], columns_0, tile
+                elif tile < tiles_0 + tiles_1:
+                    out, bias, columns, block = outs[1], biases[1], columns_1, tile - tiles_0
+                else:
+                    out, bias, columns, block = outs[2], biases[2], columns_2, tile - tiles_0 - tiles_1
+                column = block * STEP + within
+                _write(out, total, bias, row, column, rows, columns, BIAS)
+                if PAIR:
+                    _write(out, second, bias, row, column + BOX, rows, columns, BIAS)
+        at += end - begin
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def hopper_row_products(
+    x,  # TMA descriptor of [rows, width], in boxes of [BLOCK_M, AT_ONCE]
+    weight_0,  # of [columns_0, width], in boxes of [BOX, AT_ONCE]
+    weight_1,
+    weight_2,
+    bias_0,  # [columns_0]; not read without BIAS
+    bias_1,
+    bias_2,
+    out_0,  # [rows, columns_0], contiguous
+    out_1,
+    out_2,
+    partials,  # [programs, 2, 2 if PAIR else 1, 64 * columns of a warpgroup] fp32
+    arrived,  # [2 * programs] int32: whether these have been written, 0 before and after
+    rows,
+    width,
+    columns_0,
+    columns_1,
+    columns_2,
+    GATED: gl.constexpr,  # out_0 = activation(x weight_0^T) * (x weight_1^T), with columns_1 = columns_2 = 0
+    PAIR: gl.constexpr,  # a tile is of two boxes: those of a gate and of what it opens, or adjacent ones
+    ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr,
+    BOX: gl.constexpr,  # columns of a weight that are loaded at once, 64 or 128
+    BLOCK_M: gl.constexpr,  # 64 or 128, at least rows
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    element: gl.constexpr = out_0.dtype.element_ty
+    STEP: gl.constexpr = 2 * BOX if PAIR and not GATED else BOX
+    BOXES: gl.constexpr = 2 if PAIR else 1
+    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, AT_ONCE], element)
+    w_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, AT_ONCE], element)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    x_ring = gl.allocate_shared_memory(element, [STAGES, BLOCK_M, AT_ONCE], x_tile)
+    w_ring = gl.allocate_shared_memory(element, [STAGES * BOXES, BOX, AT_ONCE], w_tile)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    iterations = width // AT_ONCE
+    tiles_0 = gl.cdiv(columns_0, STEP)
+    tiles_1 = gl.cdiv(columns_1, STEP)
+    units = (tiles_0 + tiles_1 + gl.cdiv(columns_2, STEP)) * iterations
+    # Programs wait only for those with a lower index, which start before them.
+    share_index = gl.num_programs(0) - 1 - gl.program_id(0)
+    share = (share_index * units // gl.num_programs(0), (share_index + 1) * units // gl.num_programs(0))
+    rings = (x_ring, w_ring, full, free)
+    biases = (bias_0, bias_1, bias_2)
+    outs = (out_0, out_1, out_2)
+    weights = (weight_0, weight_1, weight_2)
+    numbers = (rows, columns_0, columns_1, columns_2, tiles_0, tiles_1, units, iterations)
+    tensors = (biases, outs, partials, arrived)
+    # Of 504 registers per thread over three warpgroups, each consumer takes 240.
+    gl.warp_specialize(
+        [
+            (_consume, (tensors, rings, share, numbers, 0, PAIR, GATED, ACTIVATION, BIAS, BOX, BLOCK_M, STAGES, PDL)),
+            (_consume, (tensors, rings, share, numbers, 1, PAIR, GATED, ACTIVATION, BIAS, BOX, BLOCK_M, STAGES, PDL)),
+            (
+                _produce,
+                (x, weights, rings, share, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BLOCK_M, STAGES, PDL),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
