@@ -133,11 +133,12 @@ def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, 
     chosen = choose_hopper_config(rows, columns, width, 132, gated=gated)
     assert chosen.block_rows >= rows
     step = chosen.box * (2 if chosen.paired and not gated else 1)
-    assert chosen.programs <= min(132, sum(-(-own // step) for own in columns) * width // 64)
+    assert chosen.programs <= min(132, sum(-(-own // step) for own in columns) * width // chosen.at_once)
     assert 2 * chosen.programs <= MOST_TILES
-    boxes = chosen.block_rows + chosen.box * (2 if chosen.paired else 1)
-    assert chosen.stages >= 2
-    assert chosen.stages * boxes * 128 <= 224 << 10
+    stages = chosen.x_stages * chosen.block_rows + chosen.w_stages * chosen.box * (2 if chosen.paired else 1)
+    assert 2 <= chosen.x_stages <= chosen.w_stages
+    assert 2 * chosen.at_once * stages <= 225 << 10
+    assert width % chosen.at_once == 0
 
 
 @pytest.mark.gpu
@@ -156,7 +157,7 @@ def test_hopper_products(
     columns = (300, 128, 72)[:weights]
     given = [random(own, WIDTH, seed=own, dtype=dtype) for own in columns]
     biases = [random(own, seed=own, dtype=dtype) if biased else None for own in columns]
-    config = HopperConfig(64 if rows <= 64 else 128, box, paired, 3, programs)
+    config = HopperConfig(64 if rows <= 64 else 128, box, paired, 64, 2, 4, programs)
     first, second = (row_products(inputs, given, biases, arrived, config) for _ in range(2))
     assert not arrived.any()
     for found, again, weight, bias in zip(first, second, given, biases, strict=True):
@@ -172,7 +173,7 @@ def test_hopper_gated_product(rows: int, programs: int, biased: bool, activation
     inputs = random(rows, WIDTH, seed=1, dtype=torch.bfloat16)
     weights = [random(300, WIDTH, seed=seed, dtype=torch.bfloat16) / 16 for seed in (2, 3)]
     biases = [random(300, seed=seed, dtype=torch.bfloat16) if biased else None for seed in (4, 5)]
-    config = HopperConfig(64 if rows <= 64 else 128, 128, True, 3, programs)
+    config = HopperConfig(64 if rows <= 64 else 128, 128, True, 64, 2, 3, programs)
     found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, config)
 
     def computed(dtype: torch.dtype) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..ahead import launch
 from ..failures import Kernel, launching
-from ..forest_decode.limits import multiprocessors
+from ..forest_decode.limits import multiprocessors, overlap_options
 from ..installed import interpreted
 from ..pointwise.forms import Activation
-from .config import AT_ONCE, MOST_PORTABLE_ROWS, Config, HopperConfig, choose_config, choose_hopper_config
+from .config import MOST_PORTABLE_ROWS, Config, HopperConfig, choose_config, choose_hopper_config
 from .kernel import row_products as kernel
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def _launch(
             BLOCK_N=config.columns,
             BLOCK_K=config.at_once,
             STAGES=config.stages if not interpreted() else 1,
+            **overlap_options(device),
         )
 
 
@@ -173,13 +174,13 @@ def _launch_hopper(
 
     width, device = inputs.shape[-1], inputs.device
     columns = [out.shape[-1] for out in outs]
-    boxes = [_boxes(weight, config.box) for weight in weights]
+    boxes = [_boxes(weight, config.box, config.at_once) for weight in weights]
     of_program = config.block_rows * config.box * (2 if config.paired else 1)
     with launching(Kernel.WIDE_ROWS, device):
         launch(
             hopper_row_products,
             (config.programs,),
-            _boxes(inputs.view(-1, width), config.block_rows),
+            _boxes(inputs.view(-1, width), config.block_rows, config.at_once),
             *_three(boxes),
             *_three([outs[0] if bias is None else bias for bias in biases]),
             *_three(outs),
@@ -195,20 +196,22 @@ def _launch_hopper(
             BIAS=biases[0] is not None,
             BOX=config.box,
             BLOCK_M=config.block_rows,
-            STAGES=config.stages,
-            PDL=True,
+            AT_ONCE=config.at_once,
+            DEFER=config.defer,
+            X_STAGES=config.x_stages,
+            W_STAGES=config.w_stages,
             num_warps=4,
-            launch_pdl=True,
+            **overlap_options(device),
         )
 
 
-def _boxes(rows: Tensor, count: int) -> TensorDescriptor:
-    """TMA descriptor of ``[rows, width]``, in boxes of ``[count, AT_ONCE]``."""
+def _boxes(rows: Tensor, count: int, at_once: int) -> TensorDescriptor:
+    """TMA descriptor of ``[rows, width]``, in boxes of ``[count, at_once]``."""
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     element = {torch.float16: float16, torch.bfloat16: bfloat16}[rows.dtype]
-    box = [count, AT_ONCE]
+    box = [count, at_once]
     layout = NVMMASharedLayout.get_default_for(box, element)
     return TensorDescriptor(rows, list(rows.shape), [rows.shape[1], 1], box, layout)
 

@@ -49,19 +49,24 @@ class HopperConfig(NamedTuple):
         block_rows: Rows of a tile, 64 or 128.
         box: Columns of a weight that are loaded at once, 64 or 128.
         paired: Whether a tile is of two boxes; always for a gate and what it opens.
-        stages: Iterations whose loads are in flight.
-        programs: Of the launch, at most as many as multiprocessors: programs wait for each other.
+        at_once: Numbers of each row and column per iteration, 64 or 128.
+        x_stages: Iterations whose rows are in flight, at most `w_stages`.
+        w_stages: Iterations whose weights are in flight.
+        programs: Of the launch, at most as many as iterations of all tiles.
+        defer: Release late.
     """
 
     block_rows: int
     box: int
     paired: bool
-    stages: int
+    at_once: int
+    x_stages: int
+    w_stages: int
     programs: int
+    defer: bool = False
 
 
-AT_ONCE: Final = 64
-"""Numbers of each row and column per iteration of `hopper_row_products`."""
+_SHARED_MEMORY = 224 << 10  # of stages
 
 
 def choose_hopper_config(
@@ -69,11 +74,14 @@ def choose_hopper_config(
 ) -> HopperConfig:
     """As `choose_config`, for more than `MOST_PORTABLE_ROWS` rows."""
     block_rows = 64 if rows <= 64 else 128
-    box, paired = 128, gated
-    step = box if gated or not paired else 2 * box
-    tiles = sum(-(-own // step) for own in widths)
-    stages = min(8, 200 * 1024 // (2 * AT_ONCE * (block_rows + box * (2 if paired else 1))))
-    return HopperConfig(block_rows, box, paired, stages, min(multiprocessors, tiles * (width // AT_ONCE)))
+    box, paired = 64 if gated else 128, gated
+    at_once = next(numbers for numbers in _AT_ONCE if width % numbers == 0)
+    x_stages = 3 if at_once == 128 else 6
+    of_boxes = box * (2 if paired else 1)
+    w_stages = (_SHARED_MEMORY // (2 * at_once) - x_stages * block_rows) // of_boxes
+    tiles = sum(-(-own // (box if gated else of_boxes)) for own in widths)
+    programs = min(multiprocessors, tiles * (width // at_once))
+    return HopperConfig(block_rows, box, paired, at_once, x_stages, min(16, w_stages), programs)
 
 
 def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors: int, *, gated: bool) -> Config:

@@ -17,20 +17,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..forest_decode.hopper_tiles import group_barrier, load_tile
 from ..pointwise.kernel import activated
 
-AT_ONCE = gl.constexpr(64)  # numbers of a row and of a column per iteration: 128 bytes, the width of a swizzle
-
 
 @gluon.jit
-def _load_weights(weights, ring, full, at, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BYTES, STAGES):
+def _load_weights(weights, ring, full, at, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, AT_ONCE, DEPTH):
     """Begin to load the weights of iteration `at`, of all tiles' iterations, into the stage of `count`."""
-    STEP: gl.constexpr = 2 * BOX if PAIR and not GATED else BOX
-    stage = count % STAGES
-    barrier = full.index(stage)
     BOXES: gl.constexpr = 2 if PAIR else 1
+    STEP: gl.constexpr = BOX if GATED else BOXES * BOX
+    stage = count % DEPTH
+    barrier = full.index(stage)
     first = ring.index(stage * BOXES)
     tile = at // iterations
     number = (at - tile * iterations) * AT_ONCE
-    mbarrier.expect(barrier, BYTES)
+    mbarrier.expect(barrier, 2 * AT_ONCE * BOX * BOXES)
     if tile < tiles_0:
         column = tile * STEP
         load_tile(weights[0], [column, number], barrier, first)
@@ -51,32 +49,61 @@ def _load_weights(weights, ring, full, at, count, iterations, tiles_0, tiles_1, 
 
 
 @gluon.jit
-def _load_rows(x, ring, full, at, count, iterations, STAGES):
-    stage = count % STAGES
+def _load_rows(x, ring, full, at, count, iterations, BLOCK_M, AT_ONCE, DEPTH):
+    stage = count % DEPTH
+    mbarrier.expect(full.index(stage), 2 * AT_ONCE * BLOCK_M)
     load_tile(x, [0, at % iterations * AT_ONCE], full.index(stage), ring.index(stage))
 
 
 @gluon.jit
-def _produce(x, weights, rings, share, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BLOCK_M, STAGES, PDL):
-    """Producer warp: runs ahead of the consumers by up to `STAGES` iterations."""
-    x_ring, w_ring, full, free = rings
+def _produce(
+    x, weights, rings, share, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL
+):
+    """Producer warp: runs ahead of the consumers by up to `W_STAGES` iterations of weights and `X_STAGES` of rows."""
+    x_ring, w_ring, x_full, w_full, free = rings
     first, last = share
-    BYTES: gl.constexpr = 2 * AT_ONCE * (BLOCK_M + BOX * (2 if PAIR else 1))
-    ahead = gl.minimum(last - first, STAGES)
-    for count in range(ahead):
+    length = last - first
+    for count in range(gl.minimum(length, W_STAGES)):
         _load_weights(
-            weights, w_ring, full, first + count, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BYTES, STAGES
+            weights,
+            w_ring,
+            w_full,
+            first + count,
+            count,
+            iterations,
+            tiles_0,
+            tiles_1,
+            PAIR,
+            GATED,
+            BOX,
+            AT_ONCE,
+            W_STAGES,
         )
     if PDL:  # the previous kernel may write the rows
         gdc_wait()
-    for count in range(ahead):
-        _load_rows(x, x_ring, full, first + count, count, iterations, STAGES)
-    for count in range(ahead, last - first):
-        mbarrier.wait(free.index(count % STAGES), (count // STAGES & 1) ^ 1)
-        _load_weights(
-            weights, w_ring, full, first + count, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BYTES, STAGES
-        )
-        _load_rows(x, x_ring, full, first + count, count, iterations, STAGES)
+    for count in range(gl.minimum(length, X_STAGES)):
+        _load_rows(x, x_ring, x_full, first + count, count, iterations, BLOCK_M, AT_ONCE, X_STAGES)
+    for done in range(length - X_STAGES):
+        mbarrier.wait(free.index(done % W_STAGES), done // W_STAGES & 1)
+        count = done + X_STAGES
+        _load_rows(x, x_ring, x_full, first + count, count, iterations, BLOCK_M, AT_ONCE, X_STAGES)
+        count = done + W_STAGES
+        if count < length:
+            _load_weights(
+                weights,
+                w_ring,
+                w_full,
+                first + count,
+                count,
+                iterations,
+                tiles_0,
+                tiles_1,
+                PAIR,
+                GATED,
+                BOX,
+                AT_ONCE,
+                W_STAGES,
+            )
 
 
 @gluon.jit
@@ -102,12 +129,14 @@ def _consume(
     BIAS: gl.constexpr,
     BOX: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    DEFER: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    W_STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Consumer warpgroup: 64 rows of all columns, or where there are only 64 rows, these of half the columns."""
     biases, outs, partials, arrived = tensors
-    x_ring, w_ring, full, free = rings
+    x_ring, w_ring, x_full, w_full, free = rings
     first, last = share
     rows, columns_0, columns_1, columns_2, tiles_0, tiles_1, units, iterations = numbers
     WIDE: gl.constexpr = BLOCK_M == 128
@@ -138,9 +167,10 @@ def _consume(
         total = gl.zeros([64, COLUMNS], gl.float32, layout)
         second = gl.zeros([64, COLUMNS], gl.float32, layout)
         for number in range(begin, end):
-            stage = count % STAGES
-            mbarrier.wait(full.index(stage), count // STAGES & 1)
-            x = x_ring.index(stage)
+            stage = count % W_STAGES
+            mbarrier.wait(w_full.index(stage), count // W_STAGES & 1)
+            mbarrier.wait(x_full.index(count % X_STAGES), count // X_STAGES & 1)
+            x = x_ring.index(count % X_STAGES)
             w = w_ring.index(stage * BOXES)
             if WIDE:
                 x = x.slice(64 * WARPGROUP, 64)
@@ -152,37 +182,41 @@ def _consume(
                 if not WIDE:
                     w = w.slice(COLUMNS * WARPGROUP, COLUMNS)
                 second = warpgroup_mma(x, w.permute((1, 0)), second, is_async=True)
-                total, second = warpgroup_mma_wait(2, deps=(total, second))
+                total, second = warpgroup_mma_wait(2 if DEFER else 0, deps=(total, second))
             else:
-                total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1, pred=number > begin)
+                total = warpgroup_mma_wait(1 if DEFER else 0, deps=(total,))
+            if DEFER:
+                mbarrier.arrive(free.index((count + W_STAGES - 1) % W_STAGES), count=1, pred=number > begin)
+            else:
+                mbarrier.arrive(free.index(stage), count=1)  # the other warpgroup multiplies meanwhile
             count += 1
-        if PAIR:
-            total, second = warpgroup_mma_wait(0, deps=(total, second))
-        else:
-            total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), count=1)
+        if DEFER:
+            if PAIR:
+                total, second = warpgroup_mma_wait(0, deps=(total, second))
+            else:
+                total = warpgroup_mma_wait(0, deps=(total,))
+            mbarrier.arrive(free.index((count + W_STAGES - 1) % W_STAGES), count=1)
+        # Programs among whose shares the tile is: the one that has its beginning adds up what others write.
+        owner = ((tile * iterations + 1) * programs - 1) // units
+        ready = arrived + 2 * owner + WARPGROUP
         if begin > 0:
             mine = partials + (2 * share_index + WARPGROUP) * PARTIAL + place
             gl.store(mine, total)
             if PAIR:
                 gl.store(mine + SIZE, second)
             group_barrier()  # all threads have written, before one of them says so
-            gl.atomic_xchg(arrived + 2 * share_index + WARPGROUP, 1, sem="release")
+            gl.atomic_add(ready, 1, sem="release")
         else:
-            other = share_index
-            beyond = at - begin + end
-            while beyond < (tile + 1) * iterations:
-                other += 1
-                # A program with a lower index, which has started before this one.
-                flag = arrived + 2 * other + WARPGROUP
-                while gl.atomic_cas(flag, 1, 0, sem="acquire") == 0:
+            behind = ((tile + 1) * iterations * programs - 1) // units
+            if behind > owner:
+                # These have lower program ids: they have started before this one.
+                while gl.atomic_cas(ready, behind - owner, 0, sem="acquire") != behind - owner:
                     pass
-                others = partials + (2 * other + WARPGROUP) * PARTIAL + place
-                total += gl.load(others, cache_modifier=".cg")
-                if PAIR:
-                    second += gl.load(others + SIZE, cache_modifier=".cg")
-                beyond = (other + 1) * units // programs
+                for other in range(owner + 1, behind + 1):
+                    others = partials + (2 * other + WARPGROUP) * PARTIAL + place
+                    total += gl.load(others, cache_modifier=".cg")
+                    if PAIR:
+                        second += gl.load(others + SIZE, cache_modifier=".cg")
             if GATED:
                 column = tile * STEP + within
                 kept = column < columns_0
@@ -222,7 +256,7 @@ def hopper_row_products(
     out_1,
     out_2,
     partials,  # [programs, 2, 2 if PAIR else 1, 64 * columns of a warpgroup] fp32
-    arrived,  # [2 * programs] int32: whether these have been written, 0 before and after
+    arrived,  # [2 * programs] int32: how many of those that a program waits for are written; 0 before and after
     rows,
     width,
     columns_0,
@@ -234,7 +268,10 @@ def hopper_row_products(
     BIAS: gl.constexpr,
     BOX: gl.constexpr,  # columns of a weight that are loaded at once, 64 or 128
     BLOCK_M: gl.constexpr,  # 64 or 128, at least rows
-    STAGES: gl.constexpr,
+    AT_ONCE: gl.constexpr,  # numbers of a row and of a column per iteration, a divisor of width
+    DEFER: gl.constexpr,
+    X_STAGES: gl.constexpr,  # iterations whose rows are in flight, at most W_STAGES
+    W_STAGES: gl.constexpr,  # those whose weights are
     PDL: gl.constexpr,
 ):
     element: gl.constexpr = out_0.dtype.element_ty
@@ -243,12 +280,15 @@ def hopper_row_products(
     x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, AT_ONCE], element)
     w_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, AT_ONCE], element)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    x_ring = gl.allocate_shared_memory(element, [STAGES, BLOCK_M, AT_ONCE], x_tile)
-    w_ring = gl.allocate_shared_memory(element, [STAGES * BOXES, BOX, AT_ONCE], w_tile)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+    x_ring = gl.allocate_shared_memory(element, [X_STAGES, BLOCK_M, AT_ONCE], x_tile)
+    w_ring = gl.allocate_shared_memory(element, [W_STAGES * BOXES, BOX, AT_ONCE], w_tile)
+    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], barrier)
+    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], barrier)
+    free = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], barrier)
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.init(x_full.index(stage), count=1)
+    for stage in gl.static_range(W_STAGES):
+        mbarrier.init(w_full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     iterations = width // AT_ONCE
     tiles_0 = gl.cdiv(columns_0, STEP)
@@ -257,7 +297,7 @@ def hopper_row_products(
     # Programs wait only for those with a lower index, which start before them.
     share_index = gl.num_programs(0) - 1 - gl.program_id(0)
     share = (share_index * units // gl.num_programs(0), (share_index + 1) * units // gl.num_programs(0))
-    rings = (x_ring, w_ring, full, free)
+    rings = (x_ring, w_ring, x_full, w_full, free)
     biases = (bias_0, bias_1, bias_2)
     outs = (out_0, out_1, out_2)
     weights = (weight_0, weight_1, weight_2)
@@ -266,11 +306,65 @@ def hopper_row_products(
     # Of 504 registers per thread over three warpgroups, each consumer takes 240.
     gl.warp_specialize(
         [
-            (_consume, (tensors, rings, share, numbers, 0, PAIR, GATED, ACTIVATION, BIAS, BOX, BLOCK_M, STAGES, PDL)),
-            (_consume, (tensors, rings, share, numbers, 1, PAIR, GATED, ACTIVATION, BIAS, BOX, BLOCK_M, STAGES, PDL)),
+            (
+                _consume,
+                (
+                    tensors,
+                    rings,
+                    share,
+                    numbers,
+                    0,
+                    PAIR,
+                    GATED,
+                    ACTIVATION,
+                    BIAS,
+                    BOX,
+                    BLOCK_M,
+                    DEFER,
+                    X_STAGES,
+                    W_STAGES,
+                    PDL,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    tensors,
+                    rings,
+                    share,
+                    numbers,
+                    1,
+                    PAIR,
+                    GATED,
+                    ACTIVATION,
+                    BIAS,
+                    BOX,
+                    BLOCK_M,
+                    DEFER,
+                    X_STAGES,
+                    W_STAGES,
+                    PDL,
+                ),
+            ),
             (
                 _produce,
-                (x, weights, rings, share, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BLOCK_M, STAGES, PDL),
+                (
+                    x,
+                    weights,
+                    rings,
+                    share,
+                    iterations,
+                    tiles_0,
+                    tiles_1,
+                    PAIR,
+                    GATED,
+                    BOX,
+                    BLOCK_M,
+                    AT_ONCE,
+                    X_STAGES,
+                    W_STAGES,
+                    PDL,
+                ),
             ),
         ],
         [4, 1],
