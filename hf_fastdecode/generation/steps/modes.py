@@ -47,7 +47,7 @@ _STEPS_THAT_PAY_A_COMPILATION = 4096
 # Rows usually end before a large max_length.
 _MOST_STEPS_EXPECTED = 1024
 # Maximum rows for which projections of the same input run concurrently by default, by whether layers are compiled.
-_FUSED_ROWS = {False: 128, True: 64}
+_FUSED_ROWS = {False: 64, True: 64}
 
 
 def fused_rows(option: str | bool, *, compiled: bool) -> int:

@@ -200,7 +200,9 @@ def _launch_hopper(
             DEFER=config.defer,
             X_STAGES=config.x_stages,
             W_STAGES=config.w_stages,
+            REGISTERS=config.registers,
             num_warps=4,
+            maxnreg=config.registers,
             **overlap_options(device),
         )
 

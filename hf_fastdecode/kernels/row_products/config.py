@@ -64,6 +64,7 @@ class HopperConfig(NamedTuple):
     w_stages: int
     programs: int
     defer: bool = False
+    registers: int = 128
 
 
 _SHARED_MEMORY = 224 << 10  # of stages

@@ -272,6 +272,7 @@ def hopper_row_products(
     DEFER: gl.constexpr,
     X_STAGES: gl.constexpr,  # iterations whose rows are in flight, at most W_STAGES
     W_STAGES: gl.constexpr,  # those whose weights are
+    REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     element: gl.constexpr = out_0.dtype.element_ty
@@ -303,7 +304,8 @@ def hopper_row_products(
     weights = (weight_0, weight_1, weight_2)
     numbers = (rows, columns_0, columns_1, columns_2, tiles_0, tiles_1, units, iterations)
     tensors = (biases, outs, partials, arrived)
-    # Of 504 registers per thread over three warpgroups, each consumer takes 240.
+    # Of three times REGISTERS per thread over three warpgroups, a consumer takes what the producer leaves.
+    CONSUMER: gl.constexpr = (3 * REGISTERS - 24) // 16 * 8
     gl.warp_specialize(
         [
             (
@@ -368,5 +370,5 @@ def hopper_row_products(
             ),
         ],
         [4, 1],
-        [240, 24],
+        [CONSUMER, 24],
     )
