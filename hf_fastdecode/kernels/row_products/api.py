@@ -1,8 +1,8 @@
 """`row_products` and `gated_product`: a few rows times weights as they lie in a model, in one launch.
 
 A product of few rows takes as long as reading its weight. Weights of the same input are read in one launch, in which
-memory is never idle, and no second launch adds up parts. Sums are in fp32, and results bitwise reproducible. There is
-no backward pass.
+memory is never idle, and no second launch adds up parts. Beyond `MOST_PORTABLE_ROWS` rows a kernel for Hopper GPUs
+computes. Sums are in fp32, and results bitwise reproducible. There is no backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from ..failures import Kernel, launching
 from ..forest_decode.limits import multiprocessors, overlap_options
 from ..installed import interpreted
 from ..pointwise.forms import Activation
-from .config import MOST_PORTABLE_ROWS, Config, HopperConfig, choose_config, choose_hopper_config
+from .config import (
+    BOX,
+    MOST_PORTABLE_ROWS,
+    REGISTERS,
+    Config,
+    HopperConfig,
+    choose_config,
+    choose_hopper_config,
+)
 from .kernel import row_products as kernel
 
 if TYPE_CHECKING:
@@ -29,7 +37,10 @@ MOST_TILES = 1024
 
 
 def counters(device: torch.device) -> Tensor:
-    """Arrival counters of tiles, ``[MOST_TILES]`` int32 zeros; successive launches on a stream may use the same."""
+    """Arrival counters of tiles or of programs' parts, ``[MOST_TILES]`` int32 zeros.
+
+    Successive launches on a stream may use the same.
+    """
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -47,7 +58,7 @@ def row_products(
         weights: ``[columns, width]`` each.
         biases: ``[columns]`` each, or None for all.
         arrived: `counters`, which no launch uses at the same time; new ones when None.
-        config: Launch parameters; those of `choose_config` when None.
+        config: Launch parameters; those of `choose_config` or `choose_hopper_config` when None.
 
     Returns:
         ``[..., columns]`` each, in the dtype of `inputs`.
@@ -157,7 +168,6 @@ def _launch(
             BLOCK_N=config.columns,
             BLOCK_K=config.at_once,
             STAGES=config.stages if not interpreted() else 1,
-            **overlap_options(device),
         )
 
 
@@ -170,18 +180,17 @@ def _launch_hopper(
     config: HopperConfig,
     activation: Activation | None,
 ) -> None:
-    from .hopper import hopper_row_products  # needs Gluon
-
     width, device = inputs.shape[-1], inputs.device
     columns = [out.shape[-1] for out in outs]
-    boxes = [_boxes(weight, config.box, config.at_once) for weight in weights]
-    of_program = config.block_rows * config.box * (2 if config.paired else 1)
+    of_program = config.block_rows * BOX * (1 if activation is None else 2)
     with launching(Kernel.WIDE_ROWS, device):
+        from .hopper import hopper_row_products  # needs Gluon
+
         launch(
             hopper_row_products,
             (config.programs,),
             _boxes(inputs.view(-1, width), config.block_rows, config.at_once),
-            *_three(boxes),
+            *_three([_boxes(weight, BOX, config.at_once) for weight in weights]),
             *_three([outs[0] if bias is None else bias for bias in biases]),
             *_three(outs),
             torch.empty(config.programs * of_program, dtype=torch.float32, device=device),
@@ -191,18 +200,15 @@ def _launch_hopper(
             *columns,
             *[0] * (3 - len(columns)),
             GATED=activation is not None,
-            PAIR=config.paired,
             ACTIVATION=0 if activation is None else activation.value,
             BIAS=biases[0] is not None,
-            BOX=config.box,
             BLOCK_M=config.block_rows,
             AT_ONCE=config.at_once,
-            DEFER=config.defer,
             X_STAGES=config.x_stages,
             W_STAGES=config.w_stages,
-            REGISTERS=config.registers,
+            REGISTERS=REGISTERS,
             num_warps=4,
-            maxnreg=config.registers,
+            maxnreg=REGISTERS,
             **overlap_options(device),
         )
 

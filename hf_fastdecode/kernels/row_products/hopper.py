@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Products of 33 to 128 rows on Hopper GPUs, warp-specialised. Written in Gluon, Triton's language of explicit layouts.
+"""Products of 33 to 128 rows on Hopper GPUs, warp-specialised; in Gluon, Triton's language with explicit layouts.
 
 A producer warp loads tiles of weights and rows to shared memory by TMA; two consumer warpgroups multiply them. The
 iterations over the width of all tiles, laid end to end, are cut into equal shares for a fixed grid (stream-K), so all
-multiprocessors read at the same rate until the end. A program whose share ends within a tile adds the parts of the
-programs that go on with it, in the order of the width: results do not depend on which is first.
+multiprocessors read until the end. A program whose share ends within a tile adds up the parts of the programs that
+go on with it, in the order of the width: results do not depend on which is first.
 
 With programmatic dependent launch (PDL), weights are loaded while the previous kernel still runs.
 """
@@ -17,103 +17,67 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..forest_decode.hopper_tiles import group_barrier, load_tile
 from ..pointwise.kernel import activated
 
+BOX = gl.constexpr(64)  # columns of a tile, of each weight
+
 
 @gluon.jit
-def _load_weights(weights, ring, full, at, count, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, AT_ONCE, DEPTH):
+def _load_weights(weights, ring, full, at, count, sizes, GATED, AT_ONCE, STAGES):
     """Begin to load the weights of iteration `at`, of all tiles' iterations, into the stage of `count`."""
-    BOXES: gl.constexpr = 2 if PAIR else 1
-    STEP: gl.constexpr = BOX if GATED else BOXES * BOX
-    stage = count % DEPTH
+    iterations, tiles_0, tiles_1 = sizes
+    BOXES: gl.constexpr = 2 if GATED else 1
+    stage = count % STAGES
     barrier = full.index(stage)
-    first = ring.index(stage * BOXES)
+    place = ring.index(stage * BOXES)
     tile = at // iterations
     number = (at - tile * iterations) * AT_ONCE
     mbarrier.expect(barrier, 2 * AT_ONCE * BOX * BOXES)
     if tile < tiles_0:
-        column = tile * STEP
-        load_tile(weights[0], [column, number], barrier, first)
+        load_tile(weights[0], [tile * BOX, number], barrier, place)
         if GATED:
-            load_tile(weights[1], [column, number], barrier, ring.index(stage * BOXES + 1))
-        elif PAIR:
-            load_tile(weights[0], [column + BOX, number], barrier, ring.index(stage * BOXES + 1))
+            load_tile(weights[1], [tile * BOX, number], barrier, ring.index(stage * BOXES + 1))
     elif tile < tiles_0 + tiles_1:
-        column = (tile - tiles_0) * STEP
-        load_tile(weights[1], [column, number], barrier, first)
-        if PAIR:
-            load_tile(weights[1], [column + BOX, number], barrier, ring.index(stage * BOXES + 1))
+        load_tile(weights[1], [(tile - tiles_0) * BOX, number], barrier, place)
     else:
-        column = (tile - tiles_0 - tiles_1) * STEP
-        load_tile(weights[2], [column, number], barrier, first)
-        if PAIR:
-            load_tile(weights[2], [column + BOX, number], barrier, ring.index(stage * BOXES + 1))
+        load_tile(weights[2], [(tile - tiles_0 - tiles_1) * BOX, number], barrier, place)
 
 
 @gluon.jit
-def _load_rows(x, ring, full, at, count, iterations, BLOCK_M, AT_ONCE, DEPTH):
-    stage = count % DEPTH
+def _load_rows(x, ring, full, at, count, iterations, BLOCK_M, AT_ONCE, STAGES):
+    stage = count % STAGES
     mbarrier.expect(full.index(stage), 2 * AT_ONCE * BLOCK_M)
     load_tile(x, [0, at % iterations * AT_ONCE], full.index(stage), ring.index(stage))
 
 
 @gluon.jit
-def _produce(
-    x, weights, rings, share, iterations, tiles_0, tiles_1, PAIR, GATED, BOX, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL
-):
+def _produce(x, weights, rings, share, sizes, GATED, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL):
     """Producer warp: runs ahead of the consumers by up to `W_STAGES` iterations of weights and `X_STAGES` of rows."""
     x_ring, w_ring, x_full, w_full, free = rings
     first, last = share
     length = last - first
     for count in range(gl.minimum(length, W_STAGES)):
-        _load_weights(
-            weights,
-            w_ring,
-            w_full,
-            first + count,
-            count,
-            iterations,
-            tiles_0,
-            tiles_1,
-            PAIR,
-            GATED,
-            BOX,
-            AT_ONCE,
-            W_STAGES,
-        )
+        _load_weights(weights, w_ring, w_full, first + count, count, sizes, GATED, AT_ONCE, W_STAGES)
     if PDL:  # the previous kernel may write the rows
         gdc_wait()
     for count in range(gl.minimum(length, X_STAGES)):
-        _load_rows(x, x_ring, x_full, first + count, count, iterations, BLOCK_M, AT_ONCE, X_STAGES)
+        _load_rows(x, x_ring, x_full, first + count, count, sizes[0], BLOCK_M, AT_ONCE, X_STAGES)
     for done in range(length - X_STAGES):
         mbarrier.wait(free.index(done % W_STAGES), done // W_STAGES & 1)
         count = done + X_STAGES
-        _load_rows(x, x_ring, x_full, first + count, count, iterations, BLOCK_M, AT_ONCE, X_STAGES)
+        _load_rows(x, x_ring, x_full, first + count, count, sizes[0], BLOCK_M, AT_ONCE, X_STAGES)
         count = done + W_STAGES
         if count < length:
-            _load_weights(
-                weights,
-                w_ring,
-                w_full,
-                first + count,
-                count,
-                iterations,
-                tiles_0,
-                tiles_1,
-                PAIR,
-                GATED,
-                BOX,
-                AT_ONCE,
-                W_STAGES,
-            )
+            _load_weights(weights, w_ring, w_full, first + count, count, sizes, GATED, AT_ONCE, W_STAGES)
 
 
 @gluon.jit
-def _write(out, total, bias, row, column, rows, columns, BIAS):
-    """Write products, with their bias."""
-    kept = column < columns
-    if BIAS:
-        total += gl.load(bias + column, mask=kept, other=0.0).to(gl.float32)[None, :]
+def _write(out, total, row, column, rows, columns):
     at = row.to(gl.int64)[:, None] * columns + column[None, :]
-    gl.store(out + at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & kept[None, :])
+    gl.store(out + at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@gluon.jit
+def _with_bias(total, bias, column, columns):
+    return total + gl.load(bias + column, mask=column < columns, other=0.0).to(gl.float32)[None, :]
 
 
 @gluon.jit
@@ -123,13 +87,10 @@ def _consume(
     share,
     numbers,
     WARPGROUP: gl.constexpr,
-    PAIR: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
-    BOX: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    DEFER: gl.constexpr,
     X_STAGES: gl.constexpr,
     W_STAGES: gl.constexpr,
     PDL: gl.constexpr,
@@ -141,8 +102,7 @@ def _consume(
     rows, columns_0, columns_1, columns_2, tiles_0, tiles_1, units, iterations = numbers
     WIDE: gl.constexpr = BLOCK_M == 128
     COLUMNS: gl.constexpr = BOX if WIDE else BOX // 2
-    STEP: gl.constexpr = 2 * BOX if PAIR and not GATED else BOX
-    BOXES: gl.constexpr = 2 if PAIR else 1
+    BOXES: gl.constexpr = 2 if GATED else 1
     SIZE: gl.constexpr = 64 * COLUMNS
     PARTIAL: gl.constexpr = BOXES * SIZE
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -153,7 +113,7 @@ def _consume(
     # In eights of columns: the 32 threads of a warp write 256 contiguous bytes.
     place = own_row[:, None] * 8 + (own_column // 8 * 512 + own_column % 8)[None, :]
     programs = gl.num_programs(0)
-    share_index = programs - 1 - gl.program_id(0)
+    own_share = programs - 1 - gl.program_id(0)
     if PDL:
         # Dependents also rely on earlier kernels, so wait before releasing them.
         gdc_wait()
@@ -177,69 +137,60 @@ def _consume(
             else:
                 w = w.slice(COLUMNS * WARPGROUP, COLUMNS)
             total = warpgroup_mma(x, w.permute((1, 0)), total, is_async=True)
-            if PAIR:
+            if GATED:
                 w = w_ring.index(stage * BOXES + 1)
                 if not WIDE:
                     w = w.slice(COLUMNS * WARPGROUP, COLUMNS)
                 second = warpgroup_mma(x, w.permute((1, 0)), second, is_async=True)
-                total, second = warpgroup_mma_wait(2 if DEFER else 0, deps=(total, second))
+                total, second = warpgroup_mma_wait(2, deps=(total, second))
             else:
-                total = warpgroup_mma_wait(1 if DEFER else 0, deps=(total,))
-            if DEFER:
-                mbarrier.arrive(free.index((count + W_STAGES - 1) % W_STAGES), count=1, pred=number > begin)
-            else:
-                mbarrier.arrive(free.index(stage), count=1)  # the other warpgroup multiplies meanwhile
+                total = warpgroup_mma_wait(1, deps=(total,))
+            # The products of the iteration before have ended.
+            mbarrier.arrive(free.index((count + W_STAGES - 1) % W_STAGES), count=1, pred=number > begin)
             count += 1
-        if DEFER:
-            if PAIR:
-                total, second = warpgroup_mma_wait(0, deps=(total, second))
-            else:
-                total = warpgroup_mma_wait(0, deps=(total,))
-            mbarrier.arrive(free.index((count + W_STAGES - 1) % W_STAGES), count=1)
-        # Programs among whose shares the tile is: the one that has its beginning adds up what others write.
+        if GATED:
+            total, second = warpgroup_mma_wait(0, deps=(total, second))
+        else:
+            total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(free.index((count + W_STAGES - 1) % W_STAGES), count=1)
+        # Of the shares that the tile lies in, the first has its begin, and adds up what the others write.
         owner = ((tile * iterations + 1) * programs - 1) // units
-        ready = arrived + 2 * owner + WARPGROUP
+        written = arrived + 2 * owner + WARPGROUP
         if begin > 0:
-            mine = partials + (2 * share_index + WARPGROUP) * PARTIAL + place
+            mine = partials + (2 * own_share + WARPGROUP) * PARTIAL + place
             gl.store(mine, total)
-            if PAIR:
+            if GATED:
                 gl.store(mine + SIZE, second)
             group_barrier()  # all threads have written, before one of them says so
-            gl.atomic_add(ready, 1, sem="release")
+            gl.atomic_add(written, 1, sem="release")
         else:
-            behind = ((tile + 1) * iterations * programs - 1) // units
-            if behind > owner:
+            others = ((tile + 1) * iterations * programs - 1) // units - owner
+            if others > 0:
                 # These have lower program ids: they have started before this one.
-                while gl.atomic_cas(ready, behind - owner, 0, sem="acquire") != behind - owner:
+                while gl.atomic_cas(written, others, 0, sem="acquire") != others:
                     pass
-                for other in range(owner + 1, behind + 1):
-                    others = partials + (2 * other + WARPGROUP) * PARTIAL + place
-                    total += gl.load(others, cache_modifier=".cg")
-                    if PAIR:
-                        second += gl.load(others + SIZE, cache_modifier=".cg")
-            if GATED:
-                column = tile * STEP + within
-                kept = column < columns_0
-                dtype: gl.constexpr = outs[0].dtype.element_ty
-                if BIAS:
-                    total += gl.load(biases[0] + column, mask=kept, other=0.0).to(gl.float32)[None, :]
-                    second += gl.load(biases[1] + column, mask=kept, other=0.0).to(gl.float32)[None, :]
-                # Rounded as where each step is an operator of its own.
-                gates = total.to(dtype).to(gl.float32)
-                ups = second.to(dtype).to(gl.float32)
-                total = activated(gates, ACTIVATION).to(dtype).to(gl.float32) * ups
-                _write(outs[0], total, biases[0], row, column, rows, columns_0, False)
+                for other in range(owner + 1, owner + 1 + others):
+                    theirs = partials + (2 * other + WARPGROUP) * PARTIAL + place
+                    total += gl.load(theirs, cache_modifier=".cg")
+                    if GATED:
+                        second += gl.load(theirs + SIZE, cache_modifier=".cg")
+            if tile < tiles_0:
+                out, bias, columns, block = outs[0], biases[0], columns_0, tile
+            elif tile < tiles_0 + tiles_1:
+                out, bias, columns, block = outs[1], biases[1], columns_1, tile - tiles_0
             else:
-                if tile < tiles_0:
-                    out, bias, columns, block = outs[0], biases[0], columns_0, tile
-                elif tile < tiles_0 + tiles_1:
-                    out, bias, columns, block = outs[1], biases[1], columns_1, tile - tiles_0
-                else:
-                    out, bias, columns, block = outs[2], biases[2], columns_2, tile - tiles_0 - tiles_1
-                column = block * STEP + within
-                _write(out, total, bias, row, column, rows, columns, BIAS)
-                if PAIR:
-                    _write(out, second, bias, row, column + BOX, rows, columns, BIAS)
+                out, bias, columns, block = outs[2], biases[2], columns_2, tile - tiles_0 - tiles_1
+            column = block * BOX + within
+            if BIAS:
+                total = _with_bias(total, bias, column, columns)
+            if GATED:
+                if BIAS:
+                    second = _with_bias(second, biases[1], column, columns)
+                # Rounded as where each step is an operator of its own.
+                dtype: gl.constexpr = outs[0].dtype.element_ty
+                gates = total.to(dtype).to(gl.float32)
+                total = activated(gates, ACTIVATION).to(dtype).to(gl.float32) * second.to(dtype).to(gl.float32)
+            _write(out, total, row, column, rows, columns)
         at += end - begin
 
 
@@ -255,29 +206,25 @@ def hopper_row_products(
     out_0,  # [rows, columns_0], contiguous
     out_1,
     out_2,
-    partials,  # [programs, 2, 2 if PAIR else 1, 64 * columns of a warpgroup] fp32
-    arrived,  # [2 * programs] int32: how many of those that a program waits for are written; 0 before and after
+    partials,  # [programs, BLOCK_M, 2 * BOX if GATED else BOX] fp32, in an order of its own
+    arrived,  # [2 * programs] int32: how many parts that a program waits for are written; 0 before and after
     rows,
     width,
     columns_0,
     columns_1,
     columns_2,
     GATED: gl.constexpr,  # out_0 = activation(x weight_0^T) * (x weight_1^T), with columns_1 = columns_2 = 0
-    PAIR: gl.constexpr,  # a tile is of two boxes: those of a gate and of what it opens, or adjacent ones
     ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
-    BOX: gl.constexpr,  # columns of a weight that are loaded at once, 64 or 128
     BLOCK_M: gl.constexpr,  # 64 or 128, at least rows
     AT_ONCE: gl.constexpr,  # numbers of a row and of a column per iteration, a divisor of width
-    DEFER: gl.constexpr,
     X_STAGES: gl.constexpr,  # iterations whose rows are in flight, at most W_STAGES
     W_STAGES: gl.constexpr,  # those whose weights are
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread when the program starts
     PDL: gl.constexpr,
 ):
     element: gl.constexpr = out_0.dtype.element_ty
-    STEP: gl.constexpr = 2 * BOX if PAIR and not GATED else BOX
-    BOXES: gl.constexpr = 2 if PAIR else 1
+    BOXES: gl.constexpr = 2 if GATED else 1
     x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, AT_ONCE], element)
     w_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, AT_ONCE], element)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -292,81 +239,33 @@ def hopper_row_products(
         mbarrier.init(w_full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
     iterations = width // AT_ONCE
-    tiles_0 = gl.cdiv(columns_0, STEP)
-    tiles_1 = gl.cdiv(columns_1, STEP)
-    units = (tiles_0 + tiles_1 + gl.cdiv(columns_2, STEP)) * iterations
-    # Programs wait only for those with a lower index, which start before them.
-    share_index = gl.num_programs(0) - 1 - gl.program_id(0)
-    share = (share_index * units // gl.num_programs(0), (share_index + 1) * units // gl.num_programs(0))
+    tiles_0 = gl.cdiv(columns_0, BOX)
+    tiles_1 = gl.cdiv(columns_1, BOX)
+    units = (tiles_0 + tiles_1 + gl.cdiv(columns_2, BOX)) * iterations
+    # Programs wait only for those with a lower id, which start before them: these have the shares behind theirs.
+    programs = gl.num_programs(0)
+    own_share = programs - 1 - gl.program_id(0)
+    share = (own_share * units // programs, (own_share + 1) * units // programs)
     rings = (x_ring, w_ring, x_full, w_full, free)
-    biases = (bias_0, bias_1, bias_2)
-    outs = (out_0, out_1, out_2)
     weights = (weight_0, weight_1, weight_2)
+    tensors = ((bias_0, bias_1, bias_2), (out_0, out_1, out_2), partials, arrived)
     numbers = (rows, columns_0, columns_1, columns_2, tiles_0, tiles_1, units, iterations)
-    tensors = (biases, outs, partials, arrived)
-    # Of three times REGISTERS per thread over three warpgroups, a consumer takes what the producer leaves.
+    sizes = (iterations, tiles_0, tiles_1)
+    # Consumers share what the producer leaves of the registers.
     CONSUMER: gl.constexpr = (3 * REGISTERS - 24) // 16 * 8
     gl.warp_specialize(
         [
             (
                 _consume,
-                (
-                    tensors,
-                    rings,
-                    share,
-                    numbers,
-                    0,
-                    PAIR,
-                    GATED,
-                    ACTIVATION,
-                    BIAS,
-                    BOX,
-                    BLOCK_M,
-                    DEFER,
-                    X_STAGES,
-                    W_STAGES,
-                    PDL,
-                ),
+                (tensors, rings, share, numbers, 0, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL),
             ),
             (
                 _consume,
-                (
-                    tensors,
-                    rings,
-                    share,
-                    numbers,
-                    1,
-                    PAIR,
-                    GATED,
-                    ACTIVATION,
-                    BIAS,
-                    BOX,
-                    BLOCK_M,
-                    DEFER,
-                    X_STAGES,
-                    W_STAGES,
-                    PDL,
-                ),
+                (tensors, rings, share, numbers, 1, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL),
             ),
             (
                 _produce,
-                (
-                    x,
-                    weights,
-                    rings,
-                    share,
-                    iterations,
-                    tiles_0,
-                    tiles_1,
-                    PAIR,
-                    GATED,
-                    BOX,
-                    BLOCK_M,
-                    AT_ONCE,
-                    X_STAGES,
-                    W_STAGES,
-                    PDL,
-                ),
+                (x, weights, rings, share, sizes, GATED, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL),
             ),
         ],
         [4, 1],

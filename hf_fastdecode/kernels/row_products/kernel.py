@@ -8,7 +8,6 @@ multiprocessor reading, parts go to programs of their own; the last to arrive ad
 import triton
 import triton.language as tl
 
-from ..forest_decode.node_kernel import prefetch
 from ..pointwise.kernel import activated
 
 
@@ -40,7 +39,6 @@ def row_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a divisor of width
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,  # it starts while the previous kernel ends, and prefetches weights
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_0, tiles_1 = tl.cdiv(columns_0, BLOCK_N), tl.cdiv(columns_1, BLOCK_N)
@@ -58,16 +56,6 @@ def row_products(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = total
     first = part * part_width
-    if PDL:
-        ahead = (weight + tl.minimum(column, columns - 1).to(tl.int64) * width).to(tl.int64)
-        ahead_1 = (weight_1 + tl.minimum(column, columns - 1).to(tl.int64) * width).to(tl.int64)
-        for number in tl.static_range(0, (STAGES - 1) * BLOCK_K, 64):  # 128 bytes
-            wanted = (first + number < width) & (column < columns)
-            prefetch(ahead + (first + number) * 2, wanted)
-            if GATED:
-                prefetch(ahead_1 + (first + number) * 2, wanted)
-        tl.extra.cuda.gdc_wait()  # the previous kernel may write x
-        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(first, tl.minimum(first + part_width, width), BLOCK_K, num_stages=STAGES):
         numbers = tl.load(x + here + start, mask=(row < rows)[None, :], other=0.0)
         total = tl.dot(tl.load(weight + at + start, eviction_policy="evict_first"), numbers, total)
