@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
 from ...kernels.ahead import compiled_ahead
+from ...kernels.row_products.config import MOST_ROWS
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -31,8 +32,8 @@ def pass_context(
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
-    Up to `fused_rows` rows, products are those of `FusedProjections`, or in compiled layers concurrent ones. Layers
-    run compiled, if given, or else with fused modules.
+    Unless `fused_rows` is 0, products are those of `FusedProjections`, or in compiled layers concurrent ones up to
+    `fused_rows` rows. Layers run compiled, if given, or else with fused modules.
     """
     with ExitStack() as stack:
         if compiled is not None:
@@ -40,8 +41,8 @@ def pass_context(
             stack.enter_context(compiled.installed(model, fused_rows))
         else:
             stack.enter_context(structure.passing(lengths))
-            if rows <= fused_rows:
-                stack.enter_context(FusedProjections(model))
+            if fused_rows and rows <= max(fused_rows, MOST_ROWS):
+                stack.enter_context(FusedProjections(model, concurrent=rows <= fused_rows))
             if structure.fused is not None:
                 stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
         yield

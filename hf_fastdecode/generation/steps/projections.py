@@ -51,7 +51,8 @@ def linears(
 class _Group:
     """Projections of the same input; caches the outputs for the latest input until each has been read."""
 
-    def __init__(self, parts: Sequence[nn.Linear], products: RowProducts):
+    def __init__(self, parts: Sequence[nn.Linear], products: RowProducts, *, concurrent: bool):
+        self._concurrent = concurrent
         self.weights = [part.weight for part in parts]
         self.biases = [part.bias for part in parts]
         self._products = products
@@ -63,8 +64,10 @@ class _Group:
         """The output of one projection."""
         version = tensor_version(inputs)
         if inputs is not self._inputs or version != self._version or part not in self._outputs:
-            self._inputs, self._version = inputs, version
             outputs = self._products.linears(inputs, self.weights, self.biases)
+            if outputs is None and not self._concurrent:
+                return F.linear(inputs, self.weights[part], self.biases[part])
+            self._inputs, self._version = inputs, version
             self._outputs = dict(enumerate(outputs or linears(inputs, self.weights, self.biases)))
         output = self._outputs.pop(part)
         if not self._outputs:
@@ -77,12 +80,16 @@ class FusedProjections(TorchFunctionMode):
 
     A function mode is thread-local and replaces no module, so passes of other threads are unaffected. Modules that the
     user has compiled keep their products: tracing this code would break their graphs.
+
+    Args:
+        model: The model.
+        concurrent: Whether projections of one input run concurrently where the kernel does not serve them.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, concurrent: bool = True):
         super().__init__()
         self._products = RowProducts()
-        groups = (_Group(parts, self._products) for parts in _groups(model))
+        groups = (_Group(parts, self._products, concurrent=concurrent) for parts in _groups(model))
         self._parts = {id(weight): (group, part) for group in groups for part, weight in enumerate(group.weights)}
 
     def __enter__(self) -> Any:
