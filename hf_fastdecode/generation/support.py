@@ -22,6 +22,7 @@ from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from ..parallel.groups import in_several_processes
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk, attributes
@@ -147,7 +148,7 @@ def check_call(
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     check_state(structure.walk)
-    if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+    if in_several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(model.config.get_text_config(decoder=True))
     if limit is not None and config.max_length > limit:
@@ -226,11 +227,6 @@ def is_nothing(argument: object) -> bool:
 def step_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Model arguments of `generate` that every step takes too, beyond tokens, positions and cache."""
     return {name: value for name, value in arguments.items() if name not in _NOT_IN_STEPS and not is_nothing(value)}
-
-
-def _several_processes() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:
