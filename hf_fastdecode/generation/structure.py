@@ -8,9 +8,12 @@ from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
+from ..parallel.agreement import ALONE, Ranks, Together
+from ..parallel.groups import splitting_group
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 
@@ -36,6 +39,14 @@ class Structure:
     def layout(self) -> ModelLayout:
         """What each layer stores; passes over a cache that has met the model do not need it."""
         return ModelLayout.of(self._model, self.walk.modules)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes that compute the model together, each with the same calls."""
+        group = splitting_group(self.walk.parameters)
+        if group is None or is_fsdp_managed_module(self._model):  # each rank of FSDP has prompts of its own
+            return ALONE
+        return Together(group, self._model.device)
 
     @cached_property
     def fused(self) -> FusedModules | None:

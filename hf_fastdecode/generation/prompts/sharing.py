@@ -18,6 +18,7 @@ from ...cache.consolidate import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
+from ...parallel.agreement import described
 from ..call_context import CallContext
 from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
@@ -91,6 +92,17 @@ def find_shared(
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
     return Shared(cache, prompts, base is not None)
+
+
+def same_plans(call: CallContext, found: Shared, plan: PromptPlan) -> bool:
+    """Whether all processes of the model prefill the same tokens, given the same prompts.
+
+    They do not where some have dropped a kept prompt for lack of memory.
+    """
+    if call.ranks.count == 1:
+        return True
+    fields = {"new tokens": described(plan.new_tokens), "reused": described(found.prompts.reused_lengths)}
+    return call.ranks.differences(fields) is None
 
 
 def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix: int, *, unshared: int = 0) -> None:
