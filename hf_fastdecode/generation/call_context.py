@@ -169,7 +169,7 @@ class CallContext:
             raise
         except Exception as error:
             newer = untested_transformers()
-            if newer is None or self.must_share:
+            if newer is None or self.must_share or self.ranks.count > 1:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
             remedy = None

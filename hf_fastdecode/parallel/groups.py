@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._compat import local_tensor
 
@@ -19,7 +19,7 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
     """The process group over which parameters are split, as by tensor or expert parallelism; None without one.
 
     Of several groups, the one of most processes. All of its processes run the same passes, in each of which they
-    communicate. The group of a model whose parameters are gathered before use (FSDP) is found too.
+    communicate. The group of a model whose parameters are gathered before use is found too, see `gathers_parameters`.
     """
     if not in_several_processes() or "torch.distributed.tensor" not in sys.modules:
         return None
@@ -34,6 +34,15 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
             if placement.is_shard() and mesh.size(dimension) > 1 and (mesh, dimension) not in found:
                 found[mesh, dimension] = mesh.get_group(dimension)
     return max(found.values(), key=lambda group: group.size(), default=None)
+
+
+def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:
+    """Whether passes gather parameters of these modules (FSDP 2): then processes may have prompts of their own."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(issubclass(kind, FSDPModule) for kind in classes)
 
 
 def in_several_processes() -> bool:

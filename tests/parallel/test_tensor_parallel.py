@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -23,6 +27,7 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
 from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
 from .two_ranks import Models, Seen, run_on_two
 
@@ -264,6 +269,39 @@ def same_draws(models: Models) -> Any:
     return found
 
 
+@scenario
+def merged_partials(models: Models) -> Any:
+    """The bits of a merge on each rank, and what the collective carried."""
+    shape = (5, 4, 16)
+    buffers = [partial_buffer(shape) for _ in range(2)]
+    for rank, buffer in enumerate(buffers):
+        buffer.flat.copy_(torch.randn(len(buffer.flat), generator=torch.Generator().manual_seed(rank)))
+    with CommDebugMode() as communicated:
+        found = merge_over(torch.distributed.group.WORLD, buffers[models.rank])
+    expected = merged(torch.stack([buffer.flat for buffer in buffers]), shape)
+    same = torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    return same, found.out.numpy().tobytes().hex(), communicated.get_total_counts()
+
+
+@scenario
+def data_parallel(models: Models) -> Any:
+    """Processes with a model each, and prompts of their own."""
+    ids = PROMPTS[:, models.rank :].contiguous()
+    with fd.enabled(models.alone["llama"], min_shared_tokens=32 + models.rank) as model:
+        return len(draw(model, models.rank, ids, **GREEDY)[0]), reason(model)
+
+
+@scenario
+def fully_sharded(models: Models) -> Any:
+    """Processes that hold parts of the weights, and gather them before use: prompts of their own too."""
+    model = copy.deepcopy(models.alone["llama"])
+    ids = PROMPTS[:, models.rank :].contiguous()
+    expected = draw(model, 0, ids, **GREEDY)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with fd.enabled(model):
+        return draw(model, 0, ids, **GREEDY, synced_gpus=True) == expected, reason(model)
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -381,6 +419,21 @@ def test_training_of_split_weights_is_noticed(seen):
 
 def test_projections_with_a_forward_of_their_own_are_not_fused(seen):
     assert same_value(seen, "projections") == [False, True]
+
+
+def test_a_merge_is_one_collective_and_the_same_on_all_ranks(seen):
+    same, _, collectives = same_value(seen, "merged_partials")
+    assert same
+    assert collectives == 1
+
+
+def test_prompts_of_processes_that_compute_alone_may_differ(seen):
+    first, second = values(seen, "data_parallel")
+    assert (first[0], second[0]) == (87 + 8, 86 + 8)
+    assert first[1].startswith("shared: ")
+    assert second[1].startswith("shared: ")
+    sharded = "stock: its parameters are sharded over processes, which must run the same forward passes"
+    assert same_value(seen, "fully_sharded") == [True, sharded]
 
 
 @pytest.mark.parametrize("name", ["other_draws_of_beams", "other_draws_of_stock"])

@@ -52,7 +52,11 @@ def other_seeds(models: Models) -> Any:
     for sampler in ("hf", "fast"):
         with fd.enabled(models.split["llama"], mode="graph", sampler=sampler) as model:
             torch.manual_seed(models.rank)
-            arguments = SAMPLING | {"max_new_tokens": 200, "eos_token_id": list(range(0, 512, 16))}
+            arguments = SAMPLING | {
+                "max_new_tokens": 200,
+                "eos_token_id": list(range(0, 512, 16)),
+                "temperature": 100.0,
+            }
             tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
             call = fd.explain(model).last_call
             found.append((tokens.tolist(), call.mode, call.sampler, call.compactions > 0))

@@ -59,6 +59,8 @@ def run_on_two(
     given = {name: str(folder) for name, folder in folders.items()}
     arguments = map(json.dumps, (file, given, str(out), backend))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    if backend == "gloo":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, tensor parallelism takes it
     done = run_fresh(code, *arguments, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]

@@ -237,7 +237,7 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     if options.fuse_projections is True and not has_projections(model):
         raise cannot_run(
             "fuse_projections=True",
-            f"{type(model).__name__} has no plain linear projections of one input side by side",
+            f"{type(model).__name__} has no projections of one input side by side that are plain linear layers",
         )
     if options.mode != "auto":
         return options.mode, f"mode={options.mode!r} was requested"
