@@ -53,6 +53,10 @@ _NOT_IN_STEPS = {
 }
 
 
+_OF_PIPELINES = "transformers.distributed.pipeline_parallel"
+"""Where the module is defined that stands for a layer of another process."""
+
+
 def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     """Raise `Unsupported` if this model, of this layout, can never decode with shared context."""
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -192,7 +196,9 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
 
 
 def check_state(walk: ModelWalk) -> None:
-    """Raise `Unsupported` for what may change from call to call: training mode and third-party code."""
+    """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code."""
+    if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
+        raise Unsupported("its layers are divided between processes (pipeline parallelism)")
     training = [module for module in walk.modules if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.distributed import DistributedConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
@@ -302,6 +303,14 @@ def fully_sharded(models: Models) -> Any:
         return draw(model, 0, ids, **GREEDY, synced_gpus=True) == expected, reason(model)
 
 
+@scenario
+def pipeline(models: Models) -> Any:
+    folder = models.alone["llama"].config.name_or_path
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(pp_size=2)).eval()
+    with fd.enabled(model):
+        return draw(model, 0, PROMPTS, **GREEDY), draw(models.alone["llama"], 0, PROMPTS, **GREEDY), reason(model)
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
     sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -434,6 +443,12 @@ def test_prompts_of_processes_that_compute_alone_may_differ(seen):
     assert second[1].startswith("shared: ")
     sharded = "stock: its parameters are sharded over processes, which must run the same forward passes"
     assert same_value(seen, "fully_sharded") == [True, sharded]
+
+
+def test_pipelines_run_stock(seen):
+    tokens, alone, path = same_value(seen, "pipeline")
+    assert tokens == alone
+    assert path == "stock: its layers are divided between processes (pipeline parallelism)"
 
 
 @pytest.mark.parametrize("name", ["other_draws_of_beams", "other_draws_of_stock"])

@@ -19,6 +19,7 @@ from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described
+from ...parallel.groups import local_part
 from ..call_context import CallContext
 from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
@@ -181,7 +182,7 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
     if choice.name != PLAIN:
         return None
     lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(local_part(parameter).numel() for parameter in model.parameters())
     saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
     return choice if lost > saved else None
 
