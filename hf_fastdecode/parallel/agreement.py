@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
+from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -177,9 +178,11 @@ def described(value: object) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {shape} with content {checksum(value):016x}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {described(one)}' for name, one in value.items())}}}"
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        return f"[{', '.join(sorted(map(described, value)))}]"  # whose order depends on the process
+    if isinstance(value, list | tuple):
         return f"[{', '.join(map(described, value))}]"
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, Number | str):
         return repr(value)
     return type(value).__name__
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import torch
 
 from hf_fastdecode.errors import PeerFailedError
@@ -25,6 +26,8 @@ def test_values_are_described_by_what_counts():
     assert described(torch.zeros(2, 3)).startswith("float32 [2, 3] with content ")
     assert described([1, None, "a"]) == "[1, None, 'a']"
     assert described({"min": 2}) == "{min: 2}"
+    assert described({"b", "a"}) == described({"a", "b"}) == "['a', 'b']"
+    assert described(np.int64(3)) == "np.int64(3)"
     assert described(object()) == "object"
 
 

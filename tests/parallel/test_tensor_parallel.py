@@ -74,6 +74,7 @@ def raising(rank: int, models: Models, owner: object, name: str, error: Exceptio
 def other_seeds(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         tokens, call = draw(model, models.rank, **SAMPLING), fd.explain(model).last_call
+        assert "computed by 2 processes, of which rank 0 draws tokens" in str(fd.explain(model))
         return tokens, draw(alone, 0, **SAMPLING), call.path, call.compactions
 
 
