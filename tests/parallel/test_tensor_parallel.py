@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
@@ -305,6 +306,28 @@ def fully_sharded(models: Models) -> Any:
 
 
 @scenario
+def attention_on_every_rank(models: Models) -> Any:
+    """A plan that splits the MLPs alone, for models of fewer KV heads than ranks."""
+    folder = models.alone["llama"].config.name_or_path
+    plan = {
+        "model.layers.*.self_attn.o_proj": "rowwise_split_input",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    if "replicate" in ALL_PARALLEL_STYLES:  # where the plan is added to the model's own, before it replaces that
+        plan |= {f"model.layers.*.self_attn.{name}": "replicate" for name in ("q_proj", "k_proj", "v_proj")}
+    config = DistributedConfig(tp_size=2, tp_plan=plan)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+    with fd.enabled(model), fd.enabled(models.alone["llama"]) as alone:
+        cache = fd.prefill(model, PROMPT)
+        tokens = draw(model, models.rank, **SAMPLING, **{CACHE: cache})
+        stores = {(store.query_heads, store.kv_heads) for _, store in ModelLayout.of(model)}
+        return tokens, draw(alone, 0, **SAMPLING), reason(model).partition(":")[0], sorted(stores)
+
+
+@scenario
 def pipeline(models: Models) -> Any:
     folder = models.alone["llama"].config.name_or_path
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(pp_size=2)).eval()
@@ -444,6 +467,12 @@ def test_prompts_of_processes_that_compute_alone_may_differ(seen):
     assert second[1].startswith("shared: ")
     sharded = "stock: its parameters are sharded over processes, which must run the same forward passes"
     assert same_value(seen, "fully_sharded") == [True, sharded]
+
+
+def test_attention_may_be_computed_on_every_rank(seen):
+    tokens, alone, path, stores = same_value(seen, "attention_on_every_rank")
+    assert tokens == alone
+    assert (path, stores) == ("shared", [[8, 4]])
 
 
 def test_pipelines_run_stock(seen):

@@ -71,6 +71,13 @@ def compiled(models: Models) -> Any:
 
 
 @scenario
+def fused(models: Models) -> Any:
+    ids = prompt(models)
+    with fd.enabled(models.split["llama"], fuse_projections=True) as model:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **SAMPLING).tolist()
+
+
+@scenario
 def failed_capture(models: Models) -> Any:
     """One rank cannot capture: all run eagerly."""
     from hf_fastdecode.generation.steps import captures
@@ -139,6 +146,16 @@ def test_compiled_layers_are_refused(seen):
     assert first.error == (
         "ValueError: mode='compile' cannot run: layers that several processes compute together are not compiled; use "
         "mode='auto'"
+    )
+
+
+@pytest.mark.gpu
+def test_projections_that_communicate_are_not_fused(seen):
+    first, second = seen["fused"]
+    assert first == second
+    assert first.error == (
+        "ValueError: fuse_projections=True cannot run: LlamaForCausalLM has no projections of one input side by side "
+        "that are plain linear layers; use fuse_projections='auto'"
     )
 
 
