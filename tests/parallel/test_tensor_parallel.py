@@ -28,6 +28,8 @@ from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
+from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
@@ -195,10 +197,73 @@ def waves(models: Models) -> Any:
         return tokens, draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
 
 
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Let captured modes run where kernels are interpreted, and pay for few steps."""
+    with (
+        mock.patch.object(modes, "capture_reason", return_value=None),
+        mock.patch.object(runners, "_STEPS_OF_A_CAPTURE", 0),
+    ):
+        yield
+
+
+CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
+
+
+@scenario
+def captured_steps(models: Models) -> Any:
+    with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
+        tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+        again, known = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        expected = draw(alone, 0, **CAPTURED)
+    return tokens == again == expected, call.mode, call.compactions, call.captures, known.captures
+
+
+@scenario
+def captured_on_one_rank(models: Models) -> Any:
+    """The first capture succeeds on both, the second, of fewer rows, on one: steps of more rows go on."""
+    made, original = itertools.count(), CapturedStep.__init__
+
+    def make(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        if next(made) and models.rank:
+            raise RuntimeError("not permitted when capturing")
+
+    with (
+        capturing(),
+        mock.patch.object(CapturedStep, "__init__", make),
+        fd.enabled(models.split["small"], mode="graph", backend="triton") as model,
+    ):
+        tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        return tokens == draw(alone, 0, **CAPTURED), call.mode, next(made)
+
+
+@scenario
+def captured_on_no_rank(models: Models) -> Any:
+    """A failure of one rank's first capture makes all run eagerly, if the mode is not forced."""
+    original = CapturedStep.__init__
+
+    def make(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        if models.rank:
+            raise RuntimeError("not permitted when capturing")
+
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        mock.patch.object(CapturedStep, "__init__", make),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        return draw(model, models.rank, **CAPTURED), fd.explain(model).last_call.mode
+
+
 @scenario
 def kept_caches(models: Models) -> Any:
     found = []
-    for name, alone in models.alone.items():
+    for name in ("llama", "gpt_neox", "olmo2"):
+        alone = models.alone[name]
         text = torch.cat([PROMPT, PROMPT[:, :5]], 1).repeat(4, 1)
         with fd.enabled(models.split[name]) as model:
             cache = fd.prefill(model, PROMPT)
@@ -341,10 +406,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
     sizes |= {"num_attention_heads": 8, "max_position_embeddings": 512}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     folders: dict[str, Path] = {}
-    for name, model_type in {"llama": "llama", "gpt_neox": "gpt_neox", "olmo2": "olmo2", "trained": "llama"}.items():
+    types = {"llama": "llama", "gpt_neox": "gpt_neox", "olmo2": "olmo2", "trained": "llama", "small": "llama"}
+    for name, model_type in types.items():
         torch.manual_seed(0)
-        grouped = {} if name == "gpt_neox" else {"num_key_value_heads": 4}
-        config = AutoConfig.for_model(model_type, **sizes, **grouped)
+        own = {} if name == "gpt_neox" else {"num_key_value_heads": 4}
+        if name == "small":  # interpreted kernels take time by layer and head
+            own = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model(model_type, **sizes | own)
         folders[name] = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
     return run_on_two("test_tensor_parallel", folders, tmp_path_factory.mktemp("seen"))
@@ -423,13 +491,22 @@ def test_all_ranks_split_into_waves_where_one_lacks_memory(seen):
     assert waves == 2
 
 
+def test_ranks_capture_together_or_not_at_all(seen):
+    pytest.importorskip("triton")
+    right, mode, compactions, captures, captures_again = same_value(seen, "captured_steps")
+    assert right
+    assert (mode, captures, captures_again) == ("graph", compactions + 1, 0)
+    assert compactions >= 1
+    assert same_value(seen, "captured_on_one_rank") == [True, "graph", 2]
+    assert same_value(seen, "captured_on_no_rank")[1] == "eager"
+
+
 def test_kept_caches_hold_the_heads_of_a_rank(seen):
-    found = dict(zip(("llama", "gpt_neox", "olmo2", "trained"), same_value(seen, "kept_caches"), strict=True))
+    found = dict(zip(("llama", "gpt_neox", "olmo2"), same_value(seen, "kept_caches"), strict=True))
     assert {name: (heads, stores) for name, (_, _, _, heads, stores) in found.items()} == {
         "llama": ([2], [[4, 2]]),
         "gpt_neox": ([4], [[4, 4]]),  # one projection of queries, keys and values
         "olmo2": ([4], [[8, 4]]),  # keys are gathered before their norm
-        "trained": ([2], [[4, 2]]),
     }
     for tokens, alone, path, _, _ in found.values():
         assert tokens == alone

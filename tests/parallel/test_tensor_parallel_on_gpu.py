@@ -52,11 +52,8 @@ def other_seeds(models: Models) -> Any:
     for sampler in ("hf", "fast"):
         with fd.enabled(models.split["llama"], mode="graph", sampler=sampler) as model:
             torch.manual_seed(models.rank)
-            arguments = SAMPLING | {
-                "max_new_tokens": 200,
-                "eos_token_id": list(range(0, 512, 16)),
-                "temperature": 100.0,
-            }
+            arguments = SAMPLING | {"num_return_sequences": 64, "max_new_tokens": 400, "temperature": 100.0}
+            arguments |= {"eos_token_id": list(range(0, 512, 16))}
             tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
             call = fd.explain(model).last_call
             found.append((tokens.tolist(), call.mode, call.sampler, call.compactions > 0))

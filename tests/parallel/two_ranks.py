@@ -20,6 +20,7 @@ from torch import distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..fresh_processes import run_fresh
+from ..interpreter import make_faster
 
 SECONDS = 60
 """Time limit of a communication, after which a scenario fails that left the other process waiting."""
@@ -60,7 +61,8 @@ def run_on_two(
     arguments = map(json.dumps, (file, given, str(out), backend))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     if backend == "gloo":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, tensor parallelism takes it
+        # Where there is a GPU, tensor parallelism takes it; kernels are interpreted as in other tests on the CPU.
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     done = run_fresh(code, *arguments, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -71,6 +73,8 @@ def run(file: str, folders: dict[str, str], out: str, backend: str) -> None:
     """Run a module's scenarios in this process and in a fork of it, each with a GPU of its own for ``nccl``."""
     from importlib import import_module
 
+    if backend == "gloo":
+        make_faster()
     scenarios: dict[str, Callable[[Models], Any]] = import_module(f"tests.parallel.{file}").SCENARIOS
     rank = int(os.fork() == 0)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
