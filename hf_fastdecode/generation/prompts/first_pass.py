@@ -194,9 +194,7 @@ class FirstPassPrompts:
         reuse = embeddings is None and by_rows is None
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
         plan = found.prompts.plan()
-        if (
-            self.loop == "custom_generate"
-        ):  # it may read keys: it gets stock's cache unless there is something to share
+        if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _Planned(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
 
