@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._compat import tensor_version
 from ..fused.products import RowProducts
+from ..instance_patch import own_method
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -126,5 +127,7 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is exactly `nn.Linear`, without hooks."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    """Whether it is exactly `nn.Linear`, without hooks or a forward of its own, as tensor parallelism gives it."""
+    if type(module) is not nn.Linear or own_method(module, "forward") is not None:
+        return False
+    return not module._forward_hooks and not module._forward_pre_hooks
