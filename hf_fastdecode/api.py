@@ -25,7 +25,6 @@ from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
-from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .generation.wrappers import unwrapped
 
@@ -224,7 +223,7 @@ def prefill(
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        structure = Structure(inner)
+        structure = model_state.structure.of(inner)
         check_model(inner, structure.layout)
         check_state(structure.walk)
     input_ids, mask = padded_ids(inputs)

@@ -117,9 +117,9 @@ def _forward_shared(
             # The model would count from the longest row, padding included.
             given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
-    structure = _structure(model)
+    structure = _structure(model_state, model)
     if (active_call := _active_call.get()) is not None and active_call.loop is not None:
-        structure.release()  # the user's loop may have changed the model since the last pass
+        structure.forget()  # the user's loop may have changed the model since the last pass
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
@@ -135,13 +135,13 @@ def _forward_shared(
     return output
 
 
-def _structure(model: PreTrainedModel) -> Structure:
+def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
     call = _active_call.get()
     if call is None or call.model is not model:
-        return Structure(model)
+        return model_state.structure.of(model)
     if call.structure is None:
-        call.structure = Structure(model)
+        call.structure = model_state.structure.of(model)
     return call.structure
 
 
@@ -166,7 +166,7 @@ def _prepare_cache_for_generation(
         model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
-    structure = _structure(model)
+    structure = _structure(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     if active_call is not None and active_call.model is model:
         call.scope = active_call.scope

@@ -146,7 +146,7 @@ def check_call(
     check_arguments(arguments, _KNOWN_ARGUMENTS)
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
-    check_state(structure.walk)
+    structure.kept("state", lambda: check_state(structure.walk))
     if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(model.config.get_text_config(decoder=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
@@ -20,8 +20,8 @@ from ..foreign_code import is_capturable
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
-from ..structure import Structure
-from .capture_memory import free_memory, free_workspaces
+from ..structure import Known, Structure
+from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
@@ -55,10 +55,11 @@ class Captures:
         self.compile_failure: str | None = None  # why layers could not be compiled, where they can be captured
         self.pass_failures: dict[CaptureOptions, str] = {}  # why passes of other loops could not be captured
         self._failure: str | None = None
-        self._free = 0  # free memory at the start of the latest call
+        self._used = 0  # memory in use at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
         self._steps: list[CapturedStep] = []  # least recently used first
         self._state: Hashable = None
+        self._known: Known | None = None  # about the model in this state
         self._pool: Any = None
         self._has_workspaces = False
         self._gains_by_compiling: bool | None = None  # None if not known
@@ -137,21 +138,25 @@ class Captures:
         kept = (step for step in self._steps if type(step) is CapturedStep and step.options == options)
         return {step.rows for step in kept if step.tables.own_nodes_dominate == own_dominate}
 
-    def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig], walk: ModelWalk) -> None:
+    def refresh(self, model: PreTrainedModel, structure: Structure) -> None:
         """Drop all captures if the weights, modules or configs have changed."""
-        state = captured_state(model, configs, walk)
+        if self._known is not None and structure.known is self._known:
+            return
+        state = captured_state(model, structure.configs, structure.walk)
         if state != self._state:
             self.clear()
             self._state = state
+        self._known = structure.known
 
-    def fail(self, reason: str, *, of_memory: bool) -> None:
+    def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
         """Record why a capture failed, and whether it ran out of memory."""
-        self._failure, self._free_then = reason, self._free if of_memory else None
+        free_then = free_memory(device) + used_memory(device) - self._used if of_memory else None
+        self._failure, self._free_then = reason, free_then
 
     def failure(self, device: torch.device) -> str | None:
         """Why a capture failed. Reset by `retry`, or for lack of memory when a call starts with more of it."""
-        self._free = free_memory(device)
-        if self._free_then is not None and self._free > self._free_then:
+        self._used = used_memory(device)
+        if self._free_then is not None and free_memory(device) > self._free_then:
             self.retry()
         return self._failure
 
@@ -164,6 +169,7 @@ class Captures:
     def clear(self) -> None:
         """Drop all captures and their memory."""
         self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
+        self._known = None
         self.prefills.clear()
         self.retry()
 
@@ -177,10 +183,8 @@ class Captures:
                 free_workspaces()
 
 
-def capture_reason(
-    model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk, backend: str, arguments: dict[str, Any]
-) -> str | None:
-    """Why this model's steps cannot be captured, or None if no reason is known."""
+def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk, backend: str) -> str | None:
+    """Why steps of this model, as it is, cannot be captured; None if no reason is known."""
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
@@ -191,14 +195,19 @@ def capture_reason(
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
     if backend not in ("auto", "triton"):
         return f"backend={backend!r} was requested"
-    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
-        return "torch.autocast is active around the call"
     for module in walk.with_code:
         if module is not model and own_method(module, "forward") is not None:
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if not all(map(is_capturable, hooks)) or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
+    return None
+
+
+def reason_of_call(model: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
+    """Why steps of a call with these model arguments cannot be captured though the model's could be, or None."""
+    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
+        return "torch.autocast is active around the call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"
