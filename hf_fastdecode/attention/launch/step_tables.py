@@ -20,7 +20,7 @@ from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
-from .kernel_call import node_addresses, run_kernels, run_node_kernels, suffix_addresses
+from .kernel_call import AddressesOfLayers, run_kernels, run_node_kernels, suffix_addresses
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
 from .plan import HeadShape, LaunchPlan, differ_by_length
 
@@ -258,12 +258,13 @@ class StepTables:
         first, last = (extreme(self._places[index] for index in moved) for extreme in (min, max))
         places = {self._places[index]: stored for index, stored in layers.items() if index in self._places}
         nodes = torch.zeros(last + 1 - first, 3, self._nodes, dtype=torch.int64, device="cpu")
-        suffixes = torch.zeros(last + 1 - first, 4, dtype=torch.int64, device="cpu")
+        addresses, of_suffixes = AddressesOfLayers(self.forest), []
         for line in range(last + 1 - first):
             stored = places[first + line]
-            nodes[line, :, : len(self.forest.nodes)] = node_addresses(self.forest, stored.segments, stored.suffix)
-            if stored.suffix is not None:
-                suffixes[line] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
+            suffix = stored.suffix
+            nodes[line, :, : len(self.forest.nodes)] = addresses.of(stored.segments, suffix)
+            of_suffixes.append([0] * 4 if suffix is None else suffix_addresses(suffix, own))
+        suffixes = torch.tensor(of_suffixes, dtype=torch.int64, device="cpu")
         self.nodes[first : last + 1].copy_(nodes)
         self.suffixes[first : last + 1].copy_(suffixes)
         self._versions |= {index: layers[index].version for index in layers if first <= self._places[index] <= last}
