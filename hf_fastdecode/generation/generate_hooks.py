@@ -18,8 +18,9 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ def _prepare_cache_for_generation(
     model_state.last_call = report = CallReport()
     if active_call is not None and active_call.model is model:
         active_call.report = report
-    given = inspect.signature(GenerationMixin._prepare_cache_for_generation).bind(model, *args, **kwargs).arguments
+    given = _signature(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
@@ -201,7 +202,7 @@ def _prepare_cache_for_generation(
 
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
-    signature = inspect.signature(original)
+    signature = _signature(original)
     takes = _takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and _takes_any(signature))
     takes = takes and _pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
@@ -228,6 +229,20 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
                 call.structure.release()
 
 
+_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
+"""Signatures of methods of classes, less their instance."""
+
+
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """A method's signature, which is made once for a class where its instance is bound by a partial."""
+    of_class = method.func if isinstance(method, partial) and len(method.args) == 1 and not method.keywords else None
+    if not isinstance(of_class, FunctionType):
+        return inspect.signature(method)
+    if (found := _signatures.get(of_class)) is None:
+        found = _signatures[of_class] = inspect.signature(method)
+    return found
+
+
 def _takes_loop(signature: inspect.Signature, given: int) -> bool:
     """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
     names = list(signature.parameters)
@@ -241,11 +256,18 @@ def _pass_loop_on(function: Callable[..., Any]) -> bool:
         if isinstance(inner, partial):
             inner = inner.func
             continue
-        signature = inspect.signature(inner, follow_wrapped=False)
-        if "custom_generate" not in signature.parameters and not _takes_any(signature):
+        if not _takes_or_passes_on(inner):
             return False
         inner = getattr(inner, "__wrapped__", None)
     return True
+
+
+def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
+        return True
+    signature = inspect.signature(function, follow_wrapped=False)
+    return "custom_generate" in signature.parameters or _takes_any(signature)
 
 
 def _takes_any(signature: inspect.Signature) -> bool:
