@@ -55,6 +55,7 @@ from .prompts.start import start_shared
 from .report import CallReport
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
+from .steps.prefill_ahead import begin_prefill
 from .structure import Structure
 from .support import check_call, other_loop
 
@@ -212,6 +213,9 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
         token = _active_call.set(call)
         try:
+            if ours and model_state.captures.prefills.again is not None:
+                inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+                begin_prefill(model, model_state.captures, _structure(model_state, model), inputs, call.scope)
             output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"

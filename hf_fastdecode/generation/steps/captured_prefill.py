@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -71,12 +72,16 @@ class PrefillShape(NamedTuple):
         cls, items: Sequence[PrefillItem], tokens: int, wanted: int, planes: int, fused_rows: int
     ) -> PrefillShape | None:
         """The smallest shape for a pass over so many tokens; None if it is longer than captured ones."""
-        size = next((size for size in _SIZES if size >= tokens), None)
-        if size is None:
+        if (size := size_for(tokens)) is None:
             return None
         several, contexts = len(items) > 1, any(item.context for item in items)
         most = min(size, 1 << max(0, wanted - 1).bit_length())
         return cls(size, most, several, contexts, planes, fused_rows)
+
+
+def size_for(tokens: int) -> int | None:
+    """Tokens of the smallest captured pass for so many; None if they are more than any takes."""
+    return next((size for size in _SIZES if size >= tokens), None)
 
 
 class CapturedPrefill:
@@ -140,24 +145,37 @@ class CapturedPrefill:
         Returns:
             ``[len(wanted), vocabulary]`` in the model's dtype.
         """
-        items, count = cache.state.packed, self.shape.tokens
-        inputs = torch.zeros(self._inputs.shape, dtype=torch.long, device="cpu")
-        ids, positions, runs = inputs[: 3 * count].view(3, count)
-        ids[: len(tokens)] = tokens
-        runs.fill_(-1)
-        start = 0
-        for number, item in enumerate(items):
-            stop = start + item.span.length
-            positions[start:stop] = torch.arange(item.position, item.position + stop - start, device="cpu")
-            runs[start:stop] = number
-            start = stop
-        inputs[3 * count : 3 * count + len(wanted)] = torch.tensor(wanted, dtype=torch.long, device="cpu")
+        inputs = self._arranged([(item.position, item.span.length) for item in cache.state.packed], wanted)
+        inputs[: len(tokens)] = tokens
         self._inputs.copy_(inputs)
         if self._tables is not None and forest is not None:
             self._tables.follow(cache, forest)
-        logits, *buffers = self._graph.replay()
+        return self.end(cache, self._graph.replay(), len(wanted))
+
+    def begin(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Run the pass over one prompt ``[length]`` on the device, of which the last token's logits are wanted."""
+        with torch.no_grad():
+            self._inputs.copy_(self._arranged([(0, len(ids))], [len(ids) - 1]))
+            self._inputs[: len(ids)].copy_(ids)
+            return self._graph.replay()
+
+    def end(self, cache: SharedContextCache, outputs: tuple[Tensor, ...], wanted: int) -> Tensor:
+        """Store what a pass over the cache's current items returned; the `wanted` logits, as of a call."""
+        logits, *buffers = outputs
         self._view.store(cache, buffers)
-        return logits[: len(wanted)].clone()
+        return logits[:wanted].clone()
+
+    def _arranged(self, runs: Sequence[tuple[int, int]], wanted: Sequence[int]) -> Tensor:
+        """The pass's inputs but for ids, on the CPU, for runs of tokens by first position and length."""
+        inputs, count, start = np.zeros(len(self._inputs), dtype=np.int64), self.shape.tokens, 0
+        _, positions, numbers = inputs[: 3 * count].reshape(3, count)
+        numbers[:] = -1
+        for number, (first, length) in enumerate(runs):
+            positions[start : start + length] = np.arange(first, first + length)
+            numbers[start : start + length] = number
+            start += length
+        inputs[3 * count : 3 * count + len(wanted)] = wanted
+        return torch.from_numpy(inputs)
 
 
 class CapturedPrefills:
@@ -166,11 +184,13 @@ class CapturedPrefills:
     Attributes:
         count: Number of captures made.
         failures: Why passes could not be captured, by what they took: several runs, contexts.
+        again: Shape of the last call's pass, if it prefilled the call's one prompt whole; see `prefill_ahead`.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.failures: dict[tuple[bool, bool], str] = {}
+        self.again: PrefillShape | None = None
         self._passes: list[CapturedPrefill] = []  # least recently used first
         self._eager = Counter[PrefillShape]()
 
@@ -199,4 +219,4 @@ class CapturedPrefills:
 
     def clear(self) -> None:
         """Drop all captures."""
-        self._passes = []
+        self._passes, self.again = [], None

@@ -25,6 +25,7 @@ from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
+from .prefill_ahead import PrefillAhead
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
@@ -39,6 +40,8 @@ class Captures:
 
     Attributes:
         owner: The thread that holds the lock.
+        scope: The call that holds the lock from its start to its end, if one does; see `prefill_ahead`.
+        ahead: The prefill pass that this call has begun.
         prefills: The captured prefill passes.
         count: Number of steps captured.
         steps_asked: Steps requested by the model's calls so far, including the current one.
@@ -47,6 +50,8 @@ class Captures:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.owner: int | None = None
+        self.scope: object = None
+        self.ahead: PrefillAhead | None = None
         self.compiled = CompiledLayers()
         self.prefills = CapturedPrefills()
         self.count = 0
@@ -140,13 +145,26 @@ class Captures:
 
     def refresh(self, model: PreTrainedModel, structure: Structure) -> None:
         """Drop all captures if the weights, modules or configs have changed."""
-        if self._known is not None and structure.known is self._known:
+        if self.are_of(structure):
             return
         state = captured_state(model, structure.configs, structure.walk)
         if state != self._state:
             self.clear()
             self._state = state
         self._known = structure.known
+
+    def are_of(self, structure: Structure) -> bool:
+        """Whether the captures are of the model as it is, by what is known without looking through it."""
+        return self._known is not None and structure.known is self._known
+
+    def end_ahead(self) -> None:
+        """End the call that has begun its prefill ahead."""
+        if (ahead := self.ahead) is not None:
+            ahead.join()
+            if not ahead.was_right:
+                self.prefills.again = None
+        self.ahead = self.scope = self.owner = None
+        self.lock.release()
 
     def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
         """Record why a capture failed, and whether it ran out of memory."""

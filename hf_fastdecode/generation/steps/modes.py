@@ -72,6 +72,13 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
     if call.mode == "eager":
         yield False
         return
+    if captures.scope is not None and captures.scope is call.scope:
+        before = captures.made
+        try:
+            yield True
+        finally:
+            call.report.captures = captures.made - before
+        return
     if captures.owner == threading.get_ident():
         if forced:
             raise cannot_run(forced, "it is inside another generate call of this model")

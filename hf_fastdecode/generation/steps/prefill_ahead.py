@@ -1,0 +1,87 @@
+"""Begins a call's captured prefill before transformers prepares the call, which takes as long as the pass.
+
+It is begun on a guess: that this call, as the last one did, prefills its one prompt whole by a captured pass. The pass
+runs on a stream of its own, beside what prepares the call. When the call comes to its prefill, tokens are compared: the
+pass is its prefill if they are those that were guessed, and else it is left aside. A wrong guess costs the device the
+time of a short pass, so that after one no other is made until it would have been right.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..structure import Structure
+from .captured_prefill import CapturedPrefill, size_for
+
+if TYPE_CHECKING:
+    from ..call_context import CallScope
+    from .captures import Captures
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class PrefillAhead:
+    """A captured pass over one prompt that was begun ahead.
+
+    Attributes:
+        ids: ``[1, length]`` int64: the prompt that was guessed.
+        was_right: Whether its outputs were used.
+    """
+
+    def __init__(self, captured: CapturedPrefill, ids: Tensor):
+        self.captured, self.ids, self.was_right = captured, ids, False
+        self._done: torch.cuda.Event | None = None
+        if ids.device.type != "cuda":
+            self._outputs = captured.begin(ids[0])
+            return
+        before, stream = torch.cuda.current_stream(ids.device).record_event(), _stream(ids.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(before)
+            self._outputs = captured.begin(ids[0])
+            self._done = stream.record_event()
+
+    def is_of(self, captured: CapturedPrefill, tokens: Tensor) -> bool:
+        """Whether it is a pass of this capture over these tokens, ``[length]`` int64 on the CPU."""
+        return captured is self.captured and torch.equal(self.ids[0].cpu(), tokens)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the pass returns, for work that is queued from now on."""
+        self.was_right = True
+        self.join()
+        return self._outputs
+
+    def join(self) -> None:
+        """Let work that is queued from now on wait for the pass, whose memory it may use."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.ids.device).wait_event(self._done)
+
+
+def begin_prefill(
+    model: PreTrainedModel, captures: Captures, structure: Structure, inputs: Any, scope: CallScope
+) -> None:
+    """Begin the prefill of a call with these ``inputs`` of `generate`, where the last call's would have been right.
+
+    The captures are then held until the end of the call, whose scope is given.
+    """
+    shape, device = captures.prefills.again, model.device
+    if shape is None or not captures.are_of(structure) or not isinstance(inputs, Tensor):
+        return
+    if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
+        return
+    size = size_for(inputs.shape[1]) if inputs.numel() else None
+    if size is None or torch.is_autocast_enabled(device.type) or not captures.lock.acquire(blocking=False):
+        return
+    captures.owner, captures.scope = threading.get_ident(), scope
+    scope.callback(captures.end_ahead)
+    captured = captures.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])
+    if captured is not None:
+        captures.ahead = PrefillAhead(captured, inputs)
