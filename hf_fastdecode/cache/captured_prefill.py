@@ -155,8 +155,9 @@ class CapturedPrefillCache(Cache):
             parts = [buffer[:, :, :length] for buffer in buffers]
             if whole:
                 parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        by_place = [part.unbind() for part in parts]
         for layer in layers:
-            made = Segment._make(parts[buffer][place] for buffer, place in self._pass.places_of(layer.index))
+            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
             if not layer.is_initialized:
                 layer.lazy_initialization(*made)
             if whole:

@@ -213,9 +213,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
         token = _active_call.set(call)
         try:
-            if ours and model_state.captures.prefills.again is not None:
-                inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-                begin_prefill(model, model_state.captures, _structure(model_state, model), inputs, call.scope)
+            if ours:
+                _begin_prefill(model_state, model, call, args, kwargs)
             output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"
@@ -231,6 +230,19 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             _active_call.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _begin_prefill(
+    model_state: ModelState, model: PreTrainedModel, call: _ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
+    prefills = model_state.captures.prefills
+    prefills.asked = len(args), frozenset(kwargs)
+    if prefills.again is None or prefills.again[1] != prefills.asked or model_state.options.reuse_prefix:
+        return
+    if kwargs.get(CACHE) is None:
+        inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        begin_prefill(model, model_state.captures, _structure(model_state, model), inputs, call.scope)
 
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()

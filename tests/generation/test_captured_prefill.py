@@ -7,6 +7,8 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.forest import Span
+from hf_fastdecode.cache.state import PrefillItem
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill, modes, runners
 from hf_fastdecode.generation.steps.captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
@@ -168,13 +170,23 @@ def test_captures_in_vain_become_rarer(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tokens", "wanted", "size"),
-    [(1, 1, (64, 1)), (64, 3, (64, 4)), (65, 65, (128, 128)), (257, 200, (384, 256)), (512, 5, (512, 8))],
+    [
+        *((1, 1, (64, 1)), (64, 3, (64, 4)), (65, 65, (128, 128)), (257, 200, (384, 256)), (512, 5, (512, 8))),
+        *((513, 1, (576, 1)), (2048, 1, (2048, 1))),
+    ],
 )
 def test_shapes(tokens, wanted, size):
     shape = PrefillShape.of([], tokens, wanted, 0, 64)
     assert shape is not None
     assert (shape.tokens, shape.wanted) == size
-    assert PrefillShape.of([], 513, 1, 0, 64) is None
+    assert PrefillShape.of([], 2049, 1, 0, 64) is None
+
+
+def test_long_passes_take_one_prompt():
+    one, other = (PrefillItem(Span(0, start, 300)) for start in (0, 300))
+    assert PrefillShape.of([one], 600, 1, 0, 64) is not None
+    assert PrefillShape.of([one, other], 600, 2, 0, 64) is None
+    assert PrefillShape.of([PrefillItem(Span(1, 0, 600), context=(one.span,))], 600, 1, 0, 64) is None
 
 
 def test_eager_calls_capture_nothing(uncaptured, monkeypatch):
@@ -185,7 +197,7 @@ def test_eager_calls_capture_nothing(uncaptured, monkeypatch):
     with fd.enabled(model, **OPTIONS):  # one token does not pay for a capture
         assert first_token(model, ragged_prompts(30))[1] == 0
     with fd.enabled(model, mode="graph", **OPTIONS):
-        assert first_token(model, ragged_prompts(513))[1] == 0  # too long
+        assert first_token(model, ragged_prompts(300, 300))[1] == 0  # too long for two
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])

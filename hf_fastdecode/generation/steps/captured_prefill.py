@@ -1,8 +1,9 @@
-"""Prefill passes of short prompts, captured in CUDA graphs and kept between calls.
+"""Prefill passes, captured in CUDA graphs and kept between calls.
 
 Up to some hundred tokens, launching a pass's kernels takes longer than running them: a replay takes about as long as
-reading the weights once. A captured pass has a fixed number of tokens; a batch's new tokens are padded to it at their
-end. It computes keys and values into buffers of its own, from which they are copied to the cache after each replay.
+reading the weights once. Of longer prompts a replay can begin before the call is prepared (`prefill_ahead`).
+A captured pass has a fixed number of tokens; a batch's new tokens are padded to it at their end. It computes keys and
+values into buffers of its own, from which they are copied to the cache after each replay.
 
 Weights are read at their addresses at capture. Another capture is needed for another number of tokens or of wanted
 logits, for the first pass over several runs of tokens or over stored contexts, for more nodes or levels than the
@@ -12,7 +13,7 @@ tables hold, rows that outgrow a sliding window, or changes of the model's state
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,14 +32,17 @@ from ..forward_pass import forward_pass
 from ..structure import Structure
 from .graph_capture import CapturedGraph, pass_context
 
-_SIZES = (64, 128, 192, 256, 384, 512)
-"""Numbers of tokens of captured passes.
+_SIZES = (64, 128, 192, 256, 384, 512, *range(576, 2049, 64))
+"""Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens.
 
-Sizes in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
+Short ones in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
 9.5 for 160, 9.8 for 192, 10.4 for 224 and for 256, 12.8 for 320, 13.2 for 384, 14.9 for 448, 15.7 for 512).
 """
 
-_MOST_PASSES = 24
+_MOST_WITH_OTHERS = 512
+"""Maximum tokens of passes over several runs, which attend with a bias, or with contexts, a row for each token."""
+
+_MOST_PASSES = 32
 """Maximum captured passes kept per model."""
 
 _PASSES_THAT_PAY_A_CAPTURE = {True: 2, False: 4}
@@ -72,9 +76,10 @@ class PrefillShape(NamedTuple):
         cls, items: Sequence[PrefillItem], tokens: int, wanted: int, planes: int, fused_rows: int
     ) -> PrefillShape | None:
         """The smallest shape for a pass over so many tokens; None if it is longer than captured ones."""
-        if (size := size_for(tokens)) is None:
-            return None
         several, contexts = len(items) > 1, any(item.context for item in items)
+        size = size_for(tokens)
+        if size is None or (size > _MOST_WITH_OTHERS and (several or contexts)):
+            return None
         most = min(size, 1 << max(0, wanted - 1).bit_length())
         return cls(size, most, several, contexts, planes, fused_rows)
 
@@ -184,13 +189,16 @@ class CapturedPrefills:
     Attributes:
         count: Number of captures made.
         failures: Why passes could not be captured, by what they took: several runs, contexts.
-        again: Shape of the last call's pass, if it prefilled the call's one prompt whole; see `prefill_ahead`.
+        asked: What tells the current call from calls of other arguments.
+        again: Shape of the last pass, if it prefilled a call's one prompt whole, and what that call asked; see
+            `prefill_ahead`.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.failures: dict[tuple[bool, bool], str] = {}
-        self.again: PrefillShape | None = None
+        self.asked: Hashable = None
+        self.again: tuple[PrefillShape, Hashable] | None = None
         self._passes: list[CapturedPrefill] = []  # least recently used first
         self._eager = Counter[PrefillShape]()
 

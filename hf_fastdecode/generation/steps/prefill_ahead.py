@@ -1,9 +1,10 @@
-"""Begins a call's captured prefill before transformers prepares the call, which takes as long as the pass.
+"""Begins a call's captured prefill before transformers prepares the call, which takes some milliseconds.
 
 It is begun on a guess: that this call, as the last one did, prefills its one prompt whole by a captured pass. The pass
-runs on a stream of its own, beside what prepares the call. When the call comes to its prefill, tokens are compared: the
-pass is its prefill if they are those that were guessed, and else it is left aside. A wrong guess costs the device the
-time of a short pass, so that after one no other is made until it would have been right.
+runs on a stream of its own, beside what prepares the call. When the call comes to its prefill, tokens are compared: if
+they are those that were guessed, the pass is its prefill, and else it is left aside. A wrong guess costs the device
+the time of the pass, so that one is made for calls with the last one's arguments alone, and after a wrong one none
+until it would have been right.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ def begin_prefill(
 
     The captures are then held until the end of the call, whose scope is given.
     """
-    shape, device = captures.prefills.again, model.device
-    if shape is None or not captures.are_of(structure) or not isinstance(inputs, Tensor):
+    again, device = captures.prefills.again, model.device
+    if again is None or not captures.are_of(structure) or not isinstance(inputs, Tensor):
         return
+    shape, _ = again
     if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
         return
     size = size_for(inputs.shape[1]) if inputs.numel() else None

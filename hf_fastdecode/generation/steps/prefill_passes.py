@@ -63,7 +63,7 @@ class PrefillPasses:
         else:
             logits = captured(cache, forest, tokens, wanted)
         whole = not (shape.several or shape.contexts) and list(wanted) == [len(tokens) - 1]
-        prefills.again = shape if whole else None
+        prefills.again = (shape, prefills.asked) if whole else None
         call.report.captured_prefill_tokens += len(tokens)
         call.report.observe(cache)
         return logits
