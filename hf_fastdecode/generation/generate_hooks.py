@@ -242,7 +242,7 @@ def _begin_prefill(
         return
     if kwargs.get(CACHE) is None:
         inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        begin_prefill(model, model_state.captures, _structure(model_state, model), inputs, call.scope)
+        begin_prefill(model, model_state.captures, inputs, call.scope)
 
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()

@@ -79,7 +79,8 @@ class Fingerprint:
         """
         of_model = self._model is not None and self._model() is model
         if of_model and known is not None and known is self._known:
-            return None if self._own[0] == _states(walk) else "weights"
+            versions = [version for _, version, _ in self._own[0]]  # the rest of their states is known to be the same
+            return None if versions == list(map(tensor_version, _tensors(walk))) else "weights"
         if self._adapters != adapter_state(walk):
             return "adapters"
         if of_model:
@@ -225,13 +226,13 @@ def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
     return id(tensor), tensor_version(tensor), tensor.data_ptr()
 
 
-def _own_state(walk: ModelWalk) -> tuple[Hashable, Hashable]:
+def _own_state(walk: ModelWalk) -> tuple[tuple[tuple[int, int, int], ...], Hashable]:
     """State of tensors and modules, comparable only for the same model object."""
-    return _states(walk), module_state(walk, without=_NOT_IN_KEYS)
+    return tuple(map(_tensor_state, _tensors(walk))), module_state(walk, without=_NOT_IN_KEYS)
 
 
-def _states(walk: ModelWalk) -> Hashable:
-    """State of parameters and buffers."""
+def _tensors(walk: ModelWalk) -> list[Tensor]:
+    """The parameters and buffers that keys and values are made of."""
     buffers = (
         buffer
         for module in walk.modules
@@ -239,7 +240,7 @@ def _states(walk: ModelWalk) -> Hashable:
         for buffer in module.buffers(recurse=False)
         if type(buffer) is Tensor and buffer.device.type != "meta"
     )
-    return tuple(map(_tensor_state, (*_plain_parameters(walk), *buffers)))
+    return [*_plain_parameters(walk), *buffers]
 
 
 def _changes_frequencies(module: nn.Module) -> bool:

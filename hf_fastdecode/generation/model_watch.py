@@ -73,6 +73,14 @@ class ModelWatch:
             self._addresses = self._addresses_of(values)
         except RuntimeError:  # a wrapper around other tensors
             self._all_watched = False
+        self._homes = sorted({index for kind in (0, 1) for index in self._filled[kind]})  # of parameters and buffers
+        self._loose = [
+            (index, name)
+            for index, attributes in enumerate(own)
+            for name, value in attributes.items()
+            if isinstance(value, Tensor)
+        ]
+        self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
         known = set(map(id, walk.modules))
         for value in {id(value): value for value in values if id(value) not in known}.values():
@@ -107,6 +115,21 @@ class ModelWatch:
             return self._addresses_of(values) != self._addresses
         except (KeyError, RuntimeError, TypeError):  # other attributes, or another thread changes them now
             return True
+
+    def moved(self) -> bool:
+        """Whether any tensor's memory is another than it was; asks less than `touched`, and finds fewer changes."""
+        try:
+            return bool(self._gone) or not self._all_watched or self._memory_now() != self._memory
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # a module or an attribute is gone
+            return True
+
+    def _memory_now(self) -> tuple[int, ...]:
+        """Addresses of the tensors that modules had."""
+        modules = self._modules
+        own = [modules[index]().__dict__ for index in self._homes]
+        registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
+        tensors = [tensor for tensor in chain.from_iterable(map(dict.values, registered)) if tensor is not None]
+        return addresses([*tensors, *(modules[index]().__dict__[name] for index, name in self._loose)])
 
     def _values(self, own: list[dict[str, Any]], modules: list[nn.Module]) -> list[object]:
         """All objects that are compared, in one order; raises KeyError where an attribute is gone."""

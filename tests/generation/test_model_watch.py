@@ -64,6 +64,9 @@ MORE = {
 }
 
 
+MOVED = {"weight", "data", "buffer", "module", "no module"}
+
+
 @pytest.mark.parametrize("change", CHANGES | MORE)
 def test_every_change_is_noticed(change):
     model = tiny_model()
@@ -74,6 +77,7 @@ def test_every_change_is_noticed(change):
     gc.collect()
     assert before.touched()
     assert not watch(model).touched()
+    assert before.moved() == (change in MOVED)
 
 
 def test_code_of_a_class_and_global_hooks(monkeypatch):

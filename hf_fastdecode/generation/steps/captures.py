@@ -89,6 +89,7 @@ class Captures:
         kind: type[CapturedStep] = CapturedStep,
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
+        self.join_ahead()
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         for index, step in enumerate(self._steps):
             if type(step) is not kind or (step.rows, step.options) != (rows, options):
@@ -117,6 +118,7 @@ class Captures:
         structure: Structure,
     ) -> CapturedPrefill:
         """Capture a prefill pass over the cache's current items, and keep it; see `CapturedPrefill`."""
+        self.join_ahead()
         with torch.inference_mode(False), torch.no_grad():
             pool = self._pool_on(model.device)
             made = CapturedPrefill(model, shape, cache, forest, longest, structure, pool)
@@ -157,12 +159,20 @@ class Captures:
         """Whether the captures are of the model as it is, by what is known without looking through it."""
         return self._known is not None and structure.known is self._known
 
+    def read_same_memory(self) -> bool:
+        """Whether the tensors that captures read are known to be where they were."""
+        return self._known is not None and not self._known.watch.moved()
+
+    def join_ahead(self) -> None:
+        """Let what is queued from now on wait for the pass that was begun ahead: all captures share its memory."""
+        if self.ahead is not None:
+            self.ahead.join()
+
     def end_ahead(self) -> None:
         """End the call that has begun its prefill ahead."""
-        if (ahead := self.ahead) is not None:
-            ahead.join()
-            if not ahead.was_right:
-                self.prefills.again = None
+        self.join_ahead()
+        if self.ahead is not None and not self.ahead.was_right:
+            self.prefills.again = None
         self.ahead = self.scope = self.owner = None
         self.lock.release()
 
@@ -186,6 +196,7 @@ class Captures:
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
+        self.join_ahead()
         self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
         self._known = None
         self.prefills.clear()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..structure import Structure
 from .captured_prefill import CapturedPrefill, size_for
 
 if TYPE_CHECKING:
@@ -66,21 +65,22 @@ class PrefillAhead:
             torch.cuda.current_stream(self.ids.device).wait_event(self._done)
 
 
-def begin_prefill(
-    model: PreTrainedModel, captures: Captures, structure: Structure, inputs: Any, scope: CallScope
-) -> None:
+def begin_prefill(model: PreTrainedModel, captures: Captures, inputs: Any, scope: CallScope) -> None:
     """Begin the prefill of a call with these ``inputs`` of `generate`, where the last call's would have been right.
 
-    The captures are then held until the end of the call, whose scope is given.
+    The captures are then held until the end of the call, whose scope is given. Weights are where they were: whether
+    anything else of the model has changed, so that the pass is left aside, is found meanwhile.
     """
     again, device = captures.prefills.again, model.device
-    if again is None or not captures.are_of(structure) or not isinstance(inputs, Tensor):
+    if again is None or not isinstance(inputs, Tensor):
         return
     shape, _ = again
     if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
         return
     size = size_for(inputs.shape[1]) if inputs.numel() else None
-    if size is None or torch.is_autocast_enabled(device.type) or not captures.lock.acquire(blocking=False):
+    if size is None or torch.is_autocast_enabled(device.type) or not captures.read_same_memory():
+        return
+    if not captures.lock.acquire(blocking=False):
         return
     captures.owner, captures.scope = threading.get_ident(), scope
     scope.callback(captures.end_ahead)

@@ -61,6 +61,7 @@ class PrefillPasses:
         if ahead is not None and ahead.is_of(captured, tokens):
             logits = captured.end(cache, ahead.outputs(), len(wanted))
         else:
+            call.state.captures.join_ahead()
             logits = captured(cache, forest, tokens, wanted)
         whole = not (shape.several or shape.contexts) and list(wanted) == [len(tokens) - 1]
         prefills.again = (shape, prefills.asked) if whole else None
