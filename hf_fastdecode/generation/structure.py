@@ -59,6 +59,11 @@ class Structure:
         found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
         return FusedModules(self._model, self.walk.modules, found)
 
+    @property
+    def fused_names(self) -> str:
+        """The modules that run as kernels, for reports."""
+        return self.kept("fused names", lambda: str(self.fused or ""))
+
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
         """What `answer` returns, asked once while the model is untouched; it must not refer to modules or tensors."""
         if self.known is None:

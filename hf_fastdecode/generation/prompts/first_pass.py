@@ -136,7 +136,7 @@ class FirstPassPrompts:
         if reuse:
             merge_returned(call, cache)
             keep_nodes(call, cache)
-        call.report.fused = str(call.structure.fused or "")
+        call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])
         rows = torch.tensor([group.count for group in groups], device="cpu")
