@@ -50,8 +50,8 @@ class ContextTables:
             for index, store in stores.items()
         }
         alike = {index: Alike(shape, NO_OWN_NODES) for index, shape in shapes.items()}
-        forest = _deepened(forest)
-        self.by_shape = TablesByShape(tokens, alike, forest, device)
+        # Launch parameters are chosen for these contexts, and sizes for deeper ones.
+        self.by_shape = TablesByShape(tokens, alike, _deepened(forest), device)
         self.follow(cache, forest)
 
     def follow(self, cache: SharedContextCache, forest: Forest) -> None:

@@ -82,7 +82,8 @@ class StepTables:
     Args:
         rows: Rows of the step; a batch may have fewer.
         layers: Indices of the layers that read the tables, or those known so far; the tables grow for more.
-        forest: The forest that decides the sizes, which are rounded up.
+        forest: The forest that decides the sizes, which are rounded up; launch parameters are chosen for that of the
+            first step.
         own_nodes: How to attend to long suffixes.
     """
 
@@ -95,6 +96,7 @@ class StepTables:
         own_nodes: OwnNodes = NO_OWN_NODES,
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
+        self._sized_for = forest
         self._places = {layer: place for place, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
@@ -216,9 +218,11 @@ class StepTables:
 
     def _scheduled(self, shape: HeadShape) -> _Scheduled:
         plan = self._plan(self.forest, shape)
+        sized = self._plan(self._sized_for, shape, plan.config).needed  # it may be a larger forest
         own = self.rows * shape.kv_heads * -(-shape.queries_per_kv_head // plan.config.block_m)
-        units = plan.needed.units + (own if self.own_nodes.used else 0)
-        depths = plan.needed.depths + self.own_nodes.used  # fewer than levels where nodes are read in chains
+        units = max(plan.needed.units, sized.units) + (own if self.own_nodes.used else 0)
+        depths = max(plan.needed.depths, sized.depths)  # fewer than levels where nodes are read in chains
+        depths += self.own_nodes.used
         room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
         programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
