@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .instance_patch import STATE_ATTRIBUTE
 
-CODE_OF_INSTANCES = frozenset({"forward", "_call_impl", "_hf_hook", STATE_ATTRIBUTE})
+_CODE_OF_INSTANCES = frozenset({"forward", "_call_impl", "_hf_hook", STATE_ATTRIBUTE})
 """Instance attributes with code that runs in a module's call: methods, accelerate's hooks, and our overrides."""
 
 
@@ -55,7 +55,7 @@ class ModelWalk:
             for module in self.modules
             if (own := module.__dict__)["_forward_hooks"]
             or own["_forward_pre_hooks"]
-            or not CODE_OF_INSTANCES.isdisjoint(own)
+            or not _CODE_OF_INSTANCES.isdisjoint(own)
         ]
 
     def attributes(self, name: str) -> list[object]:

@@ -19,11 +19,11 @@ from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks
 from .identity import ADAPTER_SWITCHES, addresses, config_field, forward_of
-from .model_walk import CODE_OF_INSTANCES, ModelWalk
+from .model_walk import ModelWalk
 
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_PRIVATE: Final = CODE_OF_INSTANCES | set(ADAPTER_SWITCHES)
-"""Private attributes that a pass may read; the others are bookkeeping of PyTorch and of libraries."""
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes by which PyTorch keeps its books, of which `_REGISTERED` are compared by what is in them."""
 
 _BY_VALUE: Final = (ATTENTION_FIELD, EXPERTS_FIELD)
 """Config fields that passes of any thread change for their time."""
@@ -169,9 +169,9 @@ class ModelWatch:
 
 
 def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]]) -> itemgetter[Any]:
-    """Reads the attributes that a pass may read, of modules with these names of attributes, in one call."""
+    """Reads what a model's code may read, of modules with these names of attributes, in one call."""
     if names not in known:
-        read = [name for name in names if name[:1] != "_" or name in _PRIVATE]
+        read = [name for name in names if name not in _OF_EVERY_MODULE]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
 

@@ -56,6 +56,7 @@ MORE = {
     "training": lambda model: model.model.layers[0].mlp.train(),
     "forward": lambda model: setattr(model.model.norm, "forward", model.model.norm.forward),
     "function": lambda model: vars(model.model.layers[0].mlp).update(activation_fn=torch.tanh),
+    "private number": lambda model: setattr(model.model.norm, "_dropout", 0.1),
     "experts": lambda model: setattr(model.config, "_experts_implementation_internal", "grouped_mm"),
     "a new setting": lambda model: setattr(model.config, "another", 1),
     "the whole config": lambda model: setattr(model, "config", copy.deepcopy(model.config)),
@@ -71,6 +72,7 @@ MOVED = {"weight", "data", "buffer", "module", "no module"}
 def test_every_change_is_noticed(change):
     model = tiny_model()
     vars(model.lm_head).update(_active_adapter=["default"], scaling={"default": 1.0})
+    model.model.norm._dropout = 0.0
     before = watch(model)
     assert not before.touched()
     (CHANGES | MORE)[change](model)
