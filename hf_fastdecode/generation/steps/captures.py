@@ -159,9 +159,12 @@ class Captures:
         """Whether the captures are of the model as it is, by what is known without looking through it."""
         return self._known is not None and structure.known is self._known
 
-    def read_same_memory(self) -> bool:
-        """Whether the tensors that captures read are known to be where they were."""
-        return self._known is not None and not self._known.watch.moved()
+    def may_replay(self, device: torch.device) -> bool:
+        """Whether a replay is safe, though it may be of a model that has changed since: its memory is where it was."""
+        if self._known is None:
+            return False
+        watch = self._known.watch
+        return not (watch.moved() if device.type == "cuda" else watch.touched())  # elsewhere it runs the model's code
 
     def join_ahead(self) -> None:
         """Let what is queued from now on wait for the pass that was begun ahead: all captures share its memory."""

@@ -78,7 +78,7 @@ def begin_prefill(model: PreTrainedModel, captures: Captures, inputs: Any, scope
     if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
         return
     size = size_for(inputs.shape[1]) if inputs.numel() else None
-    if size is None or torch.is_autocast_enabled(device.type) or not captures.read_same_memory():
+    if size is None or torch.is_autocast_enabled(device.type) or not captures.may_replay(device):
         return
     if not captures.lock.acquire(blocking=False):
         return
