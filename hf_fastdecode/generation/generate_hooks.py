@@ -55,7 +55,6 @@ from .prompts.start import start_shared
 from .report import CallReport
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
-from .steps.prefill_ahead import begin_prefill
 from .structure import Structure
 from .support import check_call, other_loop
 
@@ -242,7 +241,7 @@ def _begin_prefill(
         return
     if kwargs.get(CACHE) is None:
         inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        begin_prefill(model, model_state.captures, inputs, call.scope)
+        model_state.captures.begin_prefill(model, inputs, call.scope)
 
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()

@@ -22,10 +22,10 @@ from ..instance_patch import own_method
 from ..model_walk import ModelWalk
 from ..structure import Known, Structure
 from .capture_memory import free_memory, free_workspaces, used_memory
-from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
+from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
-from .prefill_ahead import PrefillAhead
+from .prefill_ahead import PrefillAhead, Scope
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
@@ -159,7 +159,29 @@ class Captures:
         """Whether the captures are of the model as it is, by what is known without looking through it."""
         return self._known is not None and structure.known is self._known
 
-    def may_replay(self, device: torch.device) -> bool:
+    def begin_prefill(self, model: PreTrainedModel, inputs: Any, scope: Scope) -> None:
+        """Begin the prefill of a call of `generate` with these ``inputs``, where the last call was a right guess.
+
+        The lock is then held until the call's scope ends. Weights are where they were: whether anything else of the
+        model has changed, so that the pass is left aside, is found meanwhile.
+        """
+        again, device = self.prefills.again, model.device
+        if again is None or not isinstance(inputs, Tensor):
+            return
+        if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
+            return
+        size = size_for(inputs.shape[1]) if inputs.numel() else None
+        if size is None or torch.is_autocast_enabled(device.type) or not self._may_replay(device):
+            return
+        if not self.lock.acquire(blocking=False):
+            return
+        self.owner, self.scope = threading.get_ident(), scope
+        scope.callback(self._end_ahead)
+        shape, _ = again
+        if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
+            self.ahead = PrefillAhead(captured, inputs)
+
+    def _may_replay(self, device: torch.device) -> bool:
         """Whether a replay is safe, though it may be of a model that has changed since: its memory is where it was."""
         if self._known is None:
             return False
@@ -171,7 +193,7 @@ class Captures:
         if self.ahead is not None:
             self.ahead.join()
 
-    def end_ahead(self) -> None:
+    def _end_ahead(self) -> None:
         """End the call that has begun its prefill ahead."""
         self.join_ahead()
         if self.ahead is not None and not self.ahead.was_right:

@@ -9,19 +9,22 @@ until it would have been right.
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from .captured_prefill import CapturedPrefill, size_for
+from .captured_prefill import CapturedPrefill
 
-if TYPE_CHECKING:
-    from ..call_context import CallScope
-    from .captures import Captures
+
+class Scope(Protocol):
+    """A call of `generate`, see `CallScope`."""
+
+    def callback(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function at the call's end."""
+        ...
 
 
 @cache
@@ -63,27 +66,3 @@ class PrefillAhead:
         """Let work that is queued from now on wait for the pass, whose memory it may use."""
         if self._done is not None:
             torch.cuda.current_stream(self.ids.device).wait_event(self._done)
-
-
-def begin_prefill(model: PreTrainedModel, captures: Captures, inputs: Any, scope: CallScope) -> None:
-    """Begin the prefill of a call with these ``inputs`` of `generate`, where the last call's would have been right.
-
-    The captures are then held until the end of the call, whose scope is given. Weights are where they were: whether
-    anything else of the model has changed, so that the pass is left aside, is found meanwhile.
-    """
-    again, device = captures.prefills.again, model.device
-    if again is None or not isinstance(inputs, Tensor):
-        return
-    shape, _ = again
-    if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
-        return
-    size = size_for(inputs.shape[1]) if inputs.numel() else None
-    if size is None or torch.is_autocast_enabled(device.type) or not captures.may_replay(device):
-        return
-    if not captures.lock.acquire(blocking=False):
-        return
-    captures.owner, captures.scope = threading.get_ident(), scope
-    scope.callback(captures.end_ahead)
-    captured = captures.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])
-    if captured is not None:
-        captures.ahead = PrefillAhead(captured, inputs)
