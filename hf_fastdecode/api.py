@@ -26,7 +26,6 @@ from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
 from .generation.same_calls import require_same_prefill
-from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .generation.wrappers import unwrapped
 
@@ -224,7 +223,7 @@ def prefill(
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
-    structure, options = Structure(inner), model_state.options
+    structure, options = model_state.structure.of(inner), model_state.options
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)

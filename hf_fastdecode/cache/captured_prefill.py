@@ -50,8 +50,8 @@ class ContextTables:
             for index, store in stores.items()
         }
         alike = {index: Alike(shape, NO_OWN_NODES) for index, shape in shapes.items()}
-        forest = _deepened(forest)
-        self.by_shape = TablesByShape(tokens, alike, forest, device)
+        # Launch parameters are chosen for these contexts, and sizes for deeper ones.
+        self.by_shape = TablesByShape(tokens, alike, _deepened(forest), device)
         self.follow(cache, forest)
 
     def follow(self, cache: SharedContextCache, forest: Forest) -> None:
@@ -155,8 +155,9 @@ class CapturedPrefillCache(Cache):
             parts = [buffer[:, :, :length] for buffer in buffers]
             if whole:
                 parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        by_place = [part.unbind() for part in parts]
         for layer in layers:
-            made = Segment._make(parts[buffer][place] for buffer, place in self._pass.places_of(layer.index))
+            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
             if not layer.is_initialized:
                 layer.lazy_initialization(*made)
             if whole:

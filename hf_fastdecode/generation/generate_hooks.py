@@ -18,8 +18,9 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -120,9 +121,9 @@ def _forward_shared(
             # The model would count from the longest row, padding included.
             given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
-    structure = _structure(model)
+    structure = _structure(model_state, model)
     if (active_call := _active_call.get()) is not None and active_call.loop is not None:
-        structure.release()  # the user's loop may have changed the model since the last pass
+        structure.forget()  # the user's loop may have changed the model since the last pass
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
@@ -138,13 +139,13 @@ def _forward_shared(
     return output
 
 
-def _structure(model: PreTrainedModel) -> Structure:
+def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
     call = _active_call.get()
     if call is None or call.model is not model:
-        return Structure(model)
+        return model_state.structure.of(model)
     if call.structure is None:
-        call.structure = Structure(model)
+        call.structure = model_state.structure.of(model)
     return call.structure
 
 
@@ -162,14 +163,14 @@ def _prepare_cache_for_generation(
     model_state.last_call = report = CallReport()
     if active_call is not None and active_call.model is model:
         active_call.report = report
-    given = inspect.signature(GenerationMixin._prepare_cache_for_generation).bind(model, *args, **kwargs).arguments
+    given = _signature(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
         model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
-    structure = _structure(model)
+    structure = _structure(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
@@ -207,7 +208,7 @@ def _prepare_cache_for_generation(
 
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
-    signature = inspect.signature(original)
+    signature = _signature(original)
     takes = _takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and _takes_any(signature))
     takes = takes and _pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
@@ -218,6 +219,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = _active_call.set(call)
         try:
+            if ours:
+                _begin_prefill(model_state, model, call, args, kwargs)
             output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"
@@ -235,6 +238,33 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
                 call.structure.release()
 
 
+def _begin_prefill(
+    model_state: ModelState, model: PreTrainedModel, call: _ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
+    prefills = model_state.captures.prefills
+    prefills.asked = len(args), frozenset(kwargs)
+    if prefills.again is None or prefills.again[1] != prefills.asked or model_state.options.reuse_prefix:
+        return
+    if kwargs.get(CACHE) is None:
+        inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        model_state.captures.begin_prefill(model, inputs, call.scope)
+
+
+_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
+"""Signatures of methods of classes, less their instance."""
+
+
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """A method's signature, which is made once for a class where its instance is bound by a partial."""
+    of_class = method.func if isinstance(method, partial) and len(method.args) == 1 and not method.keywords else None
+    if not isinstance(of_class, FunctionType):
+        return inspect.signature(method)
+    if (found := _signatures.get(of_class)) is None:
+        found = _signatures[of_class] = inspect.signature(method)
+    return found
+
+
 def _takes_loop(signature: inspect.Signature, given: int) -> bool:
     """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
     names = list(signature.parameters)
@@ -248,11 +278,18 @@ def _pass_loop_on(function: Callable[..., Any]) -> bool:
         if isinstance(inner, partial):
             inner = inner.func
             continue
-        signature = inspect.signature(inner, follow_wrapped=False)
-        if "custom_generate" not in signature.parameters and not _takes_any(signature):
+        if not _takes_or_passes_on(inner):
             return False
         inner = getattr(inner, "__wrapped__", None)
     return True
+
+
+def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
+        return True
+    signature = inspect.signature(function, follow_wrapped=False)
+    return "custom_generate" in signature.parameters or _takes_any(signature)
 
 
 def _takes_any(signature: inspect.Signature) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import lru_cache
@@ -23,7 +22,7 @@ from .model_walk import ModelWalk, attributes
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
 
-_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
 _BAKED_IN = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, Tensor})
@@ -53,28 +52,47 @@ class Fingerprint:
     samples also compare copies of a model or of a cache.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, walk: ModelWalk | None = None):
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        walk = ModelWalk(model)
+        walk = walk or ModelWalk(model)
         self._own = _own_state(walk)
         self._adapters = adapter_state(walk)
         self._samples = _samples(walk)
+        self._known: object = None
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_model": None, "_own": None}  # ids and addresses are valid in this process only
+        # Ids and addresses are valid in this process only.
+        return vars(self) | {"_model": None, "_own": None, "_known": None}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Fingerprint:
         return self  # immutable, and describes the same model
 
-    def difference(self, model: nn.Module) -> str | None:
+    def difference(self, model: nn.Module, walk: ModelWalk | None = None) -> str | None:
         """What changed: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
-        walk = ModelWalk(model)
+        walk = walk or ModelWalk(model)
+        return self.host_difference(model, walk) or self.sampled_difference(walk)
+
+    def host_difference(self, model: nn.Module, walk: ModelWalk, known: object = None) -> str | None:
+        """What changed as far as the host can tell.
+
+        Args:
+            known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
+        """
+        of_model = self._model is not None and self._model() is model
+        if of_model and known is not None and known is self._known:
+            versions = [versions for _, versions, _ in self._own[0]]  # the rest is known to be the same
+            return None if versions == list(map(_versions, _tensors(walk))) else "weights"
         if self._adapters != adapter_state(walk):
             return "adapters"
-        if self._model is not None and self._model() is model:
+        if of_model:
             tensors, modules = _own_state(walk)
             if self._own != (tensors, modules):
                 return "weights" if self._own[0] != tensors else "modules"
+            self._known = known
+        return None
+
+    def sampled_difference(self, walk: ModelWalk) -> str | None:
+        """What changed by the sampled elements, for which the host waits on the current stream."""
         now, then = _samples(walk), self._samples
         if now.keys().isdisjoint(then):  # the whole model was moved or converted
             return None
@@ -105,52 +123,19 @@ def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig], walk: 
 
 def _config_state(config: PreTrainedConfig) -> Hashable:
     return tuple(
-        (name, _field_state(name, value))
+        (name, config_field(name, value))
         for name, value in vars(config).items()
         if name != ATTENTION_FIELD  # temporarily changed by passes of any thread
     )
 
 
-def _field_state(name: str, value: Any) -> Hashable:
+def config_field(name: str, value: Any) -> Hashable:
+    """What tells a value of a config field from another."""
     if isinstance(value, PreTrainedConfig):
         return _config_state(value)
     if name == EXPERTS_FIELD and value == "batched_mm":  # for the time of decode steps
         value = "grouped_mm"
     return repr(value)
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-
-
-class ModelWatch:
-    """Tells whether anything on a model was set, added or moved since a moment, in a fraction of a millisecond.
-
-    It compares objects rather than values, so what it finds may be no change at all; `captured_state` then tells.
-    """
-
-    def __init__(self, model: nn.Module, configs: Iterable[PreTrainedConfig]):
-        found: list[dict[str, Any] | list[Any]] = []
-        for one in (*model.modules(), *configs):
-            found.append(vars(one))
-            found += (part for name, part in attributes(one).items() if _holds_state(name, part))
-        self._held = [(part, list(_values(part))) for part in found]
-        self._tensors = [value for _, values in self._held for value in values if isinstance(value, Tensor)]
-        self._addresses = addresses(self._tensors)
-
-    def touched(self) -> bool:
-        """Whether an attribute, parameter, buffer, module, hook or address is another than it was."""
-        for part, held in self._held:
-            if len(now := list(_values(part))) != len(held) or not all(map(operator.is_, now, held)):
-                return True
-        return self._addresses != addresses(self._tensors)
-
-
-def _holds_state(name: str, part: Any) -> bool:
-    return name in _REGISTERED or (isinstance(part, dict | list) and not name.startswith("_"))
-
-
-def _values(part: dict[str, Any] | list[Any]) -> Collection[Any]:
-    return part.values() if isinstance(part, dict) else part
 
 
 def adapter_state(walk: ModelWalk) -> Hashable:
@@ -162,11 +147,11 @@ def adapter_state(walk: ModelWalk) -> Hashable:
 
 def _adapter_switches(module: nn.Module) -> list[tuple[str, str]]:
     attributes = module.__dict__
-    if attributes.keys().isdisjoint(_ADAPTER_SWITCHES):
+    if attributes.keys().isdisjoint(ADAPTER_SWITCHES):
         return []
     return [
         (name, str(value))
-        for name in _ADAPTER_SWITCHES
+        for name in ADAPTER_SWITCHES
         if (value := attributes.get(name)) is not None
         if name != "scaling" or isinstance(value, dict)  # PEFT's is a dict by adapter; others are unrelated
     ]
@@ -180,7 +165,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     left_out = {*without, *SET_BY_CALLS}
     with_functions = _BAKED_IN | _FUNCTIONS
     return (
-        tuple(map(_forward_of, walk.classes)),
+        tuple(map(forward_of, walk.classes)),
         tuple(
             [  # a list takes half the time of a generator, for thousands of attributes
                 (
@@ -207,7 +192,7 @@ def _public(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name[:1] != "_")
 
 
-def _forward_of(kind: type[nn.Module]) -> Hashable:
+def forward_of(kind: type[nn.Module]) -> Hashable:
     """What tells the code of a class from another that it may be given, or functions of its file that it calls."""
     forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
     bare = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
@@ -237,17 +222,23 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(local_part(tensor).data_ptr() for tensor in tensors)
 
 
-def _tensor_state(tensor: Tensor) -> tuple[int, ...]:
-    """Identity, version and address of a tensor, or of what this process stores of it.
-
-    A split tensor's version counts writes to the whole, as by an optimizer, its part's those to the part alone.
-    """
-    local = local_part(tensor)
-    return id(tensor), tensor_version(tensor), tensor_version(local), local.data_ptr()
+def _tensor_state(tensor: Tensor) -> tuple[int, tuple[int, int], int]:
+    """Identity, versions and address of a tensor, or of what this process stores of it."""
+    return id(tensor), _versions(tensor), local_part(tensor).data_ptr()
 
 
-def _own_state(walk: ModelWalk) -> tuple[Hashable, Hashable]:
+def _versions(tensor: Tensor) -> tuple[int, int]:
+    """A split tensor's version counts writes to the whole, as by an optimizer, its part's those to the part alone."""
+    return tensor_version(tensor), tensor_version(local_part(tensor))
+
+
+def _own_state(walk: ModelWalk) -> tuple[tuple[tuple[int, tuple[int, int], int], ...], Hashable]:
     """State of tensors and modules, comparable only for the same model object."""
+    return tuple(map(_tensor_state, _tensors(walk))), module_state(walk, without=_NOT_IN_KEYS)
+
+
+def _tensors(walk: ModelWalk) -> list[Tensor]:
+    """The parameters and buffers that keys and values are made of."""
     buffers = (
         buffer
         for module in walk.modules
@@ -255,8 +246,7 @@ def _own_state(walk: ModelWalk) -> tuple[Hashable, Hashable]:
         for buffer in module.buffers(recurse=False)
         if type(buffer) is Tensor and buffer.device.type != "meta"
     )
-    tensors = tuple(map(_tensor_state, (*_plain_parameters(walk), *buffers)))
-    return tensors, module_state(walk, without=_NOT_IN_KEYS)
+    return [*_plain_parameters(walk), *buffers]
 
 
 def _changes_frequencies(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
 from .steps.captures import Captures
+from .structure import KeptStructure
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -40,6 +41,7 @@ class ModelState:
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
+        self.structure = KeptStructure()
         self.prefix_store = PrefixStore()
         self.repeated = RepeatedPrompts()
         self._logged: set[str] = set()

@@ -1,8 +1,8 @@
 """One walk over the modules of a model, from which all checks of a call read.
 
 A call asks many questions of every module: is it in training mode, does it carry hooks, what does it store, which
-tensors does it read. A walk by `nn.Module.modules` takes longer than most of the answers, so a call walks once.
-Nothing is kept from call to call, since anything may change in between.
+tensors does it read. A walk by `nn.Module.modules` takes longer than most of the answers, so a call walks once, or not
+at all where the last one's modules are known to be still the model's (`model_watch`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,14 @@ class ModelWalk:
     """The modules of a model, once each, in the order of `nn.Module.modules`.
 
     Only this list is as old as the walk: attributes of modules are read when a check asks for them.
+
+    Args:
+        modules: The modules, where the caller has them already.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, modules: list[nn.Module] | None = None):
         self.model = model
-        self.modules: list[nn.Module] = []
-        seen, waiting = set[nn.Module](), [model]
-        while waiting:
-            module = waiting.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            self.modules.append(module)
-            if children := module.__dict__["_modules"]:  # in half the time of an attribute
-                waiting += [child for child in reversed(children.values()) if child is not None]
+        self.modules = modules or _modules(model)
 
     @cached_property
     def classes(self) -> dict[type[nn.Module], nn.Module]:
@@ -79,6 +73,20 @@ class ModelWalk:
     def paths(self) -> dict[nn.Module, str]:
         """Each module's name in the model, empty for the model's own."""
         return {module: path for path, module in self.model.named_modules()}
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    seen, waiting = set[nn.Module](), [model]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.append(module)
+        if children := module.__dict__["_modules"]:  # in half the time of an attribute
+            waiting += [child for child in reversed(children.values()) if child is not None]
+    return found
 
 
 def attributes(one: object) -> dict[str, Any]:

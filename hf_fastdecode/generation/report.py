@@ -86,6 +86,10 @@ class CallReport:
             ]
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
 
+    def begin_again(self) -> None:
+        """Forget what was prefilled and reused so far in the call."""
+        self.captured_prefill_tokens, self.known_tokens = 0, None
+
     def fail(self, error: BaseException) -> None:
         """Record that the call raised."""
         self.path, self.reason = "failed", type(error).__name__

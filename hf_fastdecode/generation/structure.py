@@ -1,10 +1,11 @@
-"""What passes with shared context need to know of a model, read once per call."""
+"""What passes with shared context need to know of a model, kept from call to call while the model is untouched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,29 +17,41 @@ from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import gathers_parameters, splitting_group
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
+from .model_watch import ModelWatch
+
+Answer = TypeVar("Answer")
 
 
 class Structure:
-    """A model's configs, layers and modules, which may change between calls.
+    """A model's configs, layers and modules, for one call.
 
     Attributes:
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
+        known: What holds while the model is untouched; None where nothing tells whether it is.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self._model = model
+    def __init__(self, model: PreTrainedModel, known: Known | None = None):
+        self._model, self.known = model, known
+        self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
+
+    def _configs(self) -> list[PreTrainedConfig]:
         found = {id(config): config for config in self.walk.attributes("config")}
-        self.configs = [config for config in found.values() if isinstance(config, PreTrainedConfig)]
+        return [config for config in found.values() if isinstance(config, PreTrainedConfig)]
 
     @cached_property
     def walk(self) -> ModelWalk:
         """The model's modules."""
-        return ModelWalk(self._model)
+        return ModelWalk(self._model, None if self.known is None else self.known.watch.modules)
 
     @cached_property
     def layout(self) -> ModelLayout:
         """What each layer stores; passes over a cache that has met the model do not need it."""
-        return ModelLayout.of(self._model, self.walk.modules)
+        if self.known is not None and self.known.layout is not None:
+            return self.known.layout
+        layout = ModelLayout.of(self._model, self.walk.modules)
+        if self.known is not None and not layout.own:  # which are modules
+            self.known.layout = layout
+        return layout
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -55,7 +68,29 @@ class Structure:
     def fused(self) -> FusedModules | None:
         """Modules that run as kernels; None where they would not run: on other devices, or in other dtypes."""
         half = self._model.dtype in (torch.float16, torch.bfloat16)
-        return FusedModules(self._model, self.walk.modules) if half and self._model.device.type == "cuda" else None
+        if not half or self._model.device.type != "cuda":
+            return None
+        found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
+        return FusedModules(self._model, self.walk.modules, found)
+
+    @property
+    def fused_names(self) -> str:
+        """The modules that run as kernels, for reports."""
+        return self.kept("fused names", lambda: str(self.fused or ""))
+
+    def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
+        """What `answer` returns, asked once while the model is untouched; it must not refer to modules or tensors."""
+        if self.known is None:
+            return answer()
+        if question not in self.known.answers:
+            self.known.answers[question] = answer()
+        found: Answer = self.known.answers[question]
+        return found
+
+    def forget(self) -> None:
+        """Find modules anew from now on: the model may have changed within the call."""
+        self.known = None
+        self.release()
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
@@ -71,3 +106,37 @@ class Structure:
             else:
                 with self.fused.installed():
                     yield
+
+
+class Known:
+    """What was found about a model, which holds while its watch is untouched; neither modules nor tensors.
+
+    Attributes:
+        layout: None until it is asked for, and for models with layers of kind ``own``.
+        answers: By question, see `Structure.kept`.
+    """
+
+    def __init__(self, structure: Structure):
+        self.configs = structure.configs
+        self.watch = ModelWatch(structure.walk, structure.configs)
+        self.layout: ModelLayout | None = None
+        self.answers: dict[Hashable, Any] = {}
+
+
+class KeptStructure:
+    """Makes the structure of one model for each call, from what the last call knew of it if it is untouched since."""
+
+    def __init__(self) -> None:
+        self._known: Known | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
+        return KeptStructure()  # a copy of the model has other modules
+
+    def of(self, model: PreTrainedModel) -> Structure:
+        """The structure of the model as it is now."""
+        known = self._known
+        if known is not None and not known.watch.touched():
+            return Structure(model, known)
+        structure = Structure(model)
+        structure.known = self._known = Known(structure)
+        return structure

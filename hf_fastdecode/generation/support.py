@@ -150,7 +150,7 @@ def check_call(
     check_arguments(arguments, _KNOWN_ARGUMENTS)
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
-    check_state(structure.walk)
+    structure.kept("state", lambda: check_state(structure.walk))
     if in_several_processes() and (is_deepspeed_zero3_enabled() or structure.gathers_parameters):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(model.config.get_text_config(decoder=True))

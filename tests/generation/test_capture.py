@@ -279,9 +279,13 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
     checked, results = threading.Event(), []
     monkeypatch.setattr(modes, "capture_reason", lambda *arguments: own_forward(arguments[0]))
 
-    def own_forward(model):
+    def begins(model, arguments):
         if threading.current_thread() is not threading.main_thread():
             checked.set()
+
+    monkeypatch.setattr(modes, "reason_of_call", begins)
+
+    def own_forward(model):
         own = (module for module in model.modules() if module is not model and "forward" in vars(module))
         return next((f"{type(module).__name__} carries a forward of its own" for module in own), None)
 

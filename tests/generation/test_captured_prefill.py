@@ -1,12 +1,16 @@
 """Captured prefill passes: on a GPU in graphs; here the same padded passes over the same buffers, uncaptured."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.forest import Span
+from hf_fastdecode.attention.launch import plan
+from hf_fastdecode.cache.state import PrefillItem
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill, modes, runners
 from hf_fastdecode.generation.steps.captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
@@ -14,6 +18,8 @@ from hf_fastdecode.generation.steps.captured_prefill import CapturedPrefill, Cap
 from ..tiny_models import ARCHITECTURES, ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels.forest_decode.config import Config
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 FIRST_TOKEN = {
     **{"num_return_sequences": 2, "do_sample": True, "top_k": 0, "max_new_tokens": 1},
@@ -168,13 +174,37 @@ def test_captures_in_vain_become_rarer(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tokens", "wanted", "size"),
-    [(1, 1, (64, 1)), (64, 3, (64, 4)), (65, 65, (128, 128)), (257, 200, (384, 256)), (512, 5, (512, 8))],
+    [
+        *((1, 1, (64, 1)), (64, 3, (64, 4)), (65, 65, (128, 128)), (257, 200, (384, 256)), (512, 5, (512, 8))),
+        *((513, 1, (576, 1)), (2048, 1, (2048, 1))),
+    ],
 )
 def test_shapes(tokens, wanted, size):
     shape = PrefillShape.of([], tokens, wanted, 0, 64)
     assert shape is not None
     assert (shape.tokens, shape.wanted) == size
-    assert PrefillShape.of([], 513, 1, 0, 64) is None
+    assert PrefillShape.of([], 2049, 1, 0, 64) is None
+
+
+def test_contexts_decide_the_launch_parameters(uncaptured, monkeypatch):
+    """Of chains, which trees of short nodes are read in, and not the levels that tables have room for."""
+    config = Config(16, block_n=32, chain=4)
+    by_levels = lambda forest, *_, **__: config if len(forest.levels) > 1 else replace(config, chain=1)  # noqa: E731
+    monkeypatch.setattr(plan, "decode_config", by_levels)
+    model = tiny_model(num_hidden_layers=1)
+    prompts = [{"input_ids": ragged_prompts(100, 100, shared=70, seed=seed)["input_ids"][1:]} for seed in range(4)]
+    for prompt in prompts[1:]:
+        prompt["input_ids"][:, :70] = prompts[0]["input_ids"][:, :70]
+    with fd.enabled(model, mode="graph", reuse_prefix=True, **OPTIONS):
+        assert [first_token(model, prompt)[1] for prompt in prompts] == [100, 30, 30, 30]
+        assert state_of(model).captures.prefills.count == 2  # without contexts and with
+
+
+def test_long_passes_take_one_prompt():
+    one, other = (PrefillItem(Span(0, start, 300)) for start in (0, 300))
+    assert PrefillShape.of([one], 600, 1, 0, 64) is not None
+    assert PrefillShape.of([one, other], 600, 2, 0, 64) is None
+    assert PrefillShape.of([PrefillItem(Span(1, 0, 600), context=(one.span,))], 600, 1, 0, 64) is None
 
 
 def test_eager_calls_capture_nothing(uncaptured, monkeypatch):
@@ -185,7 +215,7 @@ def test_eager_calls_capture_nothing(uncaptured, monkeypatch):
     with fd.enabled(model, **OPTIONS):  # one token does not pay for a capture
         assert first_token(model, ragged_prompts(30))[1] == 0
     with fd.enabled(model, mode="graph", **OPTIONS):
-        assert first_token(model, ragged_prompts(513))[1] == 0  # too long
+        assert first_token(model, ragged_prompts(300, 300))[1] == 0  # too long for two
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])

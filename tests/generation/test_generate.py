@@ -14,9 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation import generate_hooks as methods
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.structure import Structure
+from hf_fastdecode.generation.model_walk import ModelWalk
 from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
@@ -258,13 +257,22 @@ def test_mask_made_by_transformers(model):
     assert torch.equal(shared, stock)
 
 
-def test_modules_are_looked_through_once_a_call(model, monkeypatch):
+def test_modules_are_looked_through_once_until_the_model_changes(model, monkeypatch):
     looked = []
-    monkeypatch.setattr(methods, "Structure", lambda model: looked.append(1) or Structure(model))
+    walk = ModelWalk.__init__
+    monkeypatch.setattr(
+        ModelWalk, "__init__", lambda self, model, modules=None: looked.append(modules) or walk(self, model, modules)
+    )
     with fd.enabled(model, mode="eager"):
-        for calls in (1, 2):
+        for _ in range(3):
             model.generate(**PROMPT, **SAMPLING)
-            assert len(looked) == calls
+        assert looked.count(None) == 1
+        model.lm_head.register_forward_hook(lambda *_: None).remove()
+        model.generate(**PROMPT, **SAMPLING)
+        assert looked.count(None) == 1
+        model.lm_head = copy.deepcopy(model.lm_head)
+        model.generate(**PROMPT, **SAMPLING)
+        assert looked.count(None) == 2
 
 
 def test_configs_changed_between_calls():

@@ -1,6 +1,7 @@
 """The one walk over a model's modules that a call makes, and what checks read from it."""
 
 import copy
+from weakref import ref
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode.cache.layout import ModelLayout
-from hf_fastdecode.generation import generate_hooks
+from hf_fastdecode.generation import structure as structures
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.model_walk import ModelWalk
@@ -95,11 +96,13 @@ def test_a_call_walks_over_all_modules_once(model, monkeypatch):
     with fd.enabled(model, mode="eager"):
         model.generate(**PROMPT, **SAMPLING)
         monkeypatch.setattr(nn.Module, "named_modules", counted)
-        monkeypatch.setattr(ModelWalk, "__init__", lambda self, module: walks.append(module) or walk(self, module))
-        model.generate(**PROMPT, **SAMPLING)
-        assert state_of(model).last_call.path == "shared"
+        monkeypatch.setattr(ModelWalk, "__init__", lambda self, *given: walks.append(given) or walk(self, *given))
+        model.lm_head.changed = 1
+        for _ in range(2):  # the second is over the modules that the first has found
+            model.generate(**PROMPT, **SAMPLING)
+            assert state_of(model).last_call.path == "shared"
     assert complete == []
-    assert len(walks) == 1
+    assert [modules for _, modules in walks].count(None) == 1
     captured = captured_state(model, (structure := Structure(model)).configs, structure.walk)
     assert captured == captured_state(model, structure.configs)
     assert complete == []
@@ -107,10 +110,16 @@ def test_a_call_walks_over_all_modules_once(model, monkeypatch):
 
 def test_modules_are_let_go_after_a_call(model, monkeypatch):
     made = []
-    monkeypatch.setattr(generate_hooks, "Structure", lambda model: made.append(Structure(model)) or made[-1])
+    monkeypatch.setattr(
+        structures, "Structure", lambda model, known=None: made.append(Structure(model, known)) or made[-1]
+    )
     with fd.enabled(model, mode="eager"):
-        model.generate(**PROMPT, **SAMPLING)
-    assert ["walk" in vars(structure) for structure in made] == [False]
+        for _ in range(2):
+            model.generate(**PROMPT, **SAMPLING)
+            head = ref(model.lm_head)
+            model.lm_head = copy.deepcopy(model.lm_head)
+            assert head() is None
+    assert ["walk" in vars(structure) for structure in made] == [False, False]
 
 
 CHANGES = {

@@ -104,6 +104,24 @@ def test_what_is_kept_is_of_this_model(change):
         assert torch.equal(shared, run(model, second))
 
 
+@pytest.mark.parametrize("loop", ["ours", "beams"])
+def test_numbers_that_changed_behind_the_version_counters(loop):
+    """The weights' samples are compared while what reuses the prefix is computed, which is then computed anew."""
+    model = tiny_model()
+    first, second = prompts(2)
+    arguments = {"num_beams": 2} if loop == "beams" else {"num_return_sequences": 2}
+    with fd.enabled(model, reuse_prefix=True):
+        run(model, first, **arguments)
+        model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.5)
+        shared = run(model, second, **arguments)
+        report = fd.explain(model).last_call
+        assert (report.path, report.prefilled_tokens, report.known_tokens) == ("shared", 97, None)
+        again = run(model, second, **arguments)  # the whole prompt is stored
+        assert fd.explain(model).last_call.known_tokens is not None
+    assert torch.equal(shared, run(model, second, **arguments))
+    assert torch.equal(again, shared)
+
+
 def test_a_given_cache_goes_first(model):
     first, second = prompts(2)
     with fd.enabled(model, reuse_prefix=True):

@@ -22,22 +22,55 @@ def node_addresses(
 
     Own nodes, if there are any, are stored in the `suffix`, ``[rows, kv_heads, capacity, head_dim]`` each.
     """
-    numbers, starts = forest.places
-    table = np.zeros((3, len(numbers)), dtype=np.int64)  # arithmetic, because a view per node takes far longer
-    for number in np.unique(numbers[numbers >= 0]).tolist():
-        own, segment = numbers == number, segments[number]
-        _check_strides(segment)
-        for column, part in enumerate(segment):
-            table[column, own] = part.data_ptr() + starts[own] * part.stride(1) * part.element_size()
-        table[2, own] = segment.keys.stride(0)
-    if suffix is not None:
-        _check_strides(suffix)
-        own = numbers < 0
-        rows = -1 - numbers[own]  # see `own_segment`
-        for column, part in enumerate(suffix):
-            table[column, own] = part.data_ptr() + rows * part.stride(0) * part.element_size()
-        table[2, own] = suffix.keys.stride(1)
-    return torch.from_numpy(table)
+    return AddressesOfLayers(forest).of(segments, suffix)
+
+
+class AddressesOfLayers:
+    """Addresses of a forest's nodes in layer after layer, see `node_addresses`.
+
+    Arithmetic, because a view per node takes far longer; once for all layers whose segments have the same strides,
+    which then differ in where these begin.
+    """
+
+    def __init__(self, forest: Forest):
+        self._numbers, self._starts = forest.places
+        used, self._index = np.unique(self._numbers, return_inverse=True)
+        self._segments, self._own = used[used >= 0].tolist(), used[used < 0]
+        self._offsets: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
+
+    def of(self, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None) -> Tensor:
+        """The table of one layer, ``[3, nodes]`` int64."""
+        parts = [segments[number] for number in self._segments]
+        begins = np.zeros((2, len(self._own) + len(parts)), dtype=np.int64)
+        if suffix is not None and len(self._own):
+            begins[:, : len(self._own)] = [[part.data_ptr()] for part in suffix]
+        if parts:
+            begins[:, len(self._own) :] = [[segment[column].data_ptr() for segment in parts] for column in range(2)]
+        stored = [*parts, *([suffix] if suffix is not None else [])]
+        strides = tuple((part.element_size(), *part.stride()) for segment in stored for part in segment)
+        if strides not in self._offsets:
+            self._offsets[strides] = self._offsets_of(parts, suffix)
+        table = self._offsets[strides].copy()
+        table[:2] += begins[:, self._index]
+        return torch.from_numpy(table)
+
+    def _offsets_of(self, parts: list[Segment], suffix: Segment | None) -> np.ndarray:
+        """The table of a layer whose segments and suffixes all begin at address 0."""
+        table = np.zeros((3, len(self._numbers)), dtype=np.int64)
+        for number, segment in zip(self._segments, parts, strict=True):
+            own = self._numbers == number
+            _check_strides(segment)
+            for column, part in enumerate(segment):
+                table[column, own] = self._starts[own] * part.stride(1) * part.element_size()
+            table[2, own] = segment.keys.stride(0)
+        if suffix is not None:
+            _check_strides(suffix)
+            own = self._numbers < 0
+            rows = -1 - self._numbers[own]  # see `own_segment`
+            for column, part in enumerate(suffix):
+                table[column, own] = rows * part.stride(0) * part.element_size()
+            table[2, own] = suffix.keys.stride(1)
+        return table
 
 
 def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
-from .kernel_call import node_addresses, run_kernels, run_node_kernels, suffix_addresses
+from .kernel_call import AddressesOfLayers, run_kernels, run_node_kernels, suffix_addresses
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
 from .plan import HeadShape, LaunchPlan, may_stay
 
@@ -82,7 +82,8 @@ class StepTables:
     Args:
         rows: Rows of the step; a batch may have fewer.
         layers: Indices of the layers that read the tables, or those known so far; the tables grow for more.
-        forest: The forest that decides the sizes, which are rounded up.
+        forest: The forest that decides the sizes, which are rounded up; launch parameters are chosen for that of the
+            first step.
         own_nodes: How to attend to long suffixes.
     """
 
@@ -95,6 +96,7 @@ class StepTables:
         own_nodes: OwnNodes = NO_OWN_NODES,
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
+        self._sized_for = forest
         self._places = {layer: place for place, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
@@ -216,9 +218,11 @@ class StepTables:
 
     def _scheduled(self, shape: HeadShape) -> _Scheduled:
         plan = self._plan(self.forest, shape)
+        sized = self._plan(self._sized_for, shape, plan.config).needed  # it may be a larger forest
         own = self.rows * shape.kv_heads * -(-shape.queries_per_kv_head // plan.config.block_m)
-        units = plan.needed.units + (own if self.own_nodes.used else 0)
-        depths = plan.needed.depths + self.own_nodes.used  # fewer than levels where nodes are read in chains
+        units = max(plan.needed.units, sized.units) + (own if self.own_nodes.used else 0)
+        depths = max(plan.needed.depths, sized.depths)  # fewer than levels where nodes are read in chains
+        depths += self.own_nodes.used
         room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
         programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
@@ -258,12 +262,13 @@ class StepTables:
         first, last = (extreme(self._places[index] for index in moved) for extreme in (min, max))
         places = {self._places[index]: stored for index, stored in layers.items() if index in self._places}
         nodes = torch.zeros(last + 1 - first, 3, self._nodes, dtype=torch.int64, device="cpu")
-        suffixes = torch.zeros(last + 1 - first, 4, dtype=torch.int64, device="cpu")
+        addresses, of_suffixes = AddressesOfLayers(self.forest), []
         for line in range(last + 1 - first):
             stored = places[first + line]
-            nodes[line, :, : len(self.forest.nodes)] = node_addresses(self.forest, stored.segments, stored.suffix)
-            if stored.suffix is not None:
-                suffixes[line] = torch.tensor(suffix_addresses(stored.suffix, own), device="cpu")
+            suffix = stored.suffix
+            nodes[line, :, : len(self.forest.nodes)] = addresses.of(stored.segments, suffix)
+            of_suffixes.append([0] * 4 if suffix is None else suffix_addresses(suffix, own))
+        suffixes = torch.tensor(of_suffixes, dtype=torch.int64, device="cpu")
         self.nodes[first : last + 1].copy_(nodes)
         self.suffixes[first : last + 1].copy_(suffixes)
         self._versions |= {index: layers[index].version for index in layers if first <= self._places[index] <= last}

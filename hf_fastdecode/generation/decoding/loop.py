@@ -275,7 +275,7 @@ def decode_shared(
     """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
     model, config = call.model, call.config
     call.report.ranks = call.ranks.count
-    call.report.fused = str(call.structure.fused or "")  # found while the device prefills
+    call.report.fused = call.structure.fused_names  # found while the device prefills
     input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
     processors, log_probs = _without_recorder(processors)

@@ -64,25 +64,24 @@ class Chain:
         """Kernel settings for this chain; `greedy` takes the largest processed logit instead of sampling."""
         from ...kernels.sampling.api import Settings  # imports Triton, which reading a chain does not need
 
-        settings = Settings(
+        return Settings(
             device,
             greedy=greedy,
             top_k=self.top_k > 0,
             typical=self.typical_p < 1,
             penalty=self.repetition_penalty != 1,
             eos_token_ids=self.eos_token_ids,
+            values={
+                "temperature": self.temperature,
+                "top_k": self.top_k,
+                "top_p": self.top_p,
+                "min_p": self.min_p,
+                "typical_p": self.typical_p,
+                "repetition_penalty": self.repetition_penalty,
+                "min_new_tokens": self.min_new_tokens,
+                "seed": seed,
+            },
         )
-        settings.update(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            repetition_penalty=self.repetition_penalty,
-            min_new_tokens=self.min_new_tokens,
-            seed=seed,
-        )
-        return settings
 
 
 def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
-from ...kernels.failures import KernelFailedError
+from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.sampling import limits
 from .processor_chain import Chain, read_chain
 
@@ -107,6 +108,10 @@ class TransformersSampler:
         return Drawn(tokens, scores, logits)
 
 
+# What kernels have been launched for, of those that are compiled.
+_launched: set[tuple[torch.device, torch.dtype, int, Hashable]] = set()
+
+
 class FastSampler:
     """The sampling kernel: transformers' distribution without a sort, with other random numbers.
 
@@ -135,8 +140,12 @@ class FastSampler:
             keep = torch.arange(prompts.shape[1], device=prompts.device)[None] >= counts
             self._seen = seen_tokens(prompts, logits.shape[1], keep.expand_as(prompts)).to(logits.device)
         self._rows: tuple[Tensor, Tensor] | None = None
-        # Compile now, while falling back to another sampler is still possible.
-        compiled_ahead(partial(_sample_nothing, logits, self._settings, self._seen), logits.device)
+        form = logits.device, logits.dtype, logits.shape[1], self._settings.compiled_for
+        if form not in _launched or failure(Kernel.SAMPLING, logits.device):
+            # Compile now, while falling back to another sampler is still possible.
+            compiled_ahead(partial(_sample_nothing, logits, self._settings, self._seen), logits.device)
+            if logits.is_cuda:
+                _launched.add(form)
         if do_sample:
             self._settings.update(seed=int(torch.randint(2**62, (), device="cpu")))
 

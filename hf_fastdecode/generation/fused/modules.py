@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -31,25 +32,38 @@ class FusedModules:
     Args:
         model: The model; modules with hooks, a `forward` of their own or a compiled one keep their code.
         modules: Its modules, where the caller has them already.
+        found: What was `found` for the same modules, which have not changed since.
     """
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module] | None = None):
-        known = _found.setdefault(model, {})
-        every = model.modules() if modules is None else modules
-        self._calls = list(_calls(every, known)) if triton_is_installed() and not _all_have_hooks() else []
+    def __init__(
+        self, model: nn.Module, modules: Iterable[nn.Module] | None = None, found: Sequence[Found] | None = None
+    ):
+        self._every = list(model.modules() if modules is None else modules)
+        if found is None:
+            known = _found.setdefault(model, {})
+            none = not triton_is_installed() or _all_have_hooks()
+            found = [] if none else list(_find(self._every, known))
+        self.found = found
 
     @property
     def modules(self) -> list[nn.Module]:
         """These modules, in the order of the model's."""
-        return [module for module, _, _ in self._calls]
+        return [self._every[one.number] for one in self.found]
+
+    @cached_property
+    def _calls(self) -> list[Call]:
+        return [
+            (module, one.kind.replacement(module, one.form))
+            for module, one in zip(self.modules, self.found, strict=True)
+        ]
 
     @property
     def of_every_kind(self) -> bool:
         """Whether norms, rotary embedding and gated activations are among them: compiling layers then gains little."""
-        return len({of for _, _, of in self._calls}) == len(_KINDS)
+        return len({one.kind for one in self.found}) == len(_KINDS)
 
     def __str__(self) -> str:
-        counts = Counter(of.WHAT for _, _, of in self._calls)
+        counts = Counter(one.kind.WHAT for one in self.found)
         return ", ".join(f"{count} {what}" for what, count in counts.items())
 
     @contextmanager
@@ -66,13 +80,21 @@ class FusedModules:
             _switch.leave(self._calls)
 
 
-Call = tuple[nn.Module, Callable[..., Any], ModuleType]
-"""A module, what runs in its place, and its kind."""
+class Found(NamedTuple):
+    """A module that runs as a kernel: its number among the model's, its kind (of `_KINDS`) and its form."""
+
+    number: int
+    kind: ModuleType
+    form: Any
 
 
-def _calls(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Call]:
+Call = tuple[nn.Module, Callable[..., Any]]
+"""A module, and what runs in its place."""
+
+
+def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Found]:
     kinds: dict[type[nn.Module], list[ModuleType]] = {}  # not kept: a class may get another `forward`
-    for module in modules:
+    for number, module in enumerate(modules):
         if (of_class := kinds.get(type(module))) is None:
             of_class = kinds[type(module)] = [of for of in _KINDS if of.may_be(type(module))]
         for of in of_class:
@@ -81,7 +103,7 @@ def _calls(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator
             if kind not in known:
                 known[kind] = tried(of.form_of, module)
             if known[kind] is not None:
-                yield module, of.replacement(module, known[kind]), of
+                yield Found(number, of, known[kind])
                 break
 
 
@@ -102,7 +124,7 @@ class _Switch:
 
     def enter(self, calls: list[Call]) -> None:
         with self._lock:
-            for module, call, _ in calls:
+            for module, call in calls:
                 count = self._entries.get(id(module), 0)
                 if count == 0 and vars(module).get(COMPILED_CALL) is not None:
                     continue  # compiled by the user
@@ -111,7 +133,7 @@ class _Switch:
 
     def leave(self, calls: list[Call]) -> None:
         with self._lock:
-            for module, _, _ in calls:
+            for module, _ in calls:
                 count = self._entries.pop(id(module), 0)
                 if count > 1:
                     self._entries[id(module)] = count - 1

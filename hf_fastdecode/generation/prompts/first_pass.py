@@ -29,7 +29,7 @@ from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, require_gain, same_plans
+from .sharing import Shared, find_shared, keep_nodes, merge_returned, require_gain, same_plans
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -140,8 +140,9 @@ class FirstPassPrompts:
             packed = partial(prefill_passes, model, cache, plan, tokens, max_tokens=limit, length=width)
             passes = list(packed(embeddings=embeddings, **extra))
         if reuse:
+            merge_returned(call, cache)
             keep_nodes(call, cache)
-        call.report.fused = str(call.structure.fused or "")
+        call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])
         rows = torch.tensor([group.count for group in groups], device="cpu")

@@ -21,6 +21,7 @@ from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ...parallel.groups import local_part
 from ..identity import Fingerprint, pass_settings
+from ..structure import Structure
 from .prompt_plan import PromptGroup, StoredPrompts
 
 _MOST_CALLS = 64
@@ -60,14 +61,15 @@ class PrefixStore:
         return PrefixStore()  # a copy of the model has other weights
 
     def find(
-        self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int
+        self, model: PreTrainedModel, groups: list[PromptGroup], structure: Structure, *, least: int
     ) -> tuple[SharedContextCache | None, Fingerprint | None]:
         """Return the kept cache with most of the prompts' tokens, or None if the longest match is under `least`.
 
-        With it, the fingerprint that the model has, if there is one; for `keep`.
+        With it, the fingerprint that the model has by all that the host can tell, if there is one; for `keep`, and to
+        compare the model's numbers with before the cache's are used.
         """
         with self._lock:
-            self._drop_if_outdated(model)
+            self._drop_if_outdated(model, structure)
             best, most = None, 0
             prompts = [group.tokens for group in groups]
             for kept in self._kept:
@@ -81,7 +83,13 @@ class PrefixStore:
             return best.cache, self._fingerprint
 
     def keep(
-        self, model: PreTrainedModel, cache: SharedContextCache, max_bytes: int, *, found: Fingerprint | None = None
+        self,
+        model: PreTrainedModel,
+        cache: SharedContextCache,
+        max_bytes: int,
+        structure: Structure,
+        *,
+        found: Fingerprint | None = None,
     ) -> int:
         """Keep the nodes of a call's cache, with one row per distinct prompt; returns the bytes kept over all calls.
 
@@ -100,9 +108,9 @@ class PrefixStore:
         prompts = StoredPrompts(twin)
         with self._lock:
             if found is None or found is not self._fingerprint:
-                self._drop_if_outdated(model)
+                self._drop_if_outdated(model, structure, sampled=True)
             if self._fingerprint is None:
-                self._fingerprint, self._pass_settings = Fingerprint(model), pass_settings(model)
+                self._fingerprint, self._pass_settings = Fingerprint(model, structure.walk), pass_settings(model)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -116,10 +124,15 @@ class PrefixStore:
             self._kept.clear()
             self._fingerprint = None
 
-    def _drop_if_outdated(self, model: PreTrainedModel) -> None:
-        if self._fingerprint is None:
+    def _drop_if_outdated(self, model: PreTrainedModel, structure: Structure, *, sampled: bool = False) -> None:
+        if (fingerprint := self._fingerprint) is None:
             return
-        if self._pass_settings != pass_settings(model) or self._fingerprint.difference(model) is not None:
+        walk = structure.walk
+        if (
+            self._pass_settings != pass_settings(model)
+            or fingerprint.host_difference(model, walk, structure.known) is not None
+            or (sampled and fingerprint.sampled_difference(walk) is not None)
+        ):
             self._kept.clear()
             self._fingerprint = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from weakref import ref
 
@@ -20,6 +20,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described
 from ...parallel.groups import local_part
+from ..beside import Beside
 from ..call_context import CallContext
 from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
@@ -49,6 +50,7 @@ def find_shared(
     recompute: int = 0,
     by_rows: bool = False,
     reuse: bool = True,
+    ahead: bool = False,
 ) -> Shared:
     """Find the prefixes that prompts share with each other, the given cache, or one of the prefix store.
 
@@ -57,6 +59,7 @@ def find_shared(
         recompute: See `compare_prompts`.
         by_rows: Whether different prompts share nothing, see `by_rows`.
         reuse: Whether the prefix store may be used, if the options allow it.
+        ahead: Whether the caller asks later `numbers_hold` of what is reused from the prefix store.
 
     Raises:
         ValueError: The caller's cache does not fit the prompts or the model.
@@ -67,7 +70,9 @@ def find_shared(
         _check_cache(call, given)
     elif options.reuse_prefix and reuse:
         store = call.state.prefix_store
-        base, call.fingerprint = store.find(call.model, groups, least=options.min_shared_tokens)
+        base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
+        if base is not None and not ahead and not numbers_hold(call):
+            base = None
     elif reuse:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
@@ -151,15 +156,35 @@ def _what_helps(groups: list[PromptGroup], reuse_prefix: bool | int) -> str:
     )
 
 
-def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
-    """Prepare prefilled nodes for later calls, in the returned cache and in the prefix store."""
+def numbers_hold(call: CallContext, beside: Beside | None = None) -> bool:
+    """Whether the model's numbers are still those of the prefix store's fingerprint, found for this call.
+
+    Where they are not, the store is emptied. It takes launches for each parameter: with `beside`, while the device
+    computes what a call is to use if they hold.
+    """
+    if call.fingerprint is None:
+        return True
+    with nullcontext() if beside is None else beside.here():
+        if call.fingerprint.sampled_difference(call.structure.walk) is None:
+            return True
+    call.state.prefix_store.clear()
+    call.fingerprint = None
+    return False
+
+
+def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
+    """Merge the prefilled nodes of a cache that the caller gets."""
     if call.returns_cache:
         with suppress(torch.OutOfMemoryError):
             consolidate(cache)
+
+
+def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
+    """Keep prefilled nodes in the prefix store, for later calls."""
     if call.options.reuse_prefix and call.given is None:  # which may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
-                call.model, cache, call.options.reused_bytes, found=call.fingerprint
+                call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint
             )
     call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
 

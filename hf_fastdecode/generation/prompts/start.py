@@ -11,15 +11,19 @@ from torch import Tensor
 
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..call_context import CallContext
+from ..beside import Beside
+from ..call_context import CallContext, Positions
 from ..forward_pass import forward_pass, input_device
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
 from .packed import node_logits, prefill_nodes, stacked
-from .prompt_plan import PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, require_gain, same_plans
+from .prompt_plan import PromptGroup, PromptPlan, group_prompts
+from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, require_gain, same_plans
 from .unshared_prompts import UnsharedPrompts, prefill_unshared, unshared_prompts
+
+_FEW = 1 << 17
+"""Numbers of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
 
 
 @dataclass
@@ -54,24 +58,26 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         Unsupported: The call must run stock.
         ValueError: The caller's cache does not fit the prompts or the model.
     """
-    model, width = call.model, input_ids.shape[1]
-    found, plan, unshared, rerun_last_token = _planned_alike(call, input_ids)
-    cache = found.cache
-    begin_compiling_attention(call, plan.forest)
-    if unshared is not None:
-        return _start_with_unshared(call, found, plan, unshared, input_ids)
-    call.report.padded_length, call.report.context_width = width, width - rerun_last_token
-    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
-    numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
-    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
-    limit, length = call.max_prefill_tokens, width - rerun_last_token
-    logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
-    keep_nodes(call, cache)
-    suffix_tokens = input_ids[:, width - rerun_last_token :]
-    if rerun_last_token or logits is None:
-        logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
-        return Start(cache, logits, positions + 1, suffix_tokens)
-    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
+    with call.ranks.together():
+        groups = _checked_prompts(call, input_ids)
+    # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
+    # would have to agree on the answer.
+    ahead, beside = call.ranks.count == 1, Beside(input_ids.device)
+    planned = _planned_alike(call, groups, input_ids.shape[1], ahead=ahead)
+    start = _begin(call, passes, planned, input_ids)
+    if ahead and planned.found.reuses and call.given is None and not numbers_hold(call, beside):
+        call.report.begin_again()
+        start = _begin(call, passes, _planned_alike(call, groups, input_ids.shape[1]), input_ids)
+    keep_nodes(call, start.cache)
+    return start
+
+
+def _checked_prompts(call: CallContext, input_ids: Tensor) -> list[PromptGroup]:
+    ids, mask, planar = _on_host(input_ids, call.arguments.get("attention_mask"), call.positions)
+    check_prompts(call.model, call.structure.layout, ids, mask, planar, longest=int(call.config.max_length))
+    if planar.differ:  # this loop gives every step a position per row
+        raise Unsupported(why_not_counted(call.model, planar))
+    return group_prompts(ids, mask)
 
 
 class _Planned(NamedTuple):
@@ -88,39 +94,66 @@ class _Planned(NamedTuple):
     rerun_last_token: bool
 
 
-def _planned_alike(call: CallContext, input_ids: Tensor) -> _Planned:
+def _planned_alike(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
     """The plan, the same on all processes of the model: without kept prompts where they keep different ones."""
     with call.ranks.together():
-        planned = _planned(call, input_ids)
+        planned = _planned(call, groups, width, ahead=ahead)
     if same_plans(call, planned.found, planned.plan):
         return planned
     call.state.prefix_store.clear()
     call.report.known_tokens = None
     with call.ranks.together():
-        return _planned(call, input_ids)
+        return _planned(call, groups, width)
 
 
-def _planned(call: CallContext, input_ids: Tensor) -> _Planned:
-    model, width, longest = call.model, input_ids.shape[1], int(call.config.max_length)
-    mask, planar = call.arguments.get("attention_mask"), call.positions
-    check_prompts(model, call.structure.layout, input_ids, mask, planar, longest=longest)
-    if planar.differ:  # this loop gives every step a position per row
-        raise Unsupported(why_not_counted(model, planar))
-    max_suffix = longest - width
-    found = find_shared(call, group_prompts(input_ids, mask), max_suffix)
-    groups, cache = found.prompts.groups, found.cache
-    cache.state.position_planes = planar.planes
+def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
+    max_suffix = int(call.config.max_length) - width
+    found = find_shared(call, groups, max_suffix, ahead=ahead)
+    found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     rerun_last_token = found.reuses and (found.prompts.any_stored_whole or found.prompts.new_length <= len(groups))
     unshared = None if rerun_last_token else unshared_prompts(call, found)
     if rerun_last_token:
         found.prompts = found.prompts.without_last([1] * len(groups))
-        cache.state.max_suffix = max_suffix + 1
+        found.cache.state.max_suffix = max_suffix + 1
     elif unshared is not None:
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
     return _Planned(found, plan, unshared, rerun_last_token)
+
+
+def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: Tensor) -> Start:
+    """Prefill what is not stored, or queue it on the device."""
+    found, plan, unshared, rerun_last_token = planned
+    model, width, cache = call.model, input_ids.shape[1], found.cache
+    begin_compiling_attention(call, plan.forest)
+    if unshared is not None:
+        return _start_with_unshared(call, found, plan, unshared, input_ids)
+    call.report.padded_length, call.report.context_width = width, width - rerun_last_token
+    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
+    numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
+    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
+    limit, length = call.max_prefill_tokens, width - rerun_last_token
+    logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
+    merge_returned(call, cache)
+    suffix_tokens = input_ids[:, width - rerun_last_token :]
+    if rerun_last_token or logits is None:
+        logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
+        return Start(cache, logits, positions + 1, suffix_tokens)
+    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
+
+
+def _on_host(input_ids: Tensor, mask: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor | None, Positions]:
+    """Prompts, mask and positions on the CPU, by one transfer, where launches of their checks would take longer."""
+    given = [one for one in (input_ids, mask, positions.ids) if one is not None]
+    few = all(one.dim() == 2 and one.shape[1] == input_ids.shape[1] for one in given)
+    few = few and sum(one.numel() for one in given) <= _FEW and len({one.device for one in given}) == 1
+    if not few or not input_ids.is_cuda:
+        return input_ids, mask, positions
+    whole = torch.cat([one.long() for one in given]).cpu()
+    parts = dict(zip(map(id, given), whole.split([len(one) for one in given]), strict=True))
+    return parts[id(input_ids)], parts.get(id(mask)), positions._replace(ids=parts.get(id(positions.ids)))
 
 
 def _last_token_again(
@@ -157,7 +190,7 @@ def _start_with_unshared(
         node_logits(model, cache, plan, max_tokens=limit, length=width), found.prompts.groups, strict=True
     )
     of_nodes = [logits for logits, group in after_nodes for _ in range(group.count)]
-    keep_nodes(call, cache)
+    merge_returned(call, cache)
     if cache.state.max_suffix is not None:
         cache.state.max_suffix += unshared.longest
     of_suffixes = prefill_unshared(model, cache, unshared, max_tokens=limit)

@@ -67,7 +67,15 @@ def free_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
+    return torch.cuda.mem_get_info(device)[0] + cached  # which asks the driver: up to some milliseconds
+
+
+def used_memory(device: torch.device) -> int:
+    """Bytes of PyTorch's tensors on a CUDA device; 0 on other devices."""
+    if device.type != "cuda":
+        return 0
+    of_sizes = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {})  # no flat copy of all
+    return int(of_sizes.get("all", {}).get("current", 0))
 
 
 def free_workspaces() -> None:

@@ -1,8 +1,9 @@
-"""Prefill passes of short prompts, captured in CUDA graphs and kept between calls.
+"""Prefill passes, captured in CUDA graphs and kept between calls.
 
 Up to some hundred tokens, launching a pass's kernels takes longer than running them: a replay takes about as long as
-reading the weights once. A captured pass has a fixed number of tokens; a batch's new tokens are padded to it at their
-end. It computes keys and values into buffers of its own, from which they are copied to the cache after each replay.
+reading the weights once. Of longer prompts a replay can begin before the call is prepared (`prefill_ahead`).
+A captured pass has a fixed number of tokens; a batch's new tokens are padded to it at their end. It computes keys and
+values into buffers of its own, from which they are copied to the cache after each replay.
 
 Weights are read at their addresses at capture. Another capture is needed for another number of tokens or of wanted
 logits, for the first pass over several runs of tokens or over stored contexts, for more nodes or levels than the
@@ -12,10 +13,11 @@ tables hold, rows that outgrow a sliding window, or changes of the model's state
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,14 +32,17 @@ from ..forward_pass import forward_pass
 from ..structure import Structure
 from .graph_capture import CapturedGraph, pass_context
 
-_SIZES = (64, 128, 192, 256, 384, 512)
-"""Numbers of tokens of captured passes.
+_SIZES = (64, 128, 192, 256, 384, 512, *range(576, 2049, 64))
+"""Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens.
 
-Sizes in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
+Short ones in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
 9.5 for 160, 9.8 for 192, 10.4 for 224 and for 256, 12.8 for 320, 13.2 for 384, 14.9 for 448, 15.7 for 512).
 """
 
-_MOST_PASSES = 24
+_MOST_WITH_OTHERS = 512
+"""Maximum tokens of passes over several runs, which attend with a bias, or with contexts, a row for each token."""
+
+_MOST_PASSES = 32
 """Maximum captured passes kept per model."""
 
 _PASSES_THAT_PAY_A_CAPTURE = {True: 2, False: 4}
@@ -71,12 +76,17 @@ class PrefillShape(NamedTuple):
         cls, items: Sequence[PrefillItem], tokens: int, wanted: int, planes: int, fused_rows: int
     ) -> PrefillShape | None:
         """The smallest shape for a pass over so many tokens; None if it is longer than captured ones."""
-        size = next((size for size in _SIZES if size >= tokens), None)
-        if size is None:
-            return None
         several, contexts = len(items) > 1, any(item.context for item in items)
+        size = size_for(tokens)
+        if size is None or (size > _MOST_WITH_OTHERS and (several or contexts)):
+            return None
         most = min(size, 1 << max(0, wanted - 1).bit_length())
         return cls(size, most, several, contexts, planes, fused_rows)
+
+
+def size_for(tokens: int) -> int | None:
+    """Tokens of the smallest captured pass for so many; None if they are more than any takes."""
+    return next((size for size in _SIZES if size >= tokens), None)
 
 
 class CapturedPrefill:
@@ -140,24 +150,37 @@ class CapturedPrefill:
         Returns:
             ``[len(wanted), vocabulary]`` in the model's dtype.
         """
-        items, count = cache.state.packed, self.shape.tokens
-        inputs = torch.zeros(self._inputs.shape, dtype=torch.long, device="cpu")
-        ids, positions, runs = inputs[: 3 * count].view(3, count)
-        ids[: len(tokens)] = tokens
-        runs.fill_(-1)
-        start = 0
-        for number, item in enumerate(items):
-            stop = start + item.span.length
-            positions[start:stop] = torch.arange(item.position, item.position + stop - start, device="cpu")
-            runs[start:stop] = number
-            start = stop
-        inputs[3 * count : 3 * count + len(wanted)] = torch.tensor(wanted, dtype=torch.long, device="cpu")
+        inputs = self._arranged([(item.position, item.span.length) for item in cache.state.packed], wanted)
+        inputs[: len(tokens)] = tokens
         self._inputs.copy_(inputs)
         if self._tables is not None and forest is not None:
             self._tables.follow(cache, forest)
-        logits, *buffers = self._graph.replay()
+        return self.end(cache, self._graph.replay(), len(wanted))
+
+    def begin(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Run the pass over one prompt ``[length]`` on the device, of which the last token's logits are wanted."""
+        with torch.no_grad():
+            self._inputs.copy_(self._arranged([(0, len(ids))], [len(ids) - 1]))
+            self._inputs[: len(ids)].copy_(ids)
+            return self._graph.replay()
+
+    def end(self, cache: SharedContextCache, outputs: tuple[Tensor, ...], wanted: int) -> Tensor:
+        """Store what a pass over the cache's current items returned; the `wanted` logits, as of a call."""
+        logits, *buffers = outputs
         self._view.store(cache, buffers)
-        return logits[: len(wanted)].clone()
+        return logits[:wanted].clone()
+
+    def _arranged(self, runs: Sequence[tuple[int, int]], wanted: Sequence[int]) -> Tensor:
+        """The pass's inputs but for ids, on the CPU, for runs of tokens by first position and length."""
+        inputs, count, start = np.zeros(len(self._inputs), dtype=np.int64), self.shape.tokens, 0
+        _, positions, numbers = inputs[: 3 * count].reshape(3, count)
+        numbers[:] = -1
+        for number, (first, length) in enumerate(runs):
+            positions[start : start + length] = np.arange(first, first + length)
+            numbers[start : start + length] = number
+            start += length
+        inputs[3 * count : 3 * count + len(wanted)] = wanted
+        return torch.from_numpy(inputs)
 
 
 class CapturedPrefills:
@@ -166,11 +189,16 @@ class CapturedPrefills:
     Attributes:
         count: Number of captures made.
         failures: Why passes could not be captured, by what they took: several runs, contexts.
+        asked: What tells the current call from calls of other arguments.
+        again: Shape of the last pass, if it prefilled a call's one prompt whole, and what that call asked; see
+            `prefill_ahead`.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.failures: dict[tuple[bool, bool], str] = {}
+        self.asked: Hashable = None
+        self.again: tuple[PrefillShape, Hashable] | None = None
         self._passes: list[CapturedPrefill] = []  # least recently used first
         self._eager = Counter[PrefillShape]()
 
@@ -199,4 +227,4 @@ class CapturedPrefills:
 
     def clear(self) -> None:
         """Drop all captures."""
-        self._passes = []
+        self._passes, self.again = [], None

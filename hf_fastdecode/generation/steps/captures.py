@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
@@ -20,11 +20,12 @@ from ..foreign_code import is_capturable, splits_module
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
-from ..structure import Structure
-from .capture_memory import free_memory, free_workspaces
-from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
+from ..structure import Known, Structure
+from .capture_memory import free_memory, free_workspaces, used_memory
+from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
+from .prefill_ahead import PrefillAhead, Scope
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
@@ -39,6 +40,8 @@ class Captures:
 
     Attributes:
         owner: The thread that holds the lock.
+        scope: The call that holds the lock from its start to its end, if one does; see `prefill_ahead`.
+        ahead: The prefill pass that this call has begun.
         prefills: The captured prefill passes.
         count: Number of steps captured.
         steps_asked: Steps requested by the model's calls so far, including the current one.
@@ -47,6 +50,8 @@ class Captures:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.owner: int | None = None
+        self.scope: object = None
+        self.ahead: PrefillAhead | None = None
         self.compiled = CompiledLayers()
         self.prefills = CapturedPrefills()
         self.count = 0
@@ -55,10 +60,11 @@ class Captures:
         self.compile_failure: str | None = None  # why layers could not be compiled, where they can be captured
         self.pass_failures: dict[CaptureOptions, str] = {}  # why passes of other loops could not be captured
         self._failure: str | None = None
-        self._free = 0  # free memory at the start of the latest call
+        self._used = 0  # memory in use at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
         self._steps: list[CapturedStep] = []  # least recently used first
         self._state: Hashable = None
+        self._known: Known | None = None  # about the model in this state
         self._pool: Any = None
         self._has_workspaces = False
         self._gains_by_compiling: bool | None = None  # None if not known
@@ -83,13 +89,14 @@ class Captures:
         kind: type[CapturedStep] = CapturedStep,
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
+        self.join_ahead()
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
-        known = self._known(rows, cache, options, kind)
-        if structure.ranks.all(known is not None) == [True]:  # a capture runs passes, on all processes of the model
-            assert known is not None
-            self._steps.remove(known)
-            self._steps.append(known)
-            return known
+        found = self._fitting(rows, cache, options, kind)
+        if structure.ranks.all(found is not None) == [True]:  # a capture runs passes, on all processes of the model
+            assert found is not None
+            self._steps.remove(found)
+            self._steps.append(found)
+            return found
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             pool = self._pool_on(model.device)
@@ -101,7 +108,7 @@ class Captures:
         self.count += 1
         return step
 
-    def _known(
+    def _fitting(
         self, rows: int, cache: SharedContextCache, options: CaptureOptions, kind: type[CapturedStep]
     ) -> CapturedStep | None:
         for step in self._steps:
@@ -121,6 +128,7 @@ class Captures:
         structure: Structure,
     ) -> CapturedPrefill:
         """Capture a prefill pass over the cache's current items, and keep it; see `CapturedPrefill`."""
+        self.join_ahead()
         with torch.inference_mode(False), torch.no_grad():
             pool = self._pool_on(model.device)
             made = CapturedPrefill(model, shape, cache, forest, longest, structure, pool)
@@ -147,21 +155,71 @@ class Captures:
         kept = (step for step in self._steps if type(step) is CapturedStep and step.options == options)
         return {step.rows for step in kept if step.tables.own_nodes_dominate == own_dominate}
 
-    def refresh(self, model: PreTrainedModel, configs: list[PreTrainedConfig], walk: ModelWalk) -> None:
+    def refresh(self, model: PreTrainedModel, structure: Structure) -> None:
         """Drop all captures if the weights, modules or configs have changed."""
-        state = captured_state(model, configs, walk)
+        if self.are_of(structure):
+            return
+        state = captured_state(model, structure.configs, structure.walk)
         if state != self._state:
             self.clear()
             self._state = state
+        self._known = structure.known
 
-    def fail(self, reason: str, *, of_memory: bool) -> None:
+    def are_of(self, structure: Structure) -> bool:
+        """Whether the captures are of the model as it is, by what is known without looking through it."""
+        return self._known is not None and structure.known is self._known
+
+    def begin_prefill(self, model: PreTrainedModel, inputs: Any, scope: Scope) -> None:
+        """Begin the prefill of a call of `generate` with these ``inputs``, where the last call was a right guess.
+
+        The lock is then held until the call's scope ends. Weights are where they were: whether anything else of the
+        model has changed, so that the pass is left aside, is found meanwhile.
+        """
+        again, device = self.prefills.again, model.device
+        if again is None or not isinstance(inputs, Tensor):
+            return
+        if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
+            return
+        size = size_for(inputs.shape[1]) if inputs.numel() else None
+        if size is None or torch.is_autocast_enabled(device.type) or not self._may_replay(device):
+            return
+        if not self.lock.acquire(blocking=False):
+            return
+        self.owner, self.scope = threading.get_ident(), scope
+        scope.callback(self._end_ahead)
+        shape, _ = again
+        if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
+            self.ahead = PrefillAhead(captured, inputs)
+
+    def _may_replay(self, device: torch.device) -> bool:
+        """Whether a replay is safe, though it may be of a model that has changed since: its memory is where it was."""
+        if self._known is None:
+            return False
+        watch = self._known.watch
+        return not (watch.moved() if device.type == "cuda" else watch.touched())  # elsewhere it runs the model's code
+
+    def join_ahead(self) -> None:
+        """Let what is queued from now on wait for the pass that was begun ahead: all captures share its memory."""
+        if self.ahead is not None:
+            self.ahead.join()
+
+    def _end_ahead(self) -> None:
+        """End the call that has begun its prefill ahead."""
+        self.join_ahead()
+        if self.ahead is not None and not self.ahead.was_right:
+            self.prefills.again = None
+        self.ahead = self.scope = self.owner = None
+        self.lock.release()
+
+    def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
         """Record why a capture failed, and whether it ran out of memory."""
-        self._failure, self._free_then = reason, self._free if of_memory else None
+        free_then = free_memory(device) + used_memory(device) - self._used if of_memory else None
+        self._failure, self._free_then = reason, free_then
 
     def failure(self, device: torch.device) -> str | None:
         """Why a capture failed. Reset by `retry`, or for lack of memory when a call starts with more of it."""
-        self._free = free_memory(device)
-        if self._free_then is not None and self._free > self._free_then:
+        self._used = used_memory(device)
+        if self._free_then is not None and free_memory(device) > self._free_then:
             self.retry()
         return self._failure
 
@@ -173,7 +231,9 @@ class Captures:
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
+        self.join_ahead()
         self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
+        self._known = None
         self.prefills.clear()
         self.retry()
 
@@ -187,10 +247,8 @@ class Captures:
                 free_workspaces()
 
 
-def capture_reason(
-    model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk, backend: str, arguments: dict[str, Any]
-) -> str | None:
-    """Why this model's steps cannot be captured, or None if no reason is known."""
+def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk, backend: str) -> str | None:
+    """Why steps of this model, as it is, cannot be captured; None if no reason is known."""
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
@@ -201,8 +259,6 @@ def capture_reason(
         return f"the kernels take float16 and bfloat16, got {model.dtype}"
     if backend not in ("auto", "triton"):
         return f"backend={backend!r} was requested"
-    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
-        return "torch.autocast is active around the call"
     for module in walk.with_code:
         own = None if module is model else own_method(module, "forward")
         if own is not None and not splits_module(own):
@@ -210,6 +266,13 @@ def capture_reason(
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if not all(map(is_capturable, hooks)) or hasattr(module, "_hf_hook"):
             return f"{type(module).__name__} has forward hooks, which a captured step would not call"
+    return None
+
+
+def reason_of_call(model: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
+    """Why steps of a call with these model arguments cannot be captured though the model's could be, or None."""
+    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
+        return "torch.autocast is active around the call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"

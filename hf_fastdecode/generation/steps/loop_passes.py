@@ -22,8 +22,9 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...kernels.forest_decode.limits import MAX_QUERIES
 from ..call_context import CallContext
-from ..identity import ModelWatch, captured_state
+from ..identity import captured_state
 from ..model_walk import ModelWalk
+from ..model_watch import ModelWatch
 from ..support import is_nothing
 from .capture_memory import ran_out_of_memory
 from .captured_pass import CapturedPass
@@ -140,16 +141,19 @@ class CapturedPasses:
         """Check the model once for a loop of transformers, and before every pass for one of the user's."""
         call, configs = self._call, self._call.structure.configs
         if not self._checked:
-            self._captures.refresh(self._model, configs, call.structure.walk)
+            if self._watches:
+                call.structure.forget()
+            self._captures.refresh(self._model, call.structure)
             self._checked = True
             if self._watches:
-                self._state, self._watch = captured_state(self._model, configs), ModelWatch(self._model, configs)
+                walk = ModelWalk(self._model)
+                self._state, self._watch = captured_state(self._model, configs, walk), ModelWatch(walk, configs)
         elif self._watch is not None and self._watch.touched():
             walk = ModelWalk(self._model)
-            self._changed = capture_reason(self._model, call.structure.layout, walk, call.options.backend, {})
+            self._changed = capture_reason(self._model, call.structure.layout, walk, call.options.backend)
             if captured_state(self._model, configs, walk) != self._state:
                 self._changed = "the model's weights or modules changed between passes"
-            self._watch = ModelWatch(self._model, configs)
+            self._watch = ModelWatch(walk, configs)
         return self._changed
 
     def _run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> tuple[ModelOutput | None, str | None]:

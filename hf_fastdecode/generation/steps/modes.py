@@ -17,7 +17,7 @@ from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..support import step_arguments
 from .capture_memory import ran_out_of_memory
-from .captures import capture_reason
+from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
 from .prefill_passes import PrefillPasses
 from .projections import has_projections
@@ -73,6 +73,13 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
     if call.mode == "eager":
         yield False
         return
+    if captures.scope is not None and captures.scope is call.scope:
+        before = captures.made
+        try:
+            yield True
+        finally:
+            call.report.captures = captures.made - before
+        return
     if captures.owner == threading.get_ident():
         if forced:
             raise cannot_run(forced, "it is inside another generate call of this model")
@@ -110,7 +117,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     def refresh() -> None:
         nonlocal checked
         if not checked:
-            captures.refresh(model, structure.configs, structure.walk)
+            captures.refresh(model, structure)
             checked = True
 
     # `captured` itself, by a reference that ends with the call: a cycle would keep the model until it is collected.
@@ -145,7 +152,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
             call.set_mode("graph", captures.compile_failure)
             return again[0](cache, larger)
         if not unsupported:
-            captures.fail(reason, of_memory=_is_memory_failure(reason))
+            captures.fail(reason, model.device, of_memory=_is_memory_failure(reason))
         call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
         call.set_mode("eager", reason)
         return eager(cache)
@@ -226,8 +233,10 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         pays = _STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
-    arguments = step_arguments(call.arguments)
-    reason = capture_reason(model, structure.layout, structure.walk, options.backend, arguments)
+    reason = structure.kept(
+        ("capture", options.backend),
+        lambda: capture_reason(model, structure.layout, structure.walk, options.backend),
+    ) or reason_of_call(model, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and call.ranks.count > 1:
         reason = "layers that several processes compute together are not compiled"
     if options.mode == "compile" and reason is None and not decoder_layers(model):

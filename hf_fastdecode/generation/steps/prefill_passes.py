@@ -57,7 +57,14 @@ class PrefillPasses:
         captured = self._find(shape, cache, forest, longest)
         if captured is None:
             return None
-        logits = captured(cache, forest, tokens, wanted)
+        prefills, ahead = call.state.captures.prefills, call.state.captures.ahead
+        if ahead is not None and ahead.is_of(captured, tokens):
+            logits = captured.end(cache, ahead.outputs(), len(wanted))
+        else:
+            call.state.captures.join_ahead()
+            logits = captured(cache, forest, tokens, wanted)
+        whole = not (shape.several or shape.contexts) and list(wanted) == [len(tokens) - 1]
+        prefills.again = (shape, prefills.asked) if whole else None
         call.report.captured_prefill_tokens += len(tokens)
         call.report.observe(cache)
         return logits

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class Settings:
         typical: Whether ``typical_p`` may be below 1.
         penalty: Whether ``repetition_penalty`` may be other than 1.
         eos_token_ids: Tokens not to be drawn while ``step < min_new_tokens``.
+        values: Numbers by name, as for `update`; the others have no effect.
     """
 
     temperature: Tensor
@@ -64,17 +66,24 @@ class Settings:
         typical: bool = False,
         penalty: bool = False,
         eos_token_ids: list[int] | tuple[int, ...] = (),
+        values: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.greedy = greedy
         self.features = {"top_k": top_k, "typical_p": typical, "repetition_penalty": penalty}
         self.features["min_new_tokens"] = bool(eos_token_ids)
         self.eos_ids = _on(device, eos_token_ids or (-1,), torch.int64)
         self.eos_count = len(eos_token_ids)
-        self.numbers = _on(device, _FLOATS.values(), torch.float32)
-        self.integers = _on(device, _INTEGERS.values(), torch.int64)
+        self._check(values)
+        self.numbers = _on(device, (values.get(name, neutral) for name, neutral in _FLOATS.items()), torch.float32)
+        self.integers = _on(device, (values.get(name, neutral) for name, neutral in _INTEGERS.items()), torch.int64)
         for names, storage in ((_FLOATS, self.numbers), (_INTEGERS, self.integers)):
             for index, name in enumerate(names):
                 setattr(self, name, storage[index])
+
+    @property
+    def compiled_for(self) -> Hashable:
+        """What of these settings selects a compilation."""
+        return self.greedy, self.eos_count, *self.features.values()
 
     def update(self, **values: float | int) -> None:
         """Set numbers in place, by name.
@@ -84,6 +93,11 @@ class Settings:
             ValueError: A value is out of bounds, not an integer where it must be one, or needs a feature that these
                 settings lack.
         """
+        self._check(values)
+        for name, value in values.items():
+            getattr(self, name).fill_(value)
+
+    def _check(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             if name not in _FLOATS and name not in _INTEGERS:
                 raise TypeError(f"no setting is called {name!r}; there are {', '.join([*_FLOATS, *_INTEGERS])}")
@@ -95,8 +109,6 @@ class Settings:
             neutral = _FLOATS.get(name, _INTEGERS.get(name))
             if not self.features.get(name, True) and value != neutral:
                 raise ValueError(f"{name}={value} needs Settings created with that feature; here it must be {neutral}")
-        for name, value in values.items():
-            getattr(self, name).fill_(value)
 
 
 def _on(device: torch.device | str, numbers: Iterable[float], dtype: torch.dtype) -> Tensor:

@@ -27,8 +27,9 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.sums import WaitingSums
-from hf_fastdecode.generation.identity import ModelWatch, captured_state
+from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_walk import ModelWalk
+from hf_fastdecode.generation.model_watch import ModelWatch
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.generation.support import check_state
 
@@ -283,7 +284,7 @@ def test_a_model_that_is_read_while_another_thread_computes() -> None:
             try:
                 for _ in range(100):
                     captured_state(model, configs)
-                    ModelWatch(model, configs).touched()
+                    ModelWatch(ModelWalk(model), configs).touched()
                     FusedModules(model)
                     model.train()
                     check_state(ModelWalk(model))

@@ -1,0 +1,68 @@
+"""Begins a call's captured prefill before transformers prepares the call, which takes some milliseconds.
+
+It is begun on a guess: that this call, as the last one did, prefills its one prompt whole by a captured pass. The pass
+runs on a stream of its own, beside what prepares the call. When the call comes to its prefill, tokens are compared: if
+they are those that were guessed, the pass is its prefill, and else it is left aside. A wrong guess costs the device
+the time of the pass, so that one is made for calls with the last one's arguments alone, and after a wrong one none
+until it would have been right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .captured_prefill import CapturedPrefill
+
+
+class Scope(Protocol):
+    """A call of `generate`, see `CallScope`."""
+
+    def callback(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function at the call's end."""
+        ...
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class PrefillAhead:
+    """A captured pass over one prompt that was begun ahead.
+
+    Attributes:
+        ids: ``[1, length]`` int64: the prompt that was guessed.
+        was_right: Whether its outputs were used.
+    """
+
+    def __init__(self, captured: CapturedPrefill, ids: Tensor):
+        self.captured, self.ids, self.was_right = captured, ids, False
+        self._done: torch.cuda.Event | None = None
+        if ids.device.type != "cuda":
+            self._outputs = captured.begin(ids[0])
+            return
+        before, stream = torch.cuda.current_stream(ids.device).record_event(), _stream(ids.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(before)
+            self._outputs = captured.begin(ids[0])
+            self._done = stream.record_event()
+
+    def is_of(self, captured: CapturedPrefill, tokens: Tensor) -> bool:
+        """Whether it is a pass of this capture over these tokens, ``[length]`` int64 on the CPU."""
+        return captured is self.captured and torch.equal(self.ids[0].cpu(), tokens)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the pass returns, for work that is queued from now on."""
+        self.was_right = True
+        self.join()
+        return self._outputs
+
+    def join(self) -> None:
+        """Let work that is queued from now on wait for the pass, whose memory it may use."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.ids.device).wait_event(self._done)
