@@ -30,6 +30,11 @@ class Arguments(NamedTuple):
         return self.lengths if self.starts is None else self.starts
 
     @property
+    def copied(self) -> dict[str, Tensor]:
+        """Parts that the kernel on clusters copies by 16 bytes."""
+        return {"keys": self.keys, "coordinates": self.coordinates}
+
+    @property
     def rotary_dim(self) -> int:
         """Numbers of a head that RoPE rotates."""
         return 0 if self.rotary is None else 2 * self.rotary.cos.shape[-1]
@@ -99,8 +104,13 @@ def check_arguments(given: Arguments) -> None:
         raise ValueError(f"scale must be above 0, got {scale}")
 
 
+def is_aligned(part: Tensor) -> bool:
+    """Whether rows and slots of a part of the cache can be copied by 16 bytes."""
+    size = part.element_size()
+    return not part.numel() or not (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16)
+
+
 def check_alignment(name: str, part: Tensor) -> None:
     """Raise ValueError where rows or slots of a part of the cache cannot be copied by 16 bytes."""
-    size = part.element_size()
-    if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
+    if not is_aligned(part):
         raise ValueError(f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}")

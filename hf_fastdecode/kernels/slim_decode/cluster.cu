@@ -14,11 +14,15 @@
 //     exchanging 1 warp                        scores to weights, sent to all blocks of the cluster
 //     adding     4 or 8 warps                  weights times tile to the averages, by warpgroup matrix products
 //
+// Keys in 8 bits are copied as they are. A scoring warp dequantises what it has read for its scores to fp16, in units of
+// a power of 2 near the tile's largest scale, and stores that for the adding warps, so that copies are read once. Scales
+// come from device memory through registers of the rotating warp.
+//
 // Clusters take equal shares of the tiles of all rows (LeanAttention, section 4), computed here from the lengths. A
 // piece is what a cluster has of one row; it writes an fp32 partial, which `merge_pieces` merges.
 //
-// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, MEMBERS, TILE,
-// STAGES, LEAD, ADDERS and SCORERS (groups of four warps) and SHARED_BYTES.
+// ClusterShape.numbers in cluster.py defines HEADS, HEAD_DIM, RANK, ROTATED, OFFSET, STARTS, BF16, SCALED (8 bits), FP8,
+// MEMBERS, TILE, STAGES, COPIES, LEAD, ADDERS and SCORERS (groups of four warps) and SHARED_BYTES.
 
 #include "instructions.cuh"
 
@@ -33,6 +37,14 @@ constexpr int RANK_COLUMNS = (RANK + 16 * MEMBERS - 1) / (16 * MEMBERS) * 16;  /
 constexpr int BOX_BYTES = TILE * 128;                                          // 64 columns of a tile
 constexpr int KEY_BOXES = KEY_COLUMNS / 64, RANK_BOXES = (RANK_COLUMNS + 63) / 64, BOXES = KEY_BOXES + RANK_BOXES;
 constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
+// What is copied of a tile: to its stage, or where it is dequantised, to a place of its own, in boxes of 128 columns.
+constexpr int KEY_COPY_BOXES = SCALED ? KEY_COLUMNS / 128 : KEY_BOXES;
+constexpr int COPY_BOXES = KEY_COPY_BOXES + (SCALED ? (RANK_COLUMNS + 127) / 128 : RANK_BOXES);
+constexpr int COPY_BYTES = COPY_BOXES * BOX_BYTES;
+constexpr int PLACES = SCALED ? COPIES : STAGES;
+constexpr int RANK_GROUPS = RANK ? (HEAD_DIM - 16 + RANK_COLUMNS - 1) / HEAD_DIM + 1 : 0;  // at most, of a block
+constexpr int SCALES = OWN + RANK_GROUPS;  // per token
+constexpr int UNITS = OWN + (RANK ? 1 : 0);  // of the columns of each head, and of V-coordinates
 constexpr int ADDER_BOXES = (BOXES + ADDERS - 1) / ADDERS;
 constexpr int HEAD_BLOCKS = (HEADS + 7) / 8;
 constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
@@ -41,6 +53,7 @@ constexpr int PADDED_HEADS = 8 * HEAD_BLOCKS;
 // say that a buffer is free.
 constexpr int RING = 2 * LEAD;
 constexpr int QUERY_RING = 2;  // buffers of queries; of scores there are STAGES, by which scoring is ahead at most
+constexpr int UNIT_RING = STAGES + QUERY_RING;  // buffers of units, by which rotating is ahead of adding at most
 constexpr int WEIGHT_BYTES = PADDED_HEADS * TILE * 2;
 constexpr float SHIFT = BF16 ? 0.0f : 14.0f;  // weights are scaled by 2^SHIFT, away from fp16's subnormal numbers
 constexpr float LOWEST = -1e30f;
@@ -63,6 +76,7 @@ constexpr int PASSES = (OWN + WARP_HEADS - 1) / WARP_HEADS;  // of the own heads
 
 static_assert(HEADS % MEMBERS == 0 && HEAD_DIM % 64 == 0 && RANK % 8 == 0 && STAGES >= LEAD && LEAD > 1);
 static_assert((TILE == 32 || TILE == 64) && MEMBERS <= HEAD_LANES);
+static_assert(!SCALED || (KEY_COLUMNS % 128 == 0 && COPIES <= STAGES && !BF16));
 static_assert(LANES <= 32 && TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS);
 
 // Registers per thread, of 512 for four warps on a scheduler, one of each group.
@@ -72,15 +86,18 @@ constexpr int SUMS = 4 * HEAD_BLOCKS * ADDER_BOXES;  // per thread
 
 // Shared memory, in bytes from its beginning. A head's factors are two: that on its averages of earlier tiles, and the
 // sum of its weights so far, which only the last tile of a piece has.
-constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES;
+constexpr int COPIES_AT = SCALED ? STAGES * STAGE_BYTES : 0;
+constexpr int WEIGHTS_AT = COPIES_AT + (SCALED ? COPIES * COPY_BYTES : STAGES * STAGE_BYTES);
 constexpr int SCORES_AT = WEIGHTS_AT + RING * WEIGHT_BYTES;
 constexpr int FACTORS_AT = SCORES_AT + STAGES * OWN * TILE * 4;
 constexpr int ROTATED_QUERY_AT = FACTORS_AT + RING * PADDED_HEADS * 8;
 constexpr int QUERY_AT = ROTATED_QUERY_AT + QUERY_RING * KEY_COLUMNS * 4;
 constexpr int OFFSET_AT = QUERY_AT + KEY_COLUMNS * 4;
-// Barriers: a stage is full, is empty; a tile's queries, its scores are there, its weights have come.
-constexpr int FULL_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);
-constexpr int EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr int SCALES_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);  // over their units, in as many buffers as queries
+constexpr int UNITS_AT = SCALES_AT + (SCALED ? QUERY_RING * SCALES * TILE * 4 : 0);
+// Barriers: a copy has come, a stage is empty; a tile's queries and scales, its scores are there, its weights have come.
+constexpr int FULL_AT = UNITS_AT + (SCALED ? (UNIT_RING * UNITS + 1) / 2 * 8 : 0);
+constexpr int EMPTY_AT = FULL_AT + PLACES * 8;
 constexpr int ROTATED_AT = EMPTY_AT + STAGES * 8;
 constexpr int SCORED_AT = ROTATED_AT + QUERY_RING * 8;
 constexpr int WEIGHED_AT = SCORED_AT + STAGES * 8;
@@ -101,7 +118,7 @@ __device__ __forceinline__ void load_pairs(float (&to)[PAIRS], const float* head
     }
 }
 
-// Byte of a column in a tile. The copies permute chunks of 16 bytes so that reads of 8 tokens meet all banks.
+// Byte of a column in a tile, or of two columns in a copy of 8 bits. The copies permute chunks of 16 bytes so that reads of 8 tokens meet all banks.
 __device__ __forceinline__ u32 tile_byte(int token, int column) {
     return column / 64 * BOX_BYTES + token * 128 + ((2 * (column % 64)) ^ ((token & 7) << 4));
 }
@@ -166,16 +183,21 @@ __device__ __forceinline__ void copy_tiles(char* memory, const TensorMap& keys, 
                                            const Piece& piece, int member) {
     const u32 base = shared_address(memory);
     for (int tile = piece.begin; tile < piece.end; tile++) {
-        const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
-        if (number >= STAGES) wait(base + EMPTY_AT + 8 * stage, (number / STAGES - 1) & 1);
-        const u32 barrier = base + FULL_AT + 8 * stage, to = base + stage * STAGE_BYTES;
+        const u32 number = piece.sequence + (tile - piece.begin), place = number % PLACES;
+        if (SCALED && number >= PLACES) {  // the tile before in this place has been scored, and so dequantised
+            const u32 before = number - PLACES;
+            wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
+        } else if (number >= STAGES) {
+            wait(base + EMPTY_AT + 8 * place, (number / STAGES - 1) & 1);
+        }
+        const u32 barrier = base + FULL_AT + 8 * place, to = base + COPIES_AT + place * COPY_BYTES;
         const int token = piece.first + tile * TILE;
-        expect(barrier, STAGE_BYTES);
-        copy(to, keys, 0, token, member * KEY_BOXES, piece.row, barrier);
+        expect(barrier, COPY_BYTES);
+        copy(to, keys, 0, token, member * KEY_COPY_BOXES, piece.row, barrier);
 #pragma unroll
-        for (int box = 0; box < RANK_BOXES; box++) {
-            const int column = member * RANK_COLUMNS + box * 64;
-            copy(to + (KEY_BOXES + box) * BOX_BYTES, coordinates, column, token, 0, piece.row, barrier);
+        for (int box = KEY_COPY_BOXES; box < COPY_BOXES; box++) {
+            const int column = member * RANK_COLUMNS / (SCALED ? 2 : 1) + (box - KEY_COPY_BOXES) * 64;  // of 16 bits
+            copy(to + box * BOX_BYTES, coordinates, column, token, 0, piece.row, barrier);
         }
     }
 }
@@ -253,11 +275,78 @@ __device__ __forceinline__ void exchange(char* memory, float* part_lse, const Pi
     }
 }
 
+// Scales of a cache in 8 bits, in bf16; strides in numbers.
+struct Scales {
+    const unsigned short *keys, *coordinates;  // [rows, slots, heads] and [rows, slots, groups of r]
+    i64 key_row_stride, key_stride, coordinate_row_stride, coordinate_stride;
+};
+
+// A power of 2 near a scale: numbers over it are below 1,024, and so fit in fp16, as scales may not.
+__device__ __forceinline__ float unit_of(u32 scale) {
+    return __uint_as_float(min(max(scale >> 7, 1u), 253u) << 23);  // whose inverse is a normal number too
+}
+
+__device__ __forceinline__ float inverse_of(float unit) { return __uint_as_float((254u << 23) - __float_as_uint(unit)); }
+
+__device__ __forceinline__ float* units_of(char* memory, u32 number) {
+    return reinterpret_cast<float*>(memory + UNITS_AT) + number % UNIT_RING * UNITS;
+}
+
+constexpr int LANE_TOKENS = TILE / 32;  // of which a lane of the rotating warp has the scales
+
+// Loads a lane's scales of a tile: those of the block's heads, and of its V-coordinates; 0 behind the last token, where
+// a cache may hold anything.
+__device__ __forceinline__ void load_scales(u32 (&to)[LANE_TOKENS][SCALES], const Scales& scales, const Piece& piece,
+                                            int tile, int member, int lane) {
+#pragma unroll
+    for (int t = 0; t < LANE_TOKENS; t++) {
+        const int token = piece.first + tile * TILE + 32 * t + lane;
+        const bool valid = token < piece.length && tile < piece.end;
+        const unsigned short* const of_keys =
+            scales.keys + piece.row * scales.key_row_stride + token * scales.key_stride + member * OWN;
+#pragma unroll
+        for (int h = 0; h < OWN; h++) to[t][h] = valid ? of_keys[h] : 0;
+        const int group = member * RANK_COLUMNS / HEAD_DIM;
+        const unsigned short* const of_coordinates =
+            scales.coordinates + piece.row * scales.coordinate_row_stride + token * scales.coordinate_stride;
+#pragma unroll
+        for (int g = 0; g < RANK_GROUPS; g++) {
+            const bool exists = (group + g) * HEAD_DIM < RANK;
+            to[t][OWN + g] = valid && exists ? of_coordinates[group + g] : 0;
+        }
+    }
+}
+
+// Stores the units of a tile, and its scales over them. Scales are positive: their bits are in their order.
+__device__ __forceinline__ void store_scales(char* memory, const u32 (&scales)[LANE_TOKENS][SCALES], u32 number,
+                                             int lane) {
+    float* const over_units = reinterpret_cast<float*>(memory + SCALES_AT) + number % QUERY_RING * SCALES * TILE;
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) {
+        const int last = u < OWN ? u + 1 : SCALES;
+        u32 largest = 0;
+#pragma unroll
+        for (int s = u; s < last; s++) {
+#pragma unroll
+            for (int t = 0; t < LANE_TOKENS; t++) largest = max(largest, scales[t][s]);
+        }
+        const float unit = unit_of(__reduce_max_sync(~0u, largest));
+        if (lane == 0) units_of(memory, number)[u] = unit;
+#pragma unroll
+        for (int s = u; s < last; s++) {
+#pragma unroll
+            for (int t = 0; t < LANE_TOKENS; t++) {
+                over_units[s * TILE + 32 * t + lane] = __uint_as_float(scales[t][s] << 16) * inverse_of(unit);
+            }
+        }
+    }
+}
+
 // The rotating warp's part: rotates the row's scaled queries back by the position of each tile's first token, as
-// q R k = (R^T q) k. Scoring warps add the rotation within the tile.
+// q R k = (R^T q) k. Scoring warps add the rotation within the tile. It also hands on the scales of 8 bits.
 __device__ __forceinline__ void rotate_queries(char* memory, const float* query, i64 query_head_stride,
-                                             const float* cosines, const float* sines, const Piece& piece,
-                                             float scale_log2, int member, int lane) {
+                                             const float* cosines, const float* sines, const Scales& scales,
+                                             const Piece& piece, float scale_log2, int member, int lane) {
     const u32 base = shared_address(memory);
     float* const own_query = reinterpret_cast<float*>(memory + QUERY_AT);
     constexpr int LANE_PAIRS = HALF / 32;
@@ -267,7 +356,7 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
     }
     __syncwarp();
     // Tables of the next tiles, on their way from device memory.
-    constexpr int AHEAD = 8 / LANE_PAIRS < 4 ? 8 / LANE_PAIRS : 4;
+    constexpr int AHEAD = SCALED ? 2 : 8 / LANE_PAIRS < 4 ? 8 / LANE_PAIRS : 4;
     float cosine[AHEAD][LANE_PAIRS], sine[AHEAD][LANE_PAIRS];
     const auto load = [&](int tile, int slot) {
 #pragma unroll
@@ -276,6 +365,8 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
             cosine[slot][p] = ROTATED ? cosines[at] : 1.0f, sine[slot][p] = ROTATED ? sines[at] : 0.0f;
         }
     };
+    u32 own_scales[LANE_TOKENS][SCALES];
+    if constexpr (SCALED) load_scales(own_scales, scales, piece, piece.begin, member, lane);
     const auto rotate = [&](int tile, int slot) {
         const u32 number = piece.sequence + (tile - piece.begin), buffer = number % QUERY_RING;
         if (number >= QUERY_RING) {  // the tile before in this buffer has been scored
@@ -291,6 +382,10 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
                 rotated[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
                 rotated[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
             }
+        }
+        if constexpr (SCALED) {
+            store_scales(memory, own_scales, number, lane);
+            load_scales(own_scales, scales, piece, tile + 1, member, lane);
         }
         __syncwarp();
         if (lane == 0) arrive(base + ROTATED_AT + 8 * buffer);
@@ -308,8 +403,31 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
     }
 }
 
+// Stores 8 numbers, as `to_halves` makes them, times a scale over its unit, in a tile.
+__device__ __forceinline__ void store_scaled(u32 address, const u32 (&halves)[4], float scale) {
+    const u32 twice = pack(scale, scale);  // exact, as scales have 8 bits
+    store_shared(address, multiply_halves(halves[0], twice), multiply_halves(halves[1], twice),
+                 multiply_halves(halves[2], twice), multiply_halves(halves[3], twice));
+}
+
+// Dequantises a warp's tokens of the block's V-coordinates into a tile.
+__device__ __forceinline__ void dequantise_coordinates(u32 tile_at, u32 copy_at, const float* scales, int member,
+                                                       int warp, int lane) {
+    constexpr int CHUNKS = RANK ? RANK_COLUMNS / 8 : 1;  // per token
+    const int first = member * RANK_COLUMNS;
+    for (int i = lane; i < WARP_TOKENS * CHUNKS; i += 32) {
+        const int t = warp * WARP_TOKENS + i / CHUNKS, column = i % CHUNKS * 8;
+        u32 numbers[2], halves[4];
+        load_shared(numbers, copy_at + KEY_COPY_BOXES * BOX_BYTES + tile_byte(t, column / 2));
+        to_halves(halves, numbers);
+        const int group = (first + column) / HEAD_DIM - first / HEAD_DIM;
+        store_scaled(tile_at + tile_byte(t, KEY_COLUMNS + column), halves, scales[(OWN + group) * TILE + t]);
+    }
+}
+
 // The scoring warps' part.
-__device__ __forceinline__ void score(char* memory, const float* turns, const Piece& piece, int warp, int lane) {
+__device__ __forceinline__ void score(char* memory, const float* turns, const Piece& piece, int member, int warp,
+                                      int lane) {
     const u32 base = shared_address(memory);
     const float* const own_offset = reinterpret_cast<const float*>(memory + OFFSET_AT);
     const int lane_in_token = lane % LANES;
@@ -329,21 +447,27 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
         }
     }
     for (int tile = piece.begin; tile < piece.end; tile++) {
-        const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES;
-        const u32 tile_at = base + stage * STAGE_BYTES;
+        const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES, place = number % PLACES;
+        const u32 tile_at = base + stage * STAGE_BYTES, copy_at = base + COPIES_AT + place * COPY_BYTES;
         const float* const query =
             reinterpret_cast<const float*>(memory + ROTATED_QUERY_AT) + number % QUERY_RING * KEY_COLUMNS;
+        const float* const scales =
+            reinterpret_cast<const float*>(memory + SCALES_AT) + number % QUERY_RING * SCALES * TILE;
         wait(base + ROTATED_AT + 8 * (number % QUERY_RING), number / QUERY_RING & 1);
-        wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
+        wait(base + FULL_AT + 8 * place, number / PLACES & 1);
         const int tokens = piece.length - (piece.first + tile * TILE);
         if (tokens < TILE) {  // what was copied of later ones may be anything, even NaN
-            for (int i = lane; i < WARP_TOKENS * BOXES * 8; i += 32) {
-                const int t = warp * WARP_TOKENS + i / (BOXES * 8), column = i % (BOXES * 8) * 8;
-                const int at = stage * STAGE_BYTES + tile_byte(t, column);
+            for (int i = lane; i < WARP_TOKENS * COPY_BOXES * 8; i += 32) {
+                const int t = warp * WARP_TOKENS + i / (COPY_BOXES * 8), column = i % (COPY_BOXES * 8) * 8;
+                const int at = COPIES_AT + place * COPY_BYTES + tile_byte(t, column);
                 if (t >= tokens) *reinterpret_cast<float4*>(memory + at) = {};
             }
             async_fence();  // before matrix products, and later copies
             __syncwarp();
+        }
+        if constexpr (SCALED) {
+            if (number >= STAGES) wait(base + EMPTY_AT + 8 * stage, (number / STAGES - 1) & 1);
+            if constexpr (RANK > 0) dequantise_coordinates(tile_at, copy_at, scales, member, warp, lane);
         }
         float products[VALUES];
 #pragma unroll
@@ -359,17 +483,30 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
                 const int column = head + lane_in_token * PAIRS;
+                const u32 low_at = tile_byte(lane_token + t, column), high_at = tile_byte(lane_token + t, column + HALF);
                 u32 low_words[4], high_words[4];
-                load_shared(low_words, tile_at + tile_byte(lane_token + t, column));
-                load_shared(high_words, tile_at + tile_byte(lane_token + t, column + HALF));
+                float scale = 1.0f;
+                if constexpr (SCALED) {
+                    u32 low_numbers[2], high_numbers[2];
+                    load_shared(low_numbers, copy_at + tile_byte(lane_token + t, column / 2));
+                    load_shared(high_numbers, copy_at + tile_byte(lane_token + t, (column + HALF) / 2));
+                    to_halves(low_words, low_numbers), to_halves(high_words, high_numbers);
+                    scale = scales[(lane_head + h) * TILE + lane_token + t];
+                    store_scaled(tile_at + low_at, low_words, scale);
+                    store_scaled(tile_at + high_at, high_words, scale);
+                    scale *= units_of(memory, number)[lane_head + h];
+                } else {
+                    load_shared(low_words, tile_at + low_at);
+                    load_shared(high_words, tile_at + high_at);
+                }
                 float along = 0.0f, across = 0.0f;
 #pragma unroll
                 for (int p = 0; p < PAIRS; p++) {
                     float low[2], high[2];
                     unpack(low_words[p / 2], low[0], low[1]);
                     unpack(high_words[p / 2], high[0], high[1]);
-                    const float k1 = OFFSET ? low[p % 2] + offset_low[p] : low[p % 2];
-                    const float k2 = OFFSET ? high[p % 2] + offset_high[p] : high[p % 2];
+                    const float k1 = OFFSET ? fmaf(low[p % 2], scale, offset_low[p]) : low[p % 2];
+                    const float k2 = OFFSET ? fmaf(high[p % 2], scale, offset_high[p]) : high[p % 2];
                     const float q1 = query_low[p], q2 = query_high[p];
                     if constexpr (ROTATED) {
                         along = fmaf(cosine[t][p], fmaf(q2, k2, q1 * k1), along);
@@ -378,11 +515,12 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
                         along = fmaf(q1, k1, along), across = fmaf(q2, k2, across);
                     }
                 }
-                products[t * LANE_HEADS + h] = along + across;
+                products[t * LANE_HEADS + h] = OFFSET ? along + across : (along + across) * scale;
             }
         }
         float* const scores = reinterpret_cast<float*>(memory + SCORES_AT) + (stage * OWN + lane_head) * TILE;
         store_scores(products, scores, lane_token, lane);
+        if constexpr (SCALED) async_fence();  // what was dequantised is for matrix products to read
         __syncwarp();
         if (lane == 0) arrive(base + SCORED_AT + 8 * stage);
     }
@@ -402,8 +540,8 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
 
     for (int tile = piece.begin; tile < piece.end; tile++) {
         const u32 number = piece.sequence + (tile - piece.begin), stage = number % STAGES, buffer = number % RING;
-        wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
-        wait(base + WEIGHED_AT + 8 * buffer, number / RING & 1);
+        if constexpr (!SCALED) wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
+        wait(base + WEIGHED_AT + 8 * buffer, number / RING & 1);  // and so what this block's scoring warps have stored
         async_fence();  // weights were stored for matrix products to read
         // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors of a column grow
         // by the matrix from keys to values, unlike errors of a weight, which all share. Where registers suffice,
@@ -440,13 +578,16 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
             } else {
                 matrix_wait<0>();
             }
+            float unit = 1.0f;
+            if constexpr (SCALED) unit = units_of(memory, number)[min((b * ADDERS + group) * 64 / HEAD_DIM, OWN)];
 #pragma unroll
             for (int n = 0; n < HEAD_BLOCKS; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float& part = parts[b % PARTS][4 * n + i];
                     asm volatile("" : "+f"(part)::"memory");  // not read before it has been waited for
-                    sums[b][n][i] = fmaf(sums[b][n][i], factors[n][i % 2], part);
+                    sums[b][n][i] = SCALED ? fmaf(part, unit, sums[b][n][i] * factors[n][i % 2])
+                                           : fmaf(sums[b][n][i], factors[n][i % 2], part);
                 }
             }
         }
@@ -479,8 +620,10 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
 
 extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THREADS, 1)
     slim_cluster(const float* __restrict__ query,                // [rows, heads, head_dim]
-                 const __grid_constant__ TensorMap keys,         // [rows, slots, heads * head_dim]
+                 const __grid_constant__ TensorMap keys,         // [rows, slots, heads * head_dim], of 16 bits or 8
                  const __grid_constant__ TensorMap coordinates,  // [rows, slots, r]
+                 const unsigned short* __restrict__ key_scales,         // [rows, slots, heads] bf16, with SCALED
+                 const unsigned short* __restrict__ coordinate_scales,  // [rows, slots, groups of r], likewise
                  const float* __restrict__ key_offset,           // [heads * head_dim], with OFFSET
                  const float* __restrict__ cosines,              // [rows or 1, slots, head_dim / 2], with ROTATED
                  const float* __restrict__ sines,                // likewise
@@ -489,7 +632,9 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
                  const int* __restrict__ lengths,                // [rows]
                  float* __restrict__ part_out,                   // [groups + rows - 1, heads, heads * head_dim + r]
                  float* __restrict__ part_lse,                   // [groups + rows - 1, heads], base 2
-                 i64 rows, float scale_log2, i64 query_row_stride, i64 query_head_stride, i64 table_row_stride) {
+                 i64 rows, float scale_log2, i64 query_row_stride, i64 query_head_stride, i64 table_row_stride,
+                 i64 key_row_stride, i64 key_stride,  // of scales, in numbers
+                 i64 coordinate_row_stride, i64 coordinate_stride) {
     extern __shared__ __align__(1024) char memory[];
     const u32 base = shared_address(memory);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -543,17 +688,19 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         for_each_piece([&](const Piece& piece) { add(memory, part_out, piece, member, warp, lane); });
     } else if (warp < ADDING + SCORING) {
         fewer_registers<SCORING_REGISTERS>();
-        for_each_piece([&](const Piece& piece) { score(memory, turns, piece, warp - ADDING, lane); });
+        for_each_piece([&](const Piece& piece) { score(memory, turns, piece, member, warp - ADDING, lane); });
     } else {
         fewer_registers<OTHER_REGISTERS>();
         const int role = warp - ADDING - SCORING;
         if (role == 0) {
             for_each_piece([&](const Piece& piece) { exchange(memory, part_lse, piece, member, lane); });
         } else if (role == 1) {
+            const Scales scales{key_scales, coordinate_scales, key_row_stride,
+                                key_stride, coordinate_row_stride, coordinate_stride};
             for_each_piece([&](const Piece& piece) {
                 const i64 tables = piece.row * table_row_stride;
                 rotate_queries(memory, query + piece.row * query_row_stride, query_head_stride, cosines + tables,
-                             sines + tables, piece, scale_log2, member, lane);
+                             sines + tables, scales, piece, scale_log2, member, lane);
             });
         } else if (role == 2 && lane == 0) {
             for_each_piece([&](const Piece& piece) { copy_tiles(memory, keys, coordinates, piece, member); });

@@ -90,11 +90,14 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
     groups = min(clusters, config.clusters or clusters)
     averages, lse = parts = given.parts(groups)
     turns = lse if given.rotary is None else given.rotary.turns
+    # In bf16, strides of two bytes.
+    scale_strides = [stride // 2 for part in (keys, coordinates) for stride in part.stride()[:2]]
     kernel.launch(
         groups * config.members,
         [
             query,
             *tensor_maps(keys, coordinates, shape),
+            *(given.scales or (lse, lse)),
             *given.read_only(lse)[2:],
             turns,
             given.first_slots,
@@ -105,6 +108,7 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
             given.scale * LOG2E.value,
             *query.stride()[:2],
             given.table_row_stride,
+            *scale_strides,
         ],
         device,
     )
