@@ -80,7 +80,8 @@ static_assert(!SCALED || (KEY_COLUMNS % 128 == 0 && COPIES <= STAGES && !BF16));
 static_assert(LANES <= 32 && TOKENS >= 1 && TOKENS * AT_ONCE == WARP_TOKENS);
 
 // Registers per thread, of 512 for four warps on a scheduler, one of each group.
-constexpr int ADDING_REGISTERS = ADDERS == 1 ? 216 : 168, SCORING_REGISTERS = 120, OTHER_REGISTERS = 56;
+constexpr int ADDING_REGISTERS = ADDERS == 2 ? 168 : SCALED ? 184 : 216;
+constexpr int SCORING_REGISTERS = ADDERS == 1 && SCALED ? 136 : 120, OTHER_REGISTERS = 56;
 static_assert(ADDERS + SCORERS == 3);
 constexpr int SUMS = 4 * HEAD_BLOCKS * ADDER_BOXES;  // per thread
 
@@ -96,7 +97,7 @@ constexpr int OFFSET_AT = QUERY_AT + KEY_COLUMNS * 4;
 constexpr int SCALES_AT = OFFSET_AT + (OFFSET ? KEY_COLUMNS * 4 : 0);  // over their units, in as many buffers as queries
 constexpr int UNITS_AT = SCALES_AT + (SCALED ? QUERY_RING * SCALES * TILE * 4 : 0);
 // Barriers: a copy has come, a stage is empty; a tile's queries and scales, its scores are there, its weights have come.
-constexpr int FULL_AT = UNITS_AT + (SCALED ? (UNIT_RING * UNITS + 1) / 2 * 8 : 0);
+constexpr int FULL_AT = UNITS_AT + (SCALED ? UNIT_RING * UNITS * 8 : 0);
 constexpr int EMPTY_AT = FULL_AT + PLACES * 8;
 constexpr int ROTATED_AT = EMPTY_AT + STAGES * 8;
 constexpr int SCORED_AT = ROTATED_AT + QUERY_RING * 8;
@@ -288,8 +289,9 @@ __device__ __forceinline__ float unit_of(u32 scale) {
 
 __device__ __forceinline__ float inverse_of(float unit) { return __uint_as_float((254u << 23) - __float_as_uint(unit)); }
 
-__device__ __forceinline__ float* units_of(char* memory, u32 number) {
-    return reinterpret_cast<float*>(memory + UNITS_AT) + number % UNIT_RING * UNITS;
+// A tile's units, and those of the tile before over them.
+__device__ __forceinline__ float2* units_of(char* memory, u32 number) {
+    return reinterpret_cast<float2*>(memory + UNITS_AT) + number % UNIT_RING * UNITS;
 }
 
 constexpr int LANE_TOKENS = TILE / 32;  // of which a lane of the rotating warp has the scales
@@ -317,21 +319,23 @@ __device__ __forceinline__ void load_scales(u32 (&to)[LANE_TOKENS][SCALES], cons
     }
 }
 
-// Stores the units of a tile, and its scales over them. Scales are positive: their bits are in their order.
-__device__ __forceinline__ void store_scales(char* memory, const u32 (&scales)[LANE_TOKENS][SCALES], u32 number,
-                                             int lane) {
+// Stores the units of a tile, of the largest scales of a piece so far, and the tile's scales over them. Scales are
+// positive: their bits are in their order.
+__device__ __forceinline__ void store_scales(char* memory, const u32 (&scales)[LANE_TOKENS][SCALES],
+                                             u32 (&largest)[UNITS], u32 number, int lane) {
     float* const over_units = reinterpret_cast<float*>(memory + SCALES_AT) + number % QUERY_RING * SCALES * TILE;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         const int last = u < OWN ? u + 1 : SCALES;
-        u32 largest = 0;
+        const float unit_before = unit_of(largest[u]);
 #pragma unroll
         for (int s = u; s < last; s++) {
 #pragma unroll
-            for (int t = 0; t < LANE_TOKENS; t++) largest = max(largest, scales[t][s]);
+            for (int t = 0; t < LANE_TOKENS; t++) largest[u] = max(largest[u], scales[t][s]);
         }
-        const float unit = unit_of(__reduce_max_sync(~0u, largest));
-        if (lane == 0) units_of(memory, number)[u] = unit;
+        largest[u] = __reduce_max_sync(~0u, largest[u]);
+        const float unit = unit_of(largest[u]);
+        if (lane == 0) units_of(memory, number)[u] = {unit, unit_before * inverse_of(unit)};
 #pragma unroll
         for (int s = u; s < last; s++) {
 #pragma unroll
@@ -365,7 +369,7 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
             cosine[slot][p] = ROTATED ? cosines[at] : 1.0f, sine[slot][p] = ROTATED ? sines[at] : 0.0f;
         }
     };
-    u32 own_scales[LANE_TOKENS][SCALES];
+    u32 own_scales[LANE_TOKENS][SCALES], largest_scales[UNITS] = {};
     if constexpr (SCALED) load_scales(own_scales, scales, piece, piece.begin, member, lane);
     const auto rotate = [&](int tile, int slot) {
         const u32 number = piece.sequence + (tile - piece.begin), buffer = number % QUERY_RING;
@@ -384,7 +388,7 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
             }
         }
         if constexpr (SCALED) {
-            store_scales(memory, own_scales, number, lane);
+            store_scales(memory, own_scales, largest_scales, number, lane);
             load_scales(own_scales, scales, piece, tile + 1, member, lane);
         }
         __syncwarp();
@@ -434,7 +438,12 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
     // The lane's first token in a tile. Where 8 lanes read 64 bytes of two tokens at once, those are 4 apart, and so
     // have different banks.
     const int of_warp = LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES;
-    const int lane_token = warp * WARP_TOKENS + of_warp % AT_ONCE * TOKENS, lane_head = of_warp / AT_ONCE * LANE_HEADS;
+    // Lanes of 8 bits read 64 bytes of two heads at once: one of the low half of its columns and one of the high, so that
+    // these have different banks. Such lanes exchange the roles of both, which only changes the sign of sines.
+    constexpr bool EXCHANGES = SCALED && HEAD_GROUPS == 2;
+    const int head_group = EXCHANGES ? of_warp % 2 : of_warp / AT_ONCE;
+    const int lane_token = warp * WARP_TOKENS + (EXCHANGES ? of_warp / 2 : of_warp % AT_ONCE) * TOKENS;
+    const int lane_head = head_group * LANE_HEADS, low_half = EXCHANGES ? head_group : 0, high_half = 1 - low_half;
     float cosine[TOKENS][PAIRS], sine[TOKENS][PAIRS];  // of positions from the tile's first token on
     if constexpr (ROTATED) {
 #pragma unroll
@@ -442,7 +451,7 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
 #pragma unroll
             for (int p = 0; p < PAIRS; p++) {
                 const int at = (lane_token + t) * HEAD_DIM + lane_in_token * PAIRS + p;
-                cosine[t][p] = turns[at], sine[t][p] = turns[at + HALF];
+                cosine[t][p] = turns[at], sine[t][p] = low_half ? -turns[at + HALF] : turns[at + HALF];
             }
         }
     }
@@ -474,27 +483,29 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
         for (int h = 0; h < LANE_HEADS; h++) {
             const int head = (lane_head + h) * HEAD_DIM;
             float query_low[PAIRS], query_high[PAIRS], offset_low[PAIRS] = {}, offset_high[PAIRS] = {};
-            load_pairs(query_low, query + head, 0, lane_in_token);
-            load_pairs(query_high, query + head, 1, lane_in_token);
+            load_pairs(query_low, query + head, low_half, lane_in_token);
+            load_pairs(query_high, query + head, high_half, lane_in_token);
             if constexpr (OFFSET) {
-                load_pairs(offset_low, own_offset + head, 0, lane_in_token);
-                load_pairs(offset_high, own_offset + head, 1, lane_in_token);
+                load_pairs(offset_low, own_offset + head, low_half, lane_in_token);
+                load_pairs(offset_high, own_offset + head, high_half, lane_in_token);
             }
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
                 const int column = head + lane_in_token * PAIRS;
-                const u32 low_at = tile_byte(lane_token + t, column), high_at = tile_byte(lane_token + t, column + HALF);
+                const int low_column = column + low_half * HALF, high_column = column + high_half * HALF;
+                const u32 low_at = tile_byte(lane_token + t, low_column);
+                const u32 high_at = tile_byte(lane_token + t, high_column);
                 u32 low_words[4], high_words[4];
                 float scale = 1.0f;
                 if constexpr (SCALED) {
                     u32 low_numbers[2], high_numbers[2];
-                    load_shared(low_numbers, copy_at + tile_byte(lane_token + t, column / 2));
-                    load_shared(high_numbers, copy_at + tile_byte(lane_token + t, (column + HALF) / 2));
+                    load_shared(low_numbers, copy_at + tile_byte(lane_token + t, low_column / 2));
+                    load_shared(high_numbers, copy_at + tile_byte(lane_token + t, high_column / 2));
                     to_halves(low_words, low_numbers), to_halves(high_words, high_numbers);
                     scale = scales[(lane_head + h) * TILE + lane_token + t];
                     store_scaled(tile_at + low_at, low_words, scale);
                     store_scaled(tile_at + high_at, high_words, scale);
-                    scale *= units_of(memory, number)[lane_head + h];
+                    scale *= units_of(memory, number)[lane_head + h].x;
                 } else {
                     load_shared(low_words, tile_at + low_at);
                     load_shared(high_words, tile_at + high_at);
@@ -526,11 +537,110 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
     }
 }
 
+using Sums = float[ADDER_BOXES][HEAD_BLOCKS][4];
+using Factors = float[HEAD_BLOCKS][2];
+
+// Loads a lane's factors: of the averages of earlier tiles, and sums of weights.
+__device__ __forceinline__ void load_factors(const char* from, Factors& factors, Factors& row_sum) {
+#pragma unroll
+    for (int n = 0; n < HEAD_BLOCKS; n++) {
+        const float4 found = *reinterpret_cast<const float4*>(from + n * 64);
+        factors[n][0] = found.x, row_sum[n][0] = found.y, factors[n][1] = found.z, row_sum[n][1] = found.w;
+    }
+}
+
+// Whether a group of adding warps has so many boxes and one more.
+__device__ __forceinline__ bool has_box(int b, int group) { return BOXES % ADDERS == 0 || b * ADDERS + group < BOXES; }
+
+// Begins the product of a box of a tile.
+__device__ __forceinline__ void multiply_box(float* sums, u64 columns, u64 weights, int b, bool more) {
+#pragma unroll
+    for (int k = 0; k < TILE / 16; k++) {
+        const u64 of_box = further(columns, b * ADDERS * BOX_BYTES + k * 2048);
+        multiply_all<HEAD_BLOCKS>(sums, of_box, further(weights, k * 32), more || k > 0);
+    }
+}
+
+// Adds the product of a tile of 16 bits in fp32, outside the matrix unit, whose sums truncate: errors of a column grow
+// by the matrix from keys to values, unlike errors of a weight, which all share. Where registers suffice, products of
+// one box are added while those of the next are computed.
+__device__ __forceinline__ void add_in_fp32(Sums& sums, Factors& row_sum, const char* factors_at, u64 columns,
+                                            u64 weights, int group) {
+    constexpr int PARTS = ADDERS == 1 && SUMS <= 144 ? 2 : 1;
+    float parts[PARTS][HEAD_BLOCKS * 4];
+    const auto begin = [&](int b) {
+        matrix_fence();
+        multiply_box(parts[b % PARTS], columns, weights, b, false);
+        matrix_commit();
+    };
+#pragma unroll
+    for (int b = 0; b < PARTS - 1; b++) begin(b);
+    Factors factors;
+    load_factors(factors_at, factors, row_sum);
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++) {
+        if (!has_box(b, group)) continue;
+        if (b + PARTS - 1 < ADDER_BOXES) {
+            begin(b + PARTS - 1);
+            matrix_wait<PARTS - 1>();
+        } else {
+            matrix_wait<0>();
+        }
+#pragma unroll
+        for (int n = 0; n < HEAD_BLOCKS; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float& part = parts[b % PARTS][4 * n + i];
+                asm volatile("" : "+f"(part)::"memory");  // not read before it has been waited for
+                sums[b][n][i] = fmaf(sums[b][n][i], factors[n][i % 2], part);
+            }
+        }
+    }
+}
+
+// Multiplies sums by their heads' factors, and by the units of the tiles before over this tile's; most are 1.
+__device__ __forceinline__ void rescale(Sums& sums, const Factors& factors, const float2* units, int group) {
+    float over_units[ADDER_BOXES];
+    bool changes = false;
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++) {
+        over_units[b] = units[min((b * ADDERS + group) * 64 / HEAD_DIM, UNITS - 1)].y;
+        changes |= over_units[b] != 1.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_BLOCKS; n++) changes |= factors[n][0] != 1.0f || factors[n][1] != 1.0f;
+    if (!changes) return;
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++)
+#pragma unroll
+        for (int n = 0; n < HEAD_BLOCKS; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[b][n][i] *= factors[n][i % 2] * over_units[b];
+}
+
+// Adds the product of a dequantised tile, whose numbers err by more than sums that truncate.
+__device__ __forceinline__ void add_in_matrix_unit(Sums& sums, u64 columns, u64 weights, int group) {
+    matrix_fence();
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++) {
+        if (has_box(b, group)) multiply_box(&sums[b][0][0], columns, weights, b, true);
+    }
+    matrix_commit();
+    matrix_wait<0>();
+#pragma unroll
+    for (int b = 0; b < ADDER_BOXES; b++)
+#pragma unroll
+        for (int n = 0; n < HEAD_BLOCKS; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) asm volatile("" : "+f"(sums[b][n][i])::"memory");  // not read before
+}
+
 // The adding warps' part: those of a group have 16 columns each of every 64, and their sums in registers.
 __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& piece, int member, int warp, int lane) {
     const u32 base = shared_address(memory);
     const int group = warp / 4;
-    float sums[ADDER_BOXES][HEAD_BLOCKS][4], row_sum[HEAD_BLOCKS][2];
+    Sums sums;
+    Factors row_sum;
 #pragma unroll
     for (int b = 0; b < ADDER_BOXES; b++)
 #pragma unroll
@@ -543,53 +653,16 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
         if constexpr (!SCALED) wait(base + FULL_AT + 8 * stage, number / STAGES & 1);
         wait(base + WEIGHED_AT + 8 * buffer, number / RING & 1);  // and so what this block's scoring warps have stored
         async_fence();  // weights were stored for matrix products to read
-        // The product of a tile is added in fp32, outside the matrix unit, whose sums truncate: errors of a column grow
-        // by the matrix from keys to values, unlike errors of a weight, which all share. Where registers suffice,
-        // products of one box are added while those of the next are computed.
-        constexpr int PARTS = ADDERS == 1 && SUMS <= 144 ? 2 : 1;
-        float parts[PARTS][HEAD_BLOCKS * 4];
         const u64 columns = columns_descriptor(base + stage * STAGE_BYTES + group * BOX_BYTES);
         const u64 weights = weights_descriptor(base + WEIGHTS_AT + buffer * WEIGHT_BYTES);
-        const auto multiply_box = [&](int b) {
-            matrix_fence();
-#pragma unroll
-            for (int k = 0; k < TILE / 16; k++) {
-                const u64 of_box = further(columns, b * ADDERS * BOX_BYTES + k * 2048);
-                multiply_all<HEAD_BLOCKS>(parts[b % PARTS], of_box, further(weights, k * 32), k > 0);
-            }
-            matrix_commit();
-        };
-        const auto has_box = [&](int b) { return BOXES % ADDERS == 0 || b * ADDERS + group < BOXES; };
-#pragma unroll
-        for (int b = 0; b < PARTS - 1; b++) multiply_box(b);
-        float factors[HEAD_BLOCKS][2];
-#pragma unroll
-        for (int n = 0; n < HEAD_BLOCKS; n++) {
-            const int at = FACTORS_AT + (buffer * PADDED_HEADS + 8 * n + 2 * (lane & 3)) * 8;
-            const float4 found = *reinterpret_cast<const float4*>(memory + at);
-            factors[n][0] = found.x, row_sum[n][0] = found.y, factors[n][1] = found.z, row_sum[n][1] = found.w;
-        }
-#pragma unroll
-        for (int b = 0; b < ADDER_BOXES; b++) {
-            if (!has_box(b)) continue;
-            if (b + PARTS - 1 < ADDER_BOXES) {
-                multiply_box(b + PARTS - 1);
-                matrix_wait<PARTS - 1>();
-            } else {
-                matrix_wait<0>();
-            }
-            float unit = 1.0f;
-            if constexpr (SCALED) unit = units_of(memory, number)[min((b * ADDERS + group) * 64 / HEAD_DIM, OWN)];
-#pragma unroll
-            for (int n = 0; n < HEAD_BLOCKS; n++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float& part = parts[b % PARTS][4 * n + i];
-                    asm volatile("" : "+f"(part)::"memory");  // not read before it has been waited for
-                    sums[b][n][i] = SCALED ? fmaf(part, unit, sums[b][n][i] * factors[n][i % 2])
-                                           : fmaf(sums[b][n][i], factors[n][i % 2], part);
-                }
-            }
+        const char* const factors_at = memory + FACTORS_AT + (buffer * PADDED_HEADS + 2 * (lane & 3)) * 8;
+        if constexpr (SCALED) {
+            Factors factors;
+            load_factors(factors_at, factors, row_sum);
+            rescale(sums, factors, units_of(memory, number), group);
+            add_in_matrix_unit(sums, columns, weights, group);
+        } else {
+            add_in_fp32(sums, row_sum, factors_at, columns, weights, group);
         }
         __syncwarp();
         if (lane == 0) arrive(base + EMPTY_AT + 8 * stage);
@@ -601,6 +674,8 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
 #pragma unroll
     for (int b = 0; b < ADDER_BOXES; b++) {
         const int box = b * ADDERS + group;
+        float unit = 1.0f;
+        if constexpr (SCALED) unit = units_of(memory, piece.sequence + (piece.end - 1 - piece.begin))[min(box * 64 / HEAD_DIM, UNITS - 1)].x;
 #pragma unroll
         for (int n = 0; n < HEAD_BLOCKS; n++) {
 #pragma unroll
@@ -611,7 +686,7 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
                 const int column =
                     own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + member * RANK_COLUMNS + of_rank;
                 if (box < BOXES && head < HEADS && of_rank < RANK_COLUMNS && column < WIDTH) {
-                    out[static_cast<i64>(head) * WIDTH + column] = sums[b][n][i] * row_sum[n][i % 2];
+                    out[static_cast<i64>(head) * WIDTH + column] = SCALED ? sums[b][n][i] * row_sum[n][i % 2] * unit : sums[b][n][i] * row_sum[n][i % 2];
                 }
             }
         }

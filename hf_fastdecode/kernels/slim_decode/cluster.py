@@ -77,7 +77,7 @@ class ClusterShape:
             boxes = own * self.head_dim // 128 + -(-self.rank_columns // 128)
             groups = (self.head_dim - 17 + self.rank_columns) // self.head_dim + 1 if self.rank else 0
             scales = 2 * (own + groups) * config.tile * 4  # of two tiles
-            units = -(-(config.stages + 2) * (own + (self.rank > 0)) // 2) * 8
+            units = (config.stages + 2) * (own + (self.rank > 0)) * 8
             copies = places * config.tile * boxes * 128 + scales + units
         return config.stages * stage + copies + places * 8 + weights + queries
 

@@ -32,6 +32,7 @@ _REPLACED = (
     ),
     ('asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");', ""),
     ('asm volatile("" : "+f"(part)::"memory");', ""),
+    ('asm volatile("" : "+f"(sums[b][n][i])::"memory");', ";"),
 )
 
 

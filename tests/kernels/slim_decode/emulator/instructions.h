@@ -32,6 +32,9 @@ using u64 = unsigned long long;
 struct float4 {
     float x, y, z, w;
 };
+struct float2 {
+    float x, y;
+};
 struct uint2 {
     u32 x, y;
 };
