@@ -35,6 +35,8 @@ def row_products(
     biases: Sequence[Tensor | None],
     arrived: Tensor | None = None,
     config: Config | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """`F.linear` of one input by up to `MOST_WEIGHTS` weights.
 
@@ -44,14 +46,15 @@ def row_products(
         biases: ``[columns]`` each, or None for all.
         arrived: `counters`, which no launch uses at the same time; new ones when None.
         config: Launch parameters; those of `choose_config` when None.
+        dtype: Dtype of the products, that of `inputs` when None; fp32 leaves sums as they are.
 
     Returns:
-        ``[..., columns]`` each, in the dtype of `inputs`.
+        ``[..., columns]`` each.
 
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    outs = [_output(inputs, len(weight)) for weight in weights]
+    outs = [_output(inputs, len(weight), dtype) for weight in weights]
     config = config or _config(inputs, [len(weight) for weight in weights], gated=False)
     _launch(inputs, weights, biases, outs, arrived, config, None)
     return outs
@@ -89,8 +92,8 @@ def gated_product(
     return out
 
 
-def _output(inputs: Tensor, columns: int) -> Tensor:
-    return torch.empty(*inputs.shape[:-1], columns, dtype=inputs.dtype, device=inputs.device)
+def _output(inputs: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(*inputs.shape[:-1], columns, dtype=dtype or inputs.dtype, device=inputs.device)
 
 
 def _config(inputs: Tensor, columns: Sequence[int], *, gated: bool) -> Config:
