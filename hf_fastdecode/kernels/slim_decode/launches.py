@@ -64,8 +64,8 @@ def launch_all(
 
 
 def _pieces_at_once(groups: int, rows: int) -> int:
-    """Power of two near the pieces of a row, where rows are as long as each other."""
-    return min(_PIECES_AT_ONCE, triton.next_power_of_2(triton.cdiv(groups, rows)))
+    """At least the pieces of a row, where rows are as long as each other."""
+    return min(_PIECES_AT_ONCE, triton.next_power_of_2(triton.cdiv(groups, rows) + 1))
 
 
 _Launched = tuple[int, int, tuple[Tensor, Tensor]]
