@@ -609,7 +609,7 @@ __device__ __forceinline__ void rescale(Sums& sums, const Factors& factors, cons
     }
 #pragma unroll
     for (int n = 0; n < HEAD_BLOCKS; n++) changes |= factors[n][0] != 1.0f || factors[n][1] != 1.0f;
-    if (!changes) return;
+    if (!__any_sync(~0u, changes)) return;  // all lanes or none, which then multiply together
 #pragma unroll
     for (int b = 0; b < ADDER_BOXES; b++)
 #pragma unroll

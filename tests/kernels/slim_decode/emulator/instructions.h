@@ -222,6 +222,12 @@ inline u32 __reduce_max_sync(u32, u32 x) {
     return x;
 }
 
+inline bool __any_sync(u32, bool x) {
+    u32 any = x;
+    for (int distance = 16; distance > 0; distance /= 2) any |= exchange_bits(any, distance);
+    return any;
+}
+
 inline void cluster_sync() {
     ClusterBarrier& barrier = cluster_barriers[current->block / cluster_size];
     const u32 phase = barrier.phase;
