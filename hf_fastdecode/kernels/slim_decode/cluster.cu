@@ -63,7 +63,7 @@ constexpr float LOWEST = -1e30f;
 constexpr int PAIRS = 8;                                              // per lane: 16 bytes of each half of a head
 constexpr int LANES = HALF / PAIRS;                                   // per token
 constexpr int WARP_TOKENS = TILE / SCORING;                           // of each tile
-constexpr int HEAD_GROUPS = HEAD_DIM == 128 && OWN % 2 == 0 ? 2 : 1;  // of which lanes have one each
+constexpr int HEAD_GROUPS = HEAD_DIM == 128 && OWN % 2 == 0 && !SCALED ? 2 : 1;  // of which lanes have one each
 constexpr int AT_ONCE = 32 / LANES / HEAD_GROUPS;                     // tokens, of each group of heads
 constexpr int TOKENS = WARP_TOKENS / AT_ONCE;                         // per lane
 constexpr int LANE_HEADS = OWN / HEAD_GROUPS;
@@ -438,12 +438,10 @@ __device__ __forceinline__ void score(char* memory, const float* turns, const Pi
     // The lane's first token in a tile. Where 8 lanes read 64 bytes of two tokens at once, those are 4 apart, and so
     // have different banks.
     const int of_warp = LANES == 4 ? lane / 8 + (lane & 4) : lane / LANES;
-    // Lanes of 8 bits read 64 bytes of two heads at once: one of the low half of its columns and one of the high, so that
-    // these have different banks. Such lanes exchange the roles of both, which only changes the sign of sines.
-    constexpr bool EXCHANGES = SCALED && HEAD_GROUPS == 2;
-    const int head_group = EXCHANGES ? of_warp % 2 : of_warp / AT_ONCE;
-    const int lane_token = warp * WARP_TOKENS + (EXCHANGES ? of_warp / 2 : of_warp % AT_ONCE) * TOKENS;
-    const int lane_head = head_group * LANE_HEADS, low_half = EXCHANGES ? head_group : 0, high_half = 1 - low_half;
+    const int lane_token = warp * WARP_TOKENS + of_warp % AT_ONCE * TOKENS, lane_head = of_warp / AT_ONCE * LANE_HEADS;
+    // Where 16 lanes read 64 bytes of two tokens in 8 bits at once, those are of different halves of the columns, and so
+    // have different banks. The lanes of one exchange the roles of the halves, which only changes the sign of sines.
+    const int low_half = SCALED && LANES == 8 ? of_warp % 2 : 0, high_half = 1 - low_half;
     float cosine[TOKENS][PAIRS], sine[TOKENS][PAIRS];  // of positions from the tile's first token on
     if constexpr (ROTATED) {
 #pragma unroll
@@ -759,13 +757,13 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         }
     };
     if (warp < ADDING) {
-        more_registers<ADDING_REGISTERS>();
+        set_registers<ADDING_REGISTERS>();
         for_each_piece([&](const Piece& piece) { add(memory, part_out, piece, member, warp, lane); });
     } else if (warp < ADDING + SCORING) {
-        fewer_registers<SCORING_REGISTERS>();
+        set_registers<SCORING_REGISTERS>();
         for_each_piece([&](const Piece& piece) { score(memory, turns, piece, member, warp - ADDING, lane); });
     } else {
-        fewer_registers<OTHER_REGISTERS>();
+        set_registers<OTHER_REGISTERS>();
         const int role = warp - ADDING - SCORING;
         if (role == 0) {
             for_each_piece([&](const Piece& piece) { exchange(memory, part_lse, piece, member, lane); });

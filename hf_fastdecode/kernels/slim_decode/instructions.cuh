@@ -147,14 +147,15 @@ __device__ __forceinline__ void to_halves(u32 (&to)[4], const u32 (&numbers)[2])
 // Orders ordinary accesses to shared memory before those of copies and matrix products.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Sets the registers per thread of four warps. A kernel of 512 threads begins with 128, the most of that many threads;
+// the instruction that raises their number is another than the one that lowers it, and neither does the other's work.
 template <int COUNT>
-__device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-template <int COUNT>
-__device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+__device__ __forceinline__ void set_registers() {
+    if constexpr (COUNT > 128) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+    }
 }
 
 // Matrix products of four warps, which compute while the warps go on: a product's registers are its own from

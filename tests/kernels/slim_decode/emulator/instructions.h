@@ -290,9 +290,7 @@ inline void store_shared(u32 address, u32 first, u32 second, u32 third, u32 four
 
 inline void async_fence() {}
 template <int COUNT>
-void more_registers() {}
-template <int COUNT>
-void fewer_registers() {}
+void set_registers() {}
 
 // Products are computed when they are waited for.
 inline void matrix_fence() {}
