@@ -1,10 +1,15 @@
 """A slim layer's captured step in few launches, where kernels serve its projections.
 
-Queries and keys are one product of the layer's inputs, in fp32, and V-coordinates another. One launch rotates the
-queries and appends to the cache, `slim_decode` averages it, and a product with M makes values in the model's dtype.
+Queries and keys are one product of the layer's inputs, in fp32, and V-coordinates another, a parallel branch of the
+graph. One launch rotates the queries and appends to the cache, `slim_decode` averages it, and a product with M makes
+values in the model's dtype.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +27,7 @@ from .slim_tokens import SlimTokens
 from .suffix_kernel import averages_by_kernel, kernel_refusal
 
 _ARRIVED = "arrival counters"
-"""Name of a captured step's constant: counters of products whose width is cut into parts."""
+"""Name of a captured step's constant: counters of products whose width is cut into parts, of each branch."""
 
 
 def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
@@ -72,6 +77,31 @@ def attend_in_few_launches(
         return None
 
 
+@lru_cache
+def _branch_stream(device: torch.device) -> torch.cuda.Stream:
+    """Stream of the branch, for all captures: there is one at a time."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _branch(device: torch.device) -> Iterator[None]:
+    """Context whose launches may run beside those that follow it, up to `_join`.
+
+    Memory that is allocated within is reused only within, after all earlier work of the current stream.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    _branch_stream(device).wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(_branch_stream(device)):
+        yield
+
+
+def _join(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_branch_stream(device))
+
+
 def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: Rotation, own_tokens: Tables) -> Tensor:
     from ...kernels.row_products.api import counters, row_products
     from ...kernels.slim_append.api import append_token
@@ -79,21 +109,23 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
 
     dtype, rows, slim = inputs.dtype, len(inputs), layer.slim
     stored_dtype = cache_dtype(dtype, layer.layer)
-    arrived = cache.constant(_ARRIVED, lambda: counters(inputs.device))
+    arrived, beside = cache.constant(_ARRIVED, lambda: (counters(inputs.device), counters(inputs.device)))
     projections = layer.q_proj, layer.k_proj
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
-    query, keys = row_products(inputs, weights, biases, arrived, dtype=torch.float32)
-    coordinates = keys[..., :0]
+    coordinates = inputs.new_empty(rows, 0, dtype=torch.float32)
     if slim.from_inputs is not None:
-        term = Term(*slim.from_inputs.product(inputs))
-        coordinates = stored_product([term], arrived=arrived)
+        with _branch(inputs.device):
+            coordinates = stored_product([Term(*slim.from_inputs.product(inputs))], arrived=beside)
+    query, keys = row_products(inputs, weights, biases, arrived, dtype=torch.float32)
+    if slim.from_inputs is not None:
+        _join(inputs.device)
     suffix = cache.suffix(layer.layer_idx, stored_dtype)
     cos, sin = (table[:, 0].contiguous() for table in own_tokens)
     heads = query.view(rows, layer.heads, layer.head_dim)
     rotated = append_token(
         heads,
         keys.view(rows, -1),
-        coordinates.reshape(rows, -1),
+        coordinates,
         slim.key_offset,
         (cos, sin),
         cache.before,
