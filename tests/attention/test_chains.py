@@ -1,11 +1,12 @@
 """Which nodes are read in chains: every row still reads its whole path once."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch.chains import choose_chains, node_shapes
+from hf_fastdecode.attention.launch.chains import chains_may_stay, choose_chains, node_shapes
 from hf_fastdecode.attention.launch.own_nodes import with_own_nodes
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape
 
@@ -114,3 +115,21 @@ def test_own_nodes_do_not_decide(levels, rows):
     for tokens in (1, 384):
         found = choose_chains(with_own_nodes(forest, tokens), 1, 16, 128, HOPPER, 132)
         assert found is choose_chains(forest, 1, 16, 128, HOPPER, 132)
+
+
+@pytest.mark.parametrize(
+    ("levels", "rows", "wide", "stays"),
+    [
+        (((1, 190), (2, 200)), 16, Config(64, block_n=128), True),  # without chains about as fast
+        (((1, 40), (2, 200)), 16, Config(64, block_n=128), True),
+        (((1, 16384), (2, 200)), 256, HOPPER, False),
+        (((2, 300),), 16, Config(64, block_n=128), False),  # nothing is known of single levels
+        ((), 16, Config(64, block_n=128), False),
+    ],
+)
+def test_captured_chains_stay_where_they_cost_little(levels, rows, wide, stays):
+    forest = with_own_nodes(tree(*levels, rows=rows), 1)
+    chained, _ = CHAINED
+    assert chains_may_stay(forest, 2, 4, chained, wide, 132) is stays
+    assert not chains_may_stay(forest, 2, 4, chained, NARROW, 132)
+    assert not chains_may_stay(forest, 2, 4, replace(chained, chain=3), wide, 132)  # whose time is not known

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,9 +88,7 @@ def main(
             with recorded(trainer.model) as calls:
                 trainer.add_callback(_StopAfter(calls, rollouts))
                 trainer.train()
-            ran = (
-                _checked(trainer, shape, samples, before, Path(folder)) if name == "enabled" else calls.made[-1].reason
-            )
+            ran = _checked(trainer, shape, calls, before, Path(folder)) if name == "enabled" else calls.made[-1].reason
         rows.append(_row(name, shape, samples * prompts, new_tokens, calls, ran, device))
         write_rows(out, rows)
         print({column: rows[-1][column] for column in _SHOWN}, flush=True)
@@ -98,7 +97,7 @@ def main(
         torch.cuda.empty_cache()
 
 
-def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tensor], folder: Path) -> str:
+def _checked(trainer: Trainer, shape: str, calls: Calls, before: dict[str, Tensor], folder: Path) -> str:
     """How an enabled model's steps ran, after a look at its weights, logits and checkpoint."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     changed = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
@@ -106,21 +105,17 @@ def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tenso
 
     # As the trainer does around its rollouts; the name changed in transformers 5.23.
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-    # Longer than prefill passes that are captured, so that the only captures would be of steps.
-    # As many prompts and rows as in the rollouts, so that the steps captured before the last change serve them.
-    call = fd.explain(model).last_call
-    prompt = torch.randint(3, model.config.vocab_size, (call.rows // samples, 600), device=model.device)
-    arguments: dict[str, Any] = {
-        "num_return_sequences": samples,
-        "do_sample": True,
-        "top_k": 0,
-        "max_new_tokens": 64,
-    }
-    found = model.generate(prompt, **arguments, return_dict_in_generate=True, output_logits=True)
+    # The last rollout again: the steps captured before the last change serve it. Its prefill is longer than those that
+    # are captured, so that the only captures would be of steps.
+    call, inputs = fd.explain(model).last_call, calls.made[-1].inputs
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 64}
+    found = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
     report = fd.explain(model).last_call
     assert report.path == "shared"
     assert report.captures == 0, "the steps of earlier rollouts would have served"
-    _compare_logits(model, shape, before, prompt.shape[1], found)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    padding = int((mask[0] == 0).sum())
+    _compare_logits(model, shape, before, ids.shape[1] - padding, found.sequences[:1, padding:], found.logits)
 
     trainer.save_model(folder / "saved")
     loaded = type(model).from_pretrained(folder / "saved", dtype=torch.bfloat16, device_map=str(model.device))
@@ -130,9 +125,11 @@ def _checked(trainer: Trainer, shape: str, samples: int, before: dict[str, Tenso
 
 
 @torch.no_grad()
-def _compare_logits(model: PreTrainedModel, shape: str, before: dict[str, Tensor], width: int, found: Any) -> None:
-    """The logits of an enabled call are those of the weights now, and not of those before training."""
-    ours, tokens = torch.stack(found.logits, 1)[0].float(), found.sequences[:1]
+def _compare_logits(
+    model: PreTrainedModel, shape: str, before: dict[str, Tensor], width: int, tokens: Tensor, found: Sequence[Tensor]
+) -> None:
+    """The logits of an enabled call's first row are those of the weights now, and not of those before training."""
+    ours = torch.stack(list(found), 1)[0].float()
     stock = random_model(shape, model.device, torch.bfloat16)  # one more model at a time
     stock.load_state_dict(before, strict=False)
     old = _logits(stock, tokens, width)

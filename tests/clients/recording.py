@@ -31,6 +31,7 @@ class Call:
         path: ``stock``, ``shared``, ``failed`` or `CONTINUOUS_BATCHING`.
         reason: Why this path; empty when the model is not enabled. Of continuous batching its attention.
         extra_bytes: Peak memory over what was held before, on CUDA.
+        inputs: `input_ids` and `attention_mask`, where they were passed by name.
     """
 
     seconds: float
@@ -40,6 +41,7 @@ class Call:
     path: str
     reason: str
     extra_bytes: int | None
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,7 +78,8 @@ def recorded(model: PreTrainedModel) -> Iterator[Calls]:
         last, tokens, path, reason = fd.explain(model).last_call, rows * padded_length, "stock", ""
         if last is not None:
             tokens, path, reason = last.prefilled_tokens if last.path == "shared" else tokens, last.path, last.reason
-        calls.made.append(Call(seconds, rows, padded_length, tokens, path, reason, extra_bytes))
+        inputs = {name: kwargs[name] for name in ("input_ids", "attention_mask") if kwargs.get(name) is not None}
+        calls.made.append(Call(seconds, rows, padded_length, tokens, path, reason, extra_bytes, inputs))
         return output
 
     def generate_batch(inputs: list[list[int]], **kwargs: Any) -> Any:

@@ -34,28 +34,57 @@ def choose_chains(
     """
     from ...kernels.forest_decode.config import CHAINED
 
-    if any(node.span.segment < 0 for node in forest.nodes):  # own nodes come and go while a step's launches stay
-        forest = Forest(forest.rows, [node for node in forest.nodes if node.span.segment >= 0])
+    forest = _without_own_nodes(forest)
     if len(forest.levels) < 2 or wide.block_m < 64 or head_dim > 128:
         return wide
+    sizes = (kv_heads, queries_per_kv_head)
+    times = {config: _microseconds(forest, *sizes, config, multiprocessors) for config in (*CHAINED, wide)}
+    chained = min(CHAINED, key=times.__getitem__)
+    return chained if _CLEARLY_FASTER * times[chained] < times[wide] else wide
 
-    def microseconds(config: Config) -> float:
-        shapes = node_shapes(forest, queries_per_kv_head, config)
-        share = longest_share(
-            shapes,
-            kv_heads=kv_heads,
-            queries=queries_per_kv_head,
-            block_m=config.block_m,
-            block_n=config.block_n,
-            programs=config.per_sm * multiprocessors,
-        )
-        depths = 1 + max(shape.depth for shape in shapes)
-        if config is wide:
-            return depths + (_HOPPER_START + _HOPPER_TILE * share if config.hopper else _WIDE_TILE * share)
+
+def chains_may_stay(
+    forest: Forest, kv_heads: int, queries_per_kv_head: int, chained: Config, wide: Config, multiprocessors: int
+) -> bool:
+    """Whether a step captured with chains serves a forest for which `choose_chains` returns `wide`, about as fast.
+
+    Trees of a program that differ a little from call to call would otherwise be captured twice.
+    """
+    from ...kernels.forest_decode.config import CHAINED
+
+    forest, sizes = _without_own_nodes(forest), (kv_heads, queries_per_kv_head)
+    if chained not in CHAINED or len(forest.levels) < 2 or wide.block_m < 64:
+        return False
+    staying, changing = (_microseconds(forest, *sizes, config, multiprocessors) for config in (chained, wide))
+    return staying <= _CLEARLY_FASTER * changing
+
+
+def _without_own_nodes(forest: Forest) -> Forest:
+    """The forest of shared nodes: own nodes come and go while a step's launches stay."""
+    if all(node.span.segment >= 0 for node in forest.nodes):
+        return forest
+    return Forest(forest.rows, [node for node in forest.nodes if node.span.segment >= 0])
+
+
+def _microseconds(
+    forest: Forest, kv_heads: int, queries_per_kv_head: int, config: Config, multiprocessors: int
+) -> float:
+    """Predicted time of attention to the nodes, without what takes the same time with other launch parameters."""
+    from ...kernels.forest_decode.config import CHAINED
+
+    shapes = node_shapes(forest, queries_per_kv_head, config)
+    share = longest_share(
+        shapes,
+        kv_heads=kv_heads,
+        queries=queries_per_kv_head,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=config.per_sm * multiprocessors,
+    )
+    depths = 1 + max(shape.depth for shape in shapes)
+    if config in CHAINED:
         return depths + CHAINED[config] * share
-
-    chained = min(CHAINED, key=microseconds)
-    return chained if _CLEARLY_FASTER * microseconds(chained) < microseconds(wide) else wide
+    return depths + (_HOPPER_START + _HOPPER_TILE * share if config.hopper else _WIDE_TILE * share)
 
 
 # Microseconds of a key tile, and of what the Hopper kernel does before its first. Those of `CHAINED` and these are

@@ -20,7 +20,7 @@ from ...kernels.forest_decode.schedule import (
 )
 from ..forest import Forest
 from ..kv import Scoring
-from .chains import choose_chains, node_shapes
+from .chains import chains_may_stay, choose_chains, node_shapes
 from .costs import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -170,6 +170,14 @@ def differ_by_length(chosen: Config, kept: Config) -> bool:
     These are key tiles, stages and suffix parameters; results then differ in rounding.
     """
     return kept == replace(chosen, **{name: getattr(kept, name) for name in _BY_LENGTH})
+
+
+def may_stay(forest: Forest, shape: HeadShape, device: torch.device, chosen: Config, kept: Config) -> bool:
+    """Whether a step captured with launch parameters `kept` serves a forest for which `chosen` are chosen."""
+    if differ_by_length(chosen, kept):
+        return True
+    sizes = (shape.kv_heads, shape.queries_per_kv_head)
+    return chosen.chain == 1 < kept.chain and chains_may_stay(forest, *sizes, kept, chosen, multiprocessors(device))
 
 
 def decode_config(

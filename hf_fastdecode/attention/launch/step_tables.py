@@ -22,7 +22,7 @@ from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
 from .kernel_call import node_addresses, run_kernels, run_node_kernels, suffix_addresses
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
-from .plan import HeadShape, LaunchPlan, differ_by_length
+from .plan import HeadShape, LaunchPlan, may_stay
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
@@ -283,9 +283,9 @@ class StepTables:
         return with_own_nodes(forest, int(self.own_nodes.used))
 
     def _holds(self, forest: Forest, shape: HeadShape, known: _Scheduled) -> bool:
-        """Whether the schedules of a forest fit these tables, and would have the same launch parameters."""
+        """Whether the schedules of a forest fit these tables, whose launch parameters serve it."""
         plan, kept = self._plan(forest, shape), known.plan.config
-        if not differ_by_length(plan.config, kept):
+        if not may_stay(forest, shape, self.device, plan.config, kept):
             return False
         return known.room.holds(self._plan(forest, shape, kept).needed)
 

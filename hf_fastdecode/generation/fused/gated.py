@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -86,9 +86,16 @@ def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | N
     """What `down_proj` takes, computed in one launch; None where projections are not plain or rows are many."""
     products = products_here()
     gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
-    if products is None or not (type(gate) is type(up) is nn.Linear and is_plain(gate) and is_plain(up)):
+    if products is None or not (_is_linear(gate) and _is_linear(up)):
         return None
     return products.gated(x, (gate.weight, up.weight), (gate.bias, up.bias), activation)
+
+
+def _is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a call of the module is `F.linear` and no more; other libraries replace `nn.Linear.forward` too."""
+    if type(module) is not nn.Linear or not is_plain(module):
+        return False
+    return getattr(nn.Linear.forward, "__globals__", None) is vars(nn.modules.linear)
 
 
 def _projected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

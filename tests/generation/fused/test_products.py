@@ -103,6 +103,22 @@ def test_hooks_of_projections_run(served: Counter[str]) -> None:
 
 
 @on_the_cpu
+def test_a_forward_that_another_library_gave_linear_layers(
+    served: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = half_layer()
+    mlp, own = model.model.layers[0].mlp, nn.Linear.forward
+    with torch.no_grad(), FusedModules(model).installed(), FusedProjections(model):
+        mlp(x)
+        assert served.pop("gated_product 2") == 1
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, inputs: own(self, inputs) * 2)
+        changed = mlp(x)
+    assert "gated_product 2" not in served
+    with torch.no_grad():
+        torch.testing.assert_close(changed, mlp(x), rtol=1e-2, atol=1e-4)
+
+
+@on_the_cpu
 def test_adapters_keep_their_products(served: Counter[str]) -> None:
     """A subclass of `nn.Linear` computes more than a product."""
 
