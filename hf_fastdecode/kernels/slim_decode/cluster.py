@@ -141,7 +141,7 @@ class ClusterShape:
         return None
 
     def numbers(self) -> dict[str, int]:
-        """Macros of ``cluster.cu``."""
+        """Macros of ``cuda/cluster.cu``."""
         config = self.config
         flags = {"ROTATED": self.rotary_dim > 0, "OFFSET": self.offset, "STARTS": self.starts}
         flags |= {"BF16": self.dtype == torch.bfloat16, "SCALED": self.scaled, "FP8": self.dtype == EIGHT_BITS[1]}
@@ -157,10 +157,10 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
     with torch.cuda.device(device):
         kernel = load_kernel(
             "slim_cluster",
-            __package__,
+            f"{__package__}.cuda",
             "cluster.cu",
             shape.numbers(),
-            headers=["instructions.cuh"],
+            headers=["instructions.cuh", "layout.cuh", "scales.cuh", "scores.cuh", "averages.cuh"],
             threads=_THREADS,
             shared_bytes=shape.shared_bytes,
         )

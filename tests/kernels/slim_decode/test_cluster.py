@@ -21,7 +21,7 @@ from .problems import Case, make_problem
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-SOURCE = Path(slim_decode.__file__).with_name("cluster.cu")
+SOURCE = Path(slim_decode.__file__).with_name("cuda") / "cluster.cu"
 
 
 def case(*lengths: int, heads: int = 32, head_dim: int = 128, rotary: int | None = None, **options) -> Case:

@@ -7,6 +7,7 @@ and writes at the wrong time, and threads that wait for each other. Fences and r
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -22,9 +23,9 @@ from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
 
 CLUSTERS = 2
 _HERE = Path(__file__).parent
-_SOURCE = Path(cluster.__file__).with_name("cluster.cu")
+_SOURCES = Path(cluster.__file__).with_name("cuda")
+_HEADERS = ("layout.cuh", "scales.cuh", "scores.cuh", "averages.cuh")
 _REPLACED = (
-    ('#include "instructions.cuh"', ""),
     ("extern __shared__ __align__(1024) char memory[];", "char* const memory = blocks[current->block].memory;"),
     (
         'asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + at), "r"(arrivals));',
@@ -84,7 +85,8 @@ def _argument(value: Any) -> Any:
 
 @cache
 def _compiled(shape: ClusterShape, folder: Path) -> _Kernel:
-    text = _SOURCE.read_text(encoding="utf-8")
+    text = "".join(_SOURCES.joinpath(name).read_text(encoding="utf-8") for name in (*_HEADERS, "cluster.cu"))
+    text = re.sub(r'^#(include ".*\.cuh"|pragma once)$', "", text, flags=re.MULTILINE)
     for given, emulated in _REPLACED:
         assert text.count(given) == 1, given
         text = text.replace(given, emulated)

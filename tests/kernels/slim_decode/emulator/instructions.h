@@ -165,8 +165,7 @@ inline void copy(u32 address, const TensorMap& from, int column, int token, int 
             for (int t = 0; t < map.box[1]; t++) {
                 for (int c = 0; c < map.box[0]; c++) {
                     char* const to = at(address) + (b * map.box[1] + t) * 128 + (2 * c ^ (t & 7) << 4);
-                    const bool inside =
-                        column + c < map.sizes[0] && token + t < map.sizes[1] && box + b < map.sizes[2];
+                    const bool inside = column + c < map.sizes[0] && token + t < map.sizes[1] && box + b < map.sizes[2];
                     const char* const source = map.address + (column + c) * 2 + (token + t) * map.strides[1] +
                                                (box + b) * map.strides[2] + row * map.strides[3];
                     inside ? std::memcpy(to, source, 2) : std::memset(to, 0, 2);
@@ -251,9 +250,7 @@ inline float from_half(u32 x) {
     return half;
 }
 // Of the 16 bits of cached numbers and weights.
-inline u32 number_bits(float x) {
-    return BF16 ? (bits(x) + 0x7fff + (bits(x) >> 16 & 1)) >> 16 : half_bits(x);
-}
+inline u32 number_bits(float x) { return BF16 ? (bits(x) + 0x7fff + (bits(x) >> 16 & 1)) >> 16 : half_bits(x); }
 inline float from_number(u32 x) { return BF16 ? from_bits(x << 16) : from_half(x); }
 
 inline float exp2_of(float x) { return std::exp2(x); }
@@ -262,8 +259,8 @@ inline void unpack(u32 word, float& low, float& high) {
     low = from_number(word & 0xffff), high = from_number(word >> 16);
 }
 inline u32 multiply_halves(u32 a, u32 b) {
-    return half_bits(from_half(a & 0xffff) * from_half(b & 0xffff)) |
-           half_bits(from_half(a >> 16) * from_half(b >> 16)) << 16;
+    return half_bits(from_half(a & 0xffff) * from_half(b & 0xffff)) | half_bits(from_half(a >> 16) * from_half(b >> 16))
+                                                                          << 16;
 }
 inline float from_8_bits(u32 x) {
     if (!FP8) return static_cast<signed char>(x);

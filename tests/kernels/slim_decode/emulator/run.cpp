@@ -1,6 +1,5 @@
 // Runs `slim_cluster`, as `kernel.inc` has it for a CPU.
 #include "instructions.h"
-
 #include "kernel.inc"
 
 static std::function<void()> body;
@@ -14,11 +13,12 @@ static void run_thread() {
 
 // Returns 0, or 1 when all threads wait for each other.
 extern "C" int run(int block_count, unsigned seed, const float* query, const TensorMap* keys,
-                   const TensorMap* coordinates, const unsigned short* key_scales, const unsigned short* coordinate_scales,
-                   const float* key_offset, const float* cosines, const float* sines, const float* turns,
-                   const int* starts, const int* lengths, float* part_out, float* part_lse, i64 rows, float scale_log2,
-                   i64 query_row_stride, i64 query_head_stride, i64 table_row_stride, i64 key_row_stride,
-                   i64 key_stride, i64 coordinate_row_stride, i64 coordinate_stride) {
+                   const TensorMap* coordinates, const unsigned short* key_scales,
+                   const unsigned short* coordinate_scales, const float* key_offset, const float* cosines,
+                   const float* sines, const float* turns, const int* starts, const int* lengths, float* part_out,
+                   float* part_lse, i64 rows, float scale_log2, i64 query_row_stride, i64 query_head_stride,
+                   i64 table_row_stride, i64 key_row_stride, i64 key_stride, i64 coordinate_row_stride,
+                   i64 coordinate_stride) {
     std::srand(seed);
     cluster_size = MEMBERS, gridDim.x = block_count;
     cluster_barriers.clear(), in_flight.clear();
