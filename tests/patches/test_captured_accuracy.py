@@ -45,11 +45,12 @@ def errors_of_logits(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there these steps are captured")
-@pytest.mark.parametrize("launches", ["few", "many"])
-def test_half_precision(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("launches", "fuse"), [("few", True), ("many", True), ("many", False)])
+def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16: bf16 products of interpreted kernels are wrong."""
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)  # steps run uncaptured, and interpreted
-    monkeypatch.setattr(captured_step, "refusal", lambda *_: None if launches == "few" else "of this test")
+    refusal = "of this test" if launches == "many" and fuse else None
+    monkeypatch.setattr(captured_step, "refusal", lambda *_: refusal)
     from hf_fastdecode.kernels.slim_append import api as slim_append
 
     appended: list[Any] = []
@@ -57,7 +58,8 @@ def test_half_precision(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slim_append, "append_token", lambda *given: (appended.append(given), append(*given))[1])
     model = copy.deepcopy(pair("k+r")[0]).half()
     slim = to_slim(model, TEXT, plan=PLANS["k+r"])
-    errors = errors_of_logits(model, slim, TEXT[None, :30], num_return_sequences=2, max_new_tokens=8)
+    options = {} if fuse else {"fuse_projections": False}
+    errors = errors_of_logits(model, slim, TEXT[None, :30], options, num_return_sequences=2, max_new_tokens=8)
     assert errors["graph"] < 2 * errors["eager"]
     assert bool(appended) == (launches == "few")
 
