@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 import hf_fastdecode as fd
 from hf_fastdecode.files import write_rows
+from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.shapes import random_model
 
@@ -105,14 +106,13 @@ def _checked(trainer: Trainer, shape: str, calls: Calls, before: dict[str, Tenso
 
     # As the trainer does around its rollouts; the name changed in transformers 5.23.
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-    # The last rollout again: the steps captured before the last change serve it. Its prefill is longer than those that
-    # are captured, so that the only captures would be of steps.
-    call, inputs = fd.explain(model).last_call, calls.made[-1].inputs
+    # The last rollout again: the steps captured before the last change serve it.
+    call, inputs, captures = fd.explain(model).last_call, calls.made[-1].inputs, state_of(model).captures
+    captured = captures.count
     options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 64}
     found = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
-    report = fd.explain(model).last_call
-    assert report.path == "shared"
-    assert report.captures == 0, "the steps of earlier rollouts would have served"
+    assert fd.explain(model).last_call.path == "shared"
+    assert captures.count == captured, "the steps of earlier rollouts would have served"
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     padding = int((mask[0] == 0).sum())
     _compare_logits(model, shape, before, ids.shape[1] - padding, found.sequences[:1, padding:], found.logits)
