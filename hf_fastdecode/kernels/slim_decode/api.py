@@ -134,7 +134,7 @@ def slim_decode(
     if config is None:
         options: dict[str, Any] = {"rotary": rotary, "offset": key_offset is not None}
         config = choose_config(heads, head_dim, rank, keys.dtype, device, **options)
-        if isinstance(config, ClusterConfig) and not all(map(is_aligned, given.copied.values())):
+        if isinstance(config, ClusterConfig) and not all(is_aligned(*part) for part in given.copied.values()):
             config = choose_two_launch_config(heads, head_dim, rank, keys.dtype, shared_memory=shared_memory(device))
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     result = SlimPartial(
@@ -154,7 +154,7 @@ def slim_decode(
         raise ValueError(f"{reason}; pass a TwoLaunchConfig, or None")
     else:
         for name, part in given.copied.items():
-            check_alignment(name, part)
+            check_alignment(name, *part)
     try:
         launch_all(given, config, result)
     except KernelFailedError:
