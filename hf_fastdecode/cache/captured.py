@@ -62,14 +62,22 @@ class CapturedCache(Cache):
             self.constants[name] = make()
         return self.constants[name]
 
+    def suffix(self, layer: int, dtype: torch.dtype) -> Segment:
+        """Suffixes that are captured in place, ``[rows, 1, capacity, width]`` each.
+
+        Row ``i`` holds `before[i]` tokens before the step. Raises ValueError if the cache holds another dtype.
+        """
+        suffix = self._in_place(layer).suffix
+        require_dtype(dtype, suffix)
+        return suffix
+
     def append_in_place(self, layer: int, new: Segment) -> Segment:
         """Write a token of each row, parts ``[rows, 1, 1, width]``, to suffixes that are captured in place.
 
         Returns the suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens. Raises
         ValueError if the cache holds another dtype.
         """
-        suffix = self._in_place(layer).suffix
-        require_dtype(new.keys.dtype, suffix)
+        suffix = self.suffix(layer, new.keys.dtype)
         rows = self.constant("rows", lambda: torch.arange(len(self.before), device=self.before.device))
         for stored, part in zip(suffix, new, strict=True):
             stored[:, 0].index_put_((rows, self.before), part[:, 0, 0])

@@ -42,6 +42,7 @@ from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.sampling.api import Settings, sample
+from hf_fastdecode.kernels.slim_append.api import append_token
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.kernels.slim_decode.inputs import FP8_CAPABILITY
@@ -163,6 +164,7 @@ def launches() -> list[Launch]:
         attend_everything()
         draw_everything()
         attend_to_slim_caches()
+        append_to_slim_caches()
         multiply_by_stored_matrices()
         compute_between_products()
         multiply_few_rows()
@@ -320,6 +322,19 @@ def attend_to_slim_caches() -> None:
             )
 
 
+def append_to_slim_caches() -> None:
+    """One token of each row, whose query is rotated."""
+    layouts = product(((32, 128, 128), (12, 80, 32)), (0, 512), (1, 5), (torch.float16, torch.bfloat16))
+    for (heads, head_dim, rotary), rank, rows, dtype in layouts:
+        columns = heads * head_dim
+        fp32 = {width: torch.empty(rows, width, dtype=torch.float32, device=CUDA) for width in (columns, rank, rotary)}
+        stored = [torch.empty(rows, 4096, width, dtype=dtype, device=CUDA) for width in (columns, rank)]
+        slots = torch.empty(rows, dtype=torch.int64, device=CUDA)
+        query = fp32[columns].view(rows, heads, head_dim)
+        offset, tables = fp32[columns][0].as_subclass(Claimed), (fp32[rotary], fp32[rotary])
+        append_token(query, fp32[columns], fp32[rank], offset, tables, slots, tuple(stored))
+
+
 def multiply_by_stored_matrices() -> None:
     """Values of averages, and V-coordinates of inputs."""
     shapes = product((1, 5, 33, MOST_ROWS), ((1, 512), (32, 128), (3, 80)), (torch.float32, torch.bfloat16))
@@ -333,7 +348,8 @@ def multiply_by_stored_matrices() -> None:
             for width in (4096, second)
             if width
         ]
-        stored_product(terms, terms[0].scales if second else None, in_range=in_range)
+        for result in (torch.float32, torch.bfloat16):
+            stored_product(terms, terms[0].scales if second else None, in_range=in_range, dtype=result)
 
 
 def compute_between_products() -> None:
@@ -363,6 +379,7 @@ def multiply_few_rows() -> None:
         bias = torch.empty(4096, dtype=dtype, device=CUDA)
         for own in (None, bias):
             row_products(inputs, [weight] * 3, [own] * 3)
+        row_products(inputs, [weight] * 2, [None] * 2, dtype=torch.float32)
         for activation in Activation:
             gated_product(inputs, weight, weight, (None, None), activation)
 

@@ -14,6 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.patches.layers import captured_step
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import PLANS
@@ -44,21 +45,36 @@ def errors_of_logits(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there these steps are captured")
-def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("launches", "fuse"), [("few", True), ("many", True), ("many", False)])
+def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16: bf16 products of interpreted kernels are wrong."""
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)  # steps run uncaptured, and interpreted
+    refusal = "of this test" if launches == "many" and fuse else None
+    monkeypatch.setattr(captured_step, "refusal", lambda *_: refusal)
+    from hf_fastdecode.kernels.slim_append import api as slim_append
+
+    appended: list[Any] = []
+    append = slim_append.append_token
+    monkeypatch.setattr(slim_append, "append_token", lambda *given: (appended.append(given), append(*given))[1])
     model = copy.deepcopy(pair("k+r")[0]).half()
     slim = to_slim(model, TEXT, plan=PLANS["k+r"])
-    errors = errors_of_logits(model, slim, TEXT[None, :30], num_return_sequences=2, max_new_tokens=8)
+    options = {} if fuse else {"fuse_projections": False}
+    errors = errors_of_logits(model, slim, TEXT[None, :30], options, num_return_sequences=2, max_new_tokens=8)
     assert errors["graph"] < 2 * errors["eager"]
+    assert bool(appended) == (launches == "few")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", ["k", "k+r", "mixed"])
+@pytest.mark.parametrize(("plan", "width"), [("k", 512), ("k+r", 512), ("k", 1024), ("k+r", 1024), ("mixed", 1024)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_captured_on_a_gpu(dtype: torch.dtype, plan: str) -> None:
-    """Logits as accurate as of eager steps, the same bits in every run, and suffixes that outgrow a capture."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 512}
+def test_captured_on_a_gpu(dtype: torch.dtype, plan: str, width: int) -> None:
+    """Logits as accurate as of eager steps, the same bits in every run, and suffixes that outgrow a capture.
+
+    Projections of 1,024 numbers are products of few rows.
+    """
+    heads = width // 64
+    sizes = {"hidden_size": width, "intermediate_size": 512, "num_attention_heads": heads}
+    sizes["num_key_value_heads"] = heads
     model = tiny_model("llama-mha", **sizes, head_dim=64).to("cuda", dtype)
     plans = {"k": (("k", 0),) * 2, "k+r": (("k+r", 64),) * 2, "mixed": (("kv", 0), ("k+r", 64))}
     slim = to_slim(copy.deepcopy(model), TEXT, plan=plans[plan])

@@ -19,7 +19,7 @@ SLIM_WAYS = (
     *("slim-k-int8", "slim-k+r-int8", "slim-k-fp8"),
 )
 """PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches.
-Those in 8 bits, and ``slim-k-two-launches``, are read by the kernel for GPUs without clusters."""
+``slim-k-two-launches`` is by the kernel for GPUs without clusters."""
 
 
 @dataclass(frozen=True)

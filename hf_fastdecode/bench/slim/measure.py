@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
 from ...kernels.failures import Kernel, forget
@@ -48,7 +49,9 @@ class SlimInputs(NamedTuple):
             if self.scales is not None:
                 scales = self.scales[index][-1, start : start + _CHUNK]
                 stored = torch.cat([numbers.view(torch.uint8), scales], -1)
-                numbers = load(stored, part.dtype, self.query.shape[3])
+                head_dim = self.query.shape[3]
+                room = stored_bytes(part.shape[2], part.dtype, head_dim) - stored.shape[-1]
+                numbers = load(functional.pad(stored, (0, room)), part.dtype, head_dim)
             parts.append(numbers.double())
         return parts[0], parts[1]
 

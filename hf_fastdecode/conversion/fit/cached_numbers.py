@@ -2,7 +2,8 @@
 
 Caches concatenate, reorder and crop one tensor of keys and one of values, whatever is in them. So each token's scales
 follow its numbers as bytes: ``[..., width + 2 * groups]`` of uint8, where a group is `head_dim` neighbouring numbers,
-and the last one may have fewer. A static cache's zeros read as zeros.
+and the last one may have fewer. With groups of 128 and more there is room for a multiple of 8 scales, so that kernels
+can copy tokens by 16 bytes. A static cache's zeros read as zeros.
 
 A scale is the group's largest magnitude over that of the dtype, in bf16. Numbers are divided by the scale as it is
 stored, so its rounding makes steps wider by at most a 256th; bf16, unlike fp16, has the range of fp32, so that no
@@ -34,7 +35,7 @@ _SCALE: Final = torch.bfloat16
 def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     """Round ``[..., width]`` of any floating dtype for a cache; in `EIGHT_BITS`, `group` numbers share a scale.
 
-    Returns ``[..., width]`` in `dtype`; for 8 bits ``[..., width + 2 * groups]``, uint8.
+    Returns ``[..., width]`` in `dtype`; for 8 bits `stored_bytes` of uint8.
     """
     if dtype not in EIGHT_BITS:
         return x.to(dtype)
@@ -45,7 +46,10 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     scales = _rounded((largest / _LARGEST[dtype]).float().clamp(min=torch.finfo(_SCALE).tiny))  # of zeros too
     steps = (grouped / scales).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
     numbers = (steps.round() if dtype == torch.int8 else steps).to(dtype)
-    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], _to_bytes(scales).flatten(-2)], -1)
+    scale_bytes = _to_bytes(scales).flatten(-2)
+    if room := stored_bytes(width, dtype, group) - width - scale_bytes.shape[-1]:
+        scale_bytes = F.pad(scale_bytes, (0, room))
+    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scale_bytes], -1)
 
 
 def _rounded(scales: Tensor) -> Tensor:
@@ -82,15 +86,22 @@ def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
 
 def views(stored: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
     """View numbers, ``[..., width]`` in `dtype`, and bytes of scales, ``[..., 2 * groups]``, in what `store` made."""
-    size = stored.shape[-1]
-    width = size - _SCALE.itemsize * -(-size // (group + _SCALE.itemsize))
-    return stored[..., :width].view(dtype), stored[..., width:]
+    size, at_once = stored.shape[-1], _scales_at_once(group)
+    width = size - at_once * _SCALE.itemsize * -(-size // (at_once * (group + _SCALE.itemsize)))
+    scales = -(-width // group)
+    return stored[..., :width].view(dtype), stored[..., width : width + scales * _SCALE.itemsize]
 
 
 def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:
     """Bytes per token of `width` numbers, scales included."""
-    scales = -(-width // group) if dtype in EIGHT_BITS else 0
+    at_once = _scales_at_once(group)
+    scales = -(-width // (at_once * group)) * at_once if dtype in EIGHT_BITS else 0
     return width * dtype.itemsize + scales * _SCALE.itemsize
+
+
+def _scales_at_once(group: int) -> int:
+    """Multiple of scales for which there is room: one of small groups, beside which more would take many bytes."""
+    return 8 if group >= 128 else 1
 
 
 def with_positions(stored: Tensor, positions: Tensor) -> Tensor:

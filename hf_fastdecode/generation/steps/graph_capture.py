@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
 from ...kernels.ahead import compiled_ahead
-from ...kernels.row_products.config import MOST_ROWS
+from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -33,9 +33,12 @@ def pass_context(
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
     Unless `fused_rows` is 0, products are those of `FusedProjections`, or in compiled layers concurrent ones up to
-    `fused_rows` rows. Layers run compiled, if given, or else with fused modules.
+    `fused_rows` rows, up to which own layers are within `fusing_products`. Layers run compiled, if given, or else with
+    fused modules.
     """
     with ExitStack() as stack:
+        if rows <= fused_rows:
+            stack.enter_context(fusing_products())
         if compiled is not None:
             stack.enter_context(active(structure.configs, lengths))
             stack.enter_context(compiled.installed(model, fused_rows))

@@ -50,6 +50,8 @@ def row_products(
     biases: Sequence[Tensor | None],
     arrived: Tensor | None = None,
     config: Config | HopperConfig | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """`F.linear` of one input by up to `MOST_WEIGHTS` weights.
 
@@ -59,14 +61,16 @@ def row_products(
         biases: ``[columns]`` each, or None for all.
         arrived: `counters`, which no launch uses at the same time; new ones when None.
         config: Launch parameters; those of `choose_config` or `choose_hopper_config` when None.
+        dtype: Dtype of the products, that of `inputs` when None; fp32 leaves sums as they are, of up to
+            `MOST_PORTABLE_ROWS` rows.
 
     Returns:
-        ``[..., columns]`` each, in the dtype of `inputs`.
+        ``[..., columns]`` each.
 
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    outs = [_output(inputs, len(weight)) for weight in weights]
+    outs = [_output(inputs, len(weight), dtype) for weight in weights]
     _run(inputs, weights, biases, outs, arrived, config, None)
     return outs
 
@@ -102,8 +106,8 @@ def gated_product(
     return out
 
 
-def _output(inputs: Tensor, columns: int) -> Tensor:
-    return torch.empty(*inputs.shape[:-1], columns, dtype=inputs.dtype, device=inputs.device)
+def _output(inputs: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(*inputs.shape[:-1], columns, dtype=dtype or inputs.dtype, device=inputs.device)
 
 
 def _run(

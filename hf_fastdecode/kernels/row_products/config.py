@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +25,24 @@ MOST_WEIGHTS: Final = 3
 _LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
 _AT_ONCE = (128, 64)  # numbers of a row per iteration
 _LEAST_ITERATIONS = 4  # of a part
+
+
+_fusing: ContextVar[bool] = ContextVar("hf_fastdecode_fusing_products", default=False)
+
+
+@contextmanager
+def fusing_products() -> Iterator[None]:
+    """Context of a captured pass in which layers with attention code of their own may compute products by kernels."""
+    token = _fusing.set(True)
+    try:
+        yield
+    finally:
+        _fusing.reset(token)
+
+
+def fuses_products() -> bool:
+    """Whether this thread is within `fusing_products`."""
+    return _fusing.get()
 
 
 class Config(NamedTuple):

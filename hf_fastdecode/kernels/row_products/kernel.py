@@ -20,7 +20,7 @@ def row_products(
     bias_0,  # [columns_0]; not read without BIAS
     bias_1,
     bias_2,
-    out_0,  # [rows, columns_0], contiguous
+    out_0,  # [rows, columns_0], contiguous, in the dtype of x or, without GATED, in fp32
     out_1,
     out_2,
     partials,  # [tiles, parts, 2 if GATED else 1, BLOCK_N, BLOCK_M] fp32; not read with one part
@@ -91,4 +91,5 @@ def row_products(
         gates, ups = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         total = activated(gates, ACTIVATION).to(dtype).to(tl.float32) * ups
     written = last & (row < rows)[None, :] & (column < columns)[:, None]
-    tl.store(out + row[None, :] * columns + column[:, None], total.to(dtype), mask=written)
+    total = total.to(out_0.dtype.element_ty)
+    tl.store(out + row[None, :] * columns + column[:, None], total, mask=written)

@@ -11,7 +11,7 @@ from ..cuda_module import cuda_bindings_are_installed
 from ..failures import Kernel, KernelFailedError, failure
 from ..forest_decode.limits import compute_capability, shared_memory
 from ..installed import interpreted
-from .arguments import Arguments, check_alignment, check_arguments
+from .arguments import Arguments, check_alignment, check_arguments, is_aligned
 from .cluster import ClusterConfig
 from .config import TwoLaunchConfig, check_two_launch_config, choose_cluster_config, choose_two_launch_config
 from .inputs import RotaryTables, Scales
@@ -99,7 +99,7 @@ def slim_decode(
     ``(softmax(Q K^T) K) W_KV``; the product with ``W_KV`` is the caller's. ``score[h, t] = scale * query[h] .
     RoPE_t(keys[t, h] + key_offset[h])``. On thread block clusters keys are read from device memory once, in two
     launches twice. Work is split into equal shares of the tokens of all rows (LeanAttention, section 4). Results
-    are bitwise reproducible on one device. Keys in 8 bits are dequantised on chip, in two launches.
+    are bitwise reproducible on one device. Keys in 8 bits are dequantised on chip.
 
     Lengths and starts are read on the device, so that a captured CUDA graph follows growing lengths.
 
@@ -107,8 +107,8 @@ def slim_decode(
         query: ``[rows, heads, 1, head_dim]``, fp32 or the keys' dtype (fp32 for 8 bits), rotated; the last dimension
             contiguous.
         keys: ``[rows, slots, heads * head_dim]``, fp16, bf16 or fp32, or int8 or float8_e4m3fn with `scales`: before
-            RoPE, less `key_offset`; the last dimension contiguous, rows and slots at multiples of 16 bytes, but for 8
-            bits.
+            RoPE, less `key_offset`; the last dimension contiguous, rows and slots at multiples of 16 bytes, for 8 bits
+            on clusters only.
         coordinates: ``[rows, slots, r]`` in the keys' dtype, for clusters likewise; r may be 0.
         lengths: ``[rows]`` int32: slots of each row that are filled, at most ``slots``.
         config: Launch parameters; those of `choose_config` when None.
@@ -134,6 +134,8 @@ def slim_decode(
     if config is None:
         options: dict[str, Any] = {"rotary": rotary, "offset": key_offset is not None}
         config = choose_config(heads, head_dim, rank, keys.dtype, device, **options)
+        if isinstance(config, ClusterConfig) and not all(is_aligned(*part) for part in given.copied.values()):
+            config = choose_two_launch_config(heads, head_dim, rank, keys.dtype, shared_memory=shared_memory(device))
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     result = SlimPartial(
         torch.empty(rows, heads, heads * head_dim, **fp32),
@@ -151,7 +153,8 @@ def slim_decode(
     elif reason := cluster_shape(given, config).refusal(shared_memory(device)):
         raise ValueError(f"{reason}; pass a TwoLaunchConfig, or None")
     else:
-        check_alignment("coordinates", coordinates)
+        for name, part in given.copied.items():
+            check_alignment(name, *part)
     try:
         launch_all(given, config, result)
     except KernelFailedError:

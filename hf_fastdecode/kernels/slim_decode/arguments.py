@@ -30,6 +30,15 @@ class Arguments(NamedTuple):
         return self.lengths if self.starts is None else self.starts
 
     @property
+    def copied(self) -> dict[str, tuple[Tensor, int]]:
+        """Parts that the kernel on clusters reads, and the bytes that it reads at once."""
+        scales = () if self.scales is None else self.scales
+        of_scales = zip(("scales of keys", "scales of coordinates"), scales)
+        return {"keys": (self.keys, 16), "coordinates": (self.coordinates, 16)} | {
+            name: (part, 4) for name, part in of_scales
+        }
+
+    @property
     def rotary_dim(self) -> int:
         """Numbers of a head that RoPE rotates."""
         return 0 if self.rotary is None else 2 * self.rotary.cos.shape[-1]
@@ -99,8 +108,15 @@ def check_arguments(given: Arguments) -> None:
         raise ValueError(f"scale must be above 0, got {scale}")
 
 
-def check_alignment(name: str, part: Tensor) -> None:
-    """Raise ValueError where rows or slots of a part of the cache cannot be copied by 16 bytes."""
-    size = part.element_size()
-    if part.numel() and (any(stride * size % 16 for stride in part.stride()[:2]) or part.data_ptr() % 16):
-        raise ValueError(f"rows and slots of {name} must begin at multiples of 16 bytes, got strides {part.stride()}")
+def is_aligned(part: Tensor, unit: int = 16) -> bool:
+    """Whether rows and slots of a part of the cache can be read by so many bytes."""
+    starts = part.data_ptr(), *(stride * part.element_size() for stride in part.stride()[:2])
+    return not part.numel() or not any(start % unit for start in starts)
+
+
+def check_alignment(name: str, part: Tensor, unit: int = 16) -> None:
+    """Raise ValueError where rows or slots of a part of the cache cannot be read by so many bytes."""
+    if not is_aligned(part, unit):
+        raise ValueError(
+            f"rows and slots of {name} must begin at multiples of {unit} bytes, got strides {part.stride()}"
+        )

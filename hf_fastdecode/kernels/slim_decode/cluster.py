@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cuda_module import CudaKernel, load_kernel, tensor_map
+from .inputs import EIGHT_BITS
 
 _THREADS = 512  # per block: three warpgroups that score or add, and one of warps with other roles
 _MOST_SUMS = {1: 160, 2: 120}  # accumulators per thread that fit into registers, by the number of adding warpgroups
@@ -22,10 +23,12 @@ class ClusterConfig:
     Attributes:
         members: Blocks per cluster, which divide the heads: 1, 2, 4 or 8.
         tile: Tokens per tile: 32 or 64.
-        stages: Tiles in shared memory, 4 to 6: one that is being scored, one or two whose weights are exchanged, one
-            that is being added, and the others on their way.
+        stages: Tiles in shared memory, 4 to 6 (8 bits: 3 to 6): one that is being scored, one or two whose weights are
+            exchanged, one that is being added, and the others on their way.
         lead: Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights.
         clusters: Clusters at most; as many as run at the same time when None.
+        copies: Tiles of 8 bits in shared memory, 2 to as many as `stages`, which then hold dequantised tiles; None for
+            16 bits.
     """
 
     members: int
@@ -33,6 +36,7 @@ class ClusterConfig:
     stages: int = 6
     lead: int = 4
     clusters: int | None = None
+    copies: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class ClusterShape:
         rotary_dim: Numbers of a head that RoPE rotates: all or none.
         offset: Whether keys have an offset.
         starts: Whether rows begin with padding.
-        dtype: Dtype of the cached keys, fp16 or bf16.
+        dtype: Dtype of the cached keys: fp16, bf16, or one of 8 bits.
         config: Launch parameters.
     """
 
@@ -65,9 +69,22 @@ class ClusterShape:
         config = self.config
         own, padded = self.heads // config.members, self.padded_heads
         weights = 2 * config.lead * (padded * config.tile * 2 + padded * 8 + 8)  # buffers with factors and a barrier
-        stage = config.tile * self.boxes * 128 + own * config.tile * 4 + 3 * 8  # with scores and three barriers
+        stage = config.tile * self.boxes * 128 + own * config.tile * 4 + 2 * 8  # with scores and two barriers
         queries = own * self.head_dim * 4 * (4 if self.offset else 3) + 2 * 8  # given, turned twice, and the offset
-        return config.stages * stage + weights + queries
+        places, copies = config.stages, 0
+        if self.scaled:
+            places = config.copies or 0
+            boxes = own * self.head_dim // 128 + -(-self.rank_columns // 128)
+            groups = (self.head_dim - 17 + self.rank_columns) // self.head_dim + 1 if self.rank else 0
+            scales = 2 * (own + groups) * config.tile * 4  # of two tiles
+            units = (config.stages + 2) * (own + (self.rank > 0)) * 8
+            copies = places * config.tile * boxes * 128 + scales + units
+        return config.stages * stage + copies + places * 8 + weights + queries
+
+    @property
+    def scaled(self) -> bool:
+        """Whether keys are in 8 bits, with scales."""
+        return self.dtype in EIGHT_BITS
 
     @property
     def padded_heads(self) -> int:
@@ -96,8 +113,8 @@ class ClusterShape:
     def refusal(self, shared_memory: int) -> str | None:
         """Why the kernel does not take this shape with these bytes of shared memory per block, or None."""
         config = self.config
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            return f"clusters take keys in fp16 and bf16, got {self.dtype}"
+        if self.dtype not in (torch.float16, torch.bfloat16, *EIGHT_BITS):
+            return f"clusters take keys in fp16, bf16, int8 and float8_e4m3fn, got {self.dtype}"
         if self.head_dim not in (64, 128, 256) or self.rotary_dim not in (0, self.head_dim) or self.rank % 8:
             return (
                 "clusters take heads of 64, 128 or 256 numbers, of which RoPE rotates all or none, and multiples of 8 "
@@ -105,13 +122,18 @@ class ClusterShape:
             )
         if config.members not in (1, 2, 4, 8) or self.heads % config.members:
             return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
+        if self.scaled and (columns := self.heads // config.members * self.head_dim) % 128:
+            return f"clusters take keys in 8 bits with multiples of 128 columns per member, got {columns}"
         # Each scoring warp has whole tokens, several lanes one of them.
         adders = self.adders
         tokens, rest = divmod(config.tile * self.head_dim, 512 * 4 * (3 - adders))
         if config.tile not in (32, 64) or rest or not tokens:
             return f"clusters take tiles of 32 or 64 tokens, of 64 for head_dim 64, got {config.tile}"
-        if config.stages not in (4, 5, 6) or config.lead not in (2, 3, 4):
-            return f"clusters have 4 to 6 stages and a lead of 2 to 4, got {config.stages} and {config.lead}"
+        least = 3 if self.scaled else 4
+        if not least <= config.stages <= 6 or not 2 <= config.lead <= min(4, config.stages):
+            return f"clusters have {least} to 6 stages and a lead of 2 to 4, got {config.stages} and {config.lead}"
+        if self.scaled != (config.copies in range(2, config.stages + 1)):
+            return f"clusters have 2 copies to as many as stages in 8 bits, else None, got {config.copies}"
         if (sums := self.sums(adders)) > _MOST_SUMS[adders]:
             return f"clusters have up to {_MOST_SUMS[adders]} accumulators per thread, got {sums}; raise members"
         if self.shared_bytes > shared_memory:
@@ -119,13 +141,13 @@ class ClusterShape:
         return None
 
     def numbers(self) -> dict[str, int]:
-        """Macros of ``cluster.cu``."""
+        """Macros of ``cuda/cluster.cu``."""
         config = self.config
         flags = {"ROTATED": self.rotary_dim > 0, "OFFSET": self.offset, "STARTS": self.starts}
-        flags["BF16"] = self.dtype == torch.bfloat16
+        flags |= {"BF16": self.dtype == torch.bfloat16, "SCALED": self.scaled, "FP8": self.dtype == EIGHT_BITS[1]}
         sizes = {"HEADS": self.heads, "HEAD_DIM": self.head_dim, "RANK": self.rank, "SHARED_BYTES": self.shared_bytes}
         launch = {"MEMBERS": config.members, "TILE": config.tile, "STAGES": config.stages, "LEAD": config.lead}
-        launch |= {"ADDERS": self.adders, "SCORERS": 3 - self.adders}
+        launch |= {"ADDERS": self.adders, "SCORERS": 3 - self.adders, "COPIES": config.copies or 0}
         return sizes | launch | {name: int(value) for name, value in flags.items()}
 
 
@@ -135,10 +157,10 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
     with torch.cuda.device(device):
         kernel = load_kernel(
             "slim_cluster",
-            __package__,
+            f"{__package__}.cuda",
             "cluster.cu",
             shape.numbers(),
-            headers=["instructions.cuh"],
+            headers=["instructions.cuh", "layout.cuh", "scales.cuh", "scores.cuh", "averages.cuh"],
             threads=_THREADS,
             shared_bytes=shape.shared_bytes,
         )
@@ -146,7 +168,9 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
 
 
 def tensor_maps(keys: Tensor, coordinates: Tensor, shape: ClusterShape) -> tuple[Any, Any]:
-    """Describe a cache for the kernel's copies: keys in boxes of 64 columns, all of a block's columns at once.
+    """Describe a cache for the kernel's copies: keys in boxes of 128 bytes, all of a block's columns at once.
+
+    Numbers of 8 bits are copied by two, as if they were one of 16.
 
     Args:
         keys: ``[rows, slots, heads * head_dim]``.
@@ -154,14 +178,13 @@ def tensor_maps(keys: Tensor, coordinates: Tensor, shape: ClusterShape) -> tuple
         shape: Shape that the kernel was compiled for.
     """
     rows, slots, width = keys.shape
+    size, bf16 = keys.element_size(), keys.dtype == torch.bfloat16
     tile, columns = shape.config.tile, shape.heads // shape.config.members * shape.head_dim
-    bf16 = keys.dtype == torch.bfloat16
-    row, token = (stride * keys.element_size() for stride in keys.stride()[:2])
-    of_keys = tensor_map(
-        keys.data_ptr(), (rows, width // 64, slots, 64), (row, 128, token), (1, columns // 64, tile, 64), bf16=bf16
-    )
+    row, token = (stride * size for stride in keys.stride()[:2])
+    sizes, box = (rows, width * size // 128, slots, 64), (1, columns * size // 128, tile, 64)
+    of_keys = tensor_map(keys.data_ptr(), sizes, (row, 128, token), box, bf16=bf16)
     if not shape.rank:
         return of_keys, of_keys
-    row, token = (stride * coordinates.element_size() for stride in coordinates.stride()[:2])
-    sizes = (rows, 1, slots, shape.rank)
+    row, token = (stride * size for stride in coordinates.stride()[:2])
+    sizes = (rows, 1, slots, shape.rank * size // 2)
     return of_keys, tensor_map(coordinates.data_ptr(), sizes, (row, 16, token), (1, 1, tile, 64), bf16=bf16)

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from .cluster import ClusterConfig, ClusterShape
+from .inputs import EIGHT_BITS
 
 Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
@@ -79,10 +80,13 @@ def choose_cluster_config(
     that fit into the blocks' shared memory and registers. `dtype` is that of the cached keys.
     """
     offset = offset and rotary_dim > 0  # which `slim_decode` adds to scores without RoPE
-    buffers = ((stages, lead) for stages in (6, 5, 4) for lead in (4, 3, 2))
-    for tile, (stages, lead) in product((64, 32), buffers):
+    stages_and_copies: list[tuple[int, int | None]] = [(6, None), (5, None), (4, None)]
+    if dtype in EIGHT_BITS:  # dequantised tiles wait for weights only
+        stages_and_copies = [(4, 4), (4, 3), (4, 2), (3, 3), (3, 2)]
+    buffers = ((stages, copies, lead) for stages, copies in stages_and_copies for lead in (4, 3, 2))
+    for tile, (stages, copies, lead) in product((64, 32), buffers):
         for members in (1, 2, 4, 8):
-            config = ClusterConfig(members, tile, stages, lead)
+            config = ClusterConfig(members, tile, stages, lead, copies=copies)
             shape = ClusterShape(heads, head_dim, rank, rotary_dim, offset, True, dtype, config)
             if shape.refusal(shared_memory) is None:
                 return config

@@ -20,8 +20,8 @@ from .inputs import EIGHT_BITS
 from .merge import merge_pieces
 from .partials import AVERAGES, SCORES, slim_partials
 
-_PIECES_AT_ONCE = 4
-"""Pieces of a row that the merge loads before it waits for one."""
+_PIECES_AT_ONCE = 16
+"""Pieces of a row that the merge loads at most before it waits for one."""
 
 
 def launch_all(
@@ -52,7 +52,7 @@ def launch_all(
             groups,
             KEYS=heads * head_dim,
             BLOCK=block,
-            MERGE=_PIECES_AT_ONCE if not interpreted() else 1,
+            MERGE=_pieces_at_once(groups, rows) if not interpreted() else 1,
             HEADS=heads,
             RANK=rank,
             WIDE=(most_tiles + 1) * (groups + 1) >= 2**31,
@@ -61,6 +61,11 @@ def launch_all(
             BLOCK_ROWS=triton.next_power_of_2(rows),
             num_warps=4,
         )
+
+
+def _pieces_at_once(groups: int, rows: int) -> int:
+    """At least the pieces of a row, where rows are as long as each other."""
+    return min(_PIECES_AT_ONCE, triton.next_power_of_2(triton.cdiv(groups, rows) + 1))
 
 
 _Launched = tuple[int, int, tuple[Tensor, Tensor]]
@@ -90,11 +95,14 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
     groups = min(clusters, config.clusters or clusters)
     averages, lse = parts = given.parts(groups)
     turns = lse if given.rotary is None else given.rotary.turns
+    # In bf16, strides of two bytes.
+    scale_strides = [stride // 2 for part in (keys, coordinates) for stride in part.stride()[:2]]
     kernel.launch(
         groups * config.members,
         [
             query,
             *tensor_maps(keys, coordinates, shape),
+            *(given.scales or (lse, lse)),
             *given.read_only(lse)[2:],
             turns,
             given.first_slots,
@@ -105,6 +113,7 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
             given.scale * LOG2E.value,
             *query.stride()[:2],
             given.table_row_stride,
+            *scale_strides,
         ],
         device,
     )

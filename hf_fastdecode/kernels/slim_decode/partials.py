@@ -4,7 +4,7 @@
 Averages ``P K`` have all columns of the cached keys for each head, ``heads * e`` sums, more than a multiprocessor
 holds. So a *group* of programs shares the columns: a program owns some heads and their columns. It computes the scores
 of its heads in one launch, and the averages of all heads over its columns in the other. As many bytes are read as with
-keys and values. ``cluster.cu`` reads the keys once, on GPUs with thread block clusters.
+keys and values. ``cuda/cluster.cu`` reads the keys once, on GPUs with thread block clusters.
 
 Groups take equal shares of the tiles of all rows (LeanAttention, section 4), computed on the device from the lengths.
 A *piece* is what a group has of one row; it writes an fp32 partial.

@@ -19,6 +19,9 @@ MOST_ROWS = 64
 
 MOST_TERMS = 2
 
+MOST_PROGRAMS = 1024
+"""Programs of a part, where the width is cut into parts."""
+
 _PROGRAMS = 256  # about two on each multiprocessor
 
 
@@ -77,7 +80,13 @@ def _padded(rows: int) -> int:
 
 
 def stored_product(
-    terms: list[Term], constant: Tensor | None = None, config: ProductConfig | None = None, *, in_range: bool = False
+    terms: list[Term],
+    constant: Tensor | None = None,
+    config: ProductConfig | None = None,
+    *,
+    in_range: bool = False,
+    arrived: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Sum of one or two products, each group's columns by its own factor.
 
@@ -88,9 +97,11 @@ def stored_product(
         constant: ``[groups * columns]`` fp32, to be added.
         config: Launch parameters; those of `choose_config` when None.
         in_range: Whether all factors are in fp16's range, so that rows need no scaling.
+        arrived: `MOST_PROGRAMS` int32 zeros, which no launch uses at the same time; new ones when None.
+        dtype: Dtype of the result, to which sums are rounded.
 
     Returns:
-        ``[rows, groups * columns]`` fp32.
+        ``[rows, groups * columns]``.
 
     Raises:
         ValueError: There are more terms or rows than the kernel takes, or shapes do not fit each other.
@@ -106,15 +117,22 @@ def stored_product(
     of_group = columns // groups
     config = config or choose_config(rows, groups, width, columns, factor.element_size(), shared_memory(device))
     second = terms[-1]
-    out = torch.empty(config.parts, rows, columns, dtype=torch.float32, device=device)
+    out = torch.empty(rows, columns, dtype=dtype, device=device)
+    programs, partials = groups * triton.cdiv(of_group, config.columns), out
+    if config.parts > 1:
+        partials = torch.empty(config.parts, rows, columns, dtype=torch.float32, device=device)
+        if arrived is None:
+            arrived = torch.zeros(programs, dtype=torch.int32, device=device)
     with launching(Kernel.PRODUCT, device):
         launch(
             kernel,
-            (groups * triton.cdiv(of_group, config.columns), config.parts),
+            (programs, config.parts),
             *terms[0],
             *second,
             constant if constant is not None else out,
             out,
+            partials,
+            out if arrived is None else arrived,
             rows,
             *factor.stride()[:2],
             *second.factor.stride()[:2],
@@ -132,7 +150,7 @@ def stored_product(
             STAGES=config.stages if not interpreted() else 1,
             num_warps=config.warps,
         )
-    return out.sum(0) if config.parts > 1 else out[0]
+    return out
 
 
 def _check_shapes(terms: list[Term]) -> None:

@@ -2,7 +2,7 @@
 """Sum of products of a few rows with stored matrices, on tensor cores, with fp32 factors in two fp16 parts.
 
 Each program makes some columns of all rows, so that matrices are read once, and adds up in one order. Where columns
-make few programs, parts of the width go to programs of their own.
+make few programs, parts of the width go to programs of their own; the last to arrive adds up all parts, in order.
 """
 
 import triton
@@ -22,7 +22,9 @@ def stored_product(
     second_matrix,
     second_scales,
     constant,  # [groups * columns] fp32; not read without CONSTANT
-    out,  # [PARTS, rows, groups * columns] fp32, to be summed over the parts
+    out,  # [rows, groups * columns]
+    partials,  # [PARTS, rows, groups * columns] fp32; not read with one part
+    arrived,  # [programs of a part] int32: parts that have arrived, 0 before and after; not read with one part
     rows,
     row_stride,
     group_stride,
@@ -89,8 +91,22 @@ def stored_product(
         )
     if CONSTANT:
         result += tl.load(constant + column, mask=kept & (part == 0), other=0.0)[None, :]
-    at = (part * rows + row).to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
-    tl.store(out + at, result, mask=(row < rows)[:, None] & kept[None, :])
+    at = row.to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+    written = (row < rows)[:, None] & kept[None, :]
+    if PARTS > 1:
+        of_part = (part * rows + row).to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+        tl.store(partials + of_part, result, mask=written)
+        tl.debug_barrier()  # all threads have written, before one of them says so
+        counter = arrived + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1:
+            tl.store(counter, 0)
+            result = tl.zeros(result.shape, tl.float32)
+            for other in tl.static_range(PARTS):
+                of_part = (other * rows + row).to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+                result += tl.load(partials + of_part, mask=written, other=0.0, cache_modifier=".cg")
+            tl.store(out + at, result.to(out.dtype.element_ty), mask=written)
+    else:
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=written)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from ...cache.shared import SharedContextCache
 from ..slim_layers import SlimLayer
 from .projections import InputProjection, KeyProjection
 from .rotation import ROTATION, Rotation, takes_kernels
-from .shared_attention import captured_attention, shared_attention
+from .shared_attention import captured_attention, captured_in_few_launches, shared_attention
 from .slim_attention import cache_dtype, check_trainable, slim_attention
 from .slim_tokens import SlimTokens
 from .slim_values import SlimValues
@@ -84,6 +84,10 @@ class SlimAttention(SlimTokens):
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
+        if isinstance(cache, CapturedCache):
+            out = captured_in_few_launches(self, hidden_states, cache, rotation, attention_mask)
+            if out is not None:
+                return self.output(out), None
         query = self.q_proj(hidden_states)
         dtype = query.dtype  # under autocast that of its products
         stored_dtype = cache_dtype(dtype, self.layer)

@@ -23,6 +23,7 @@ from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
+from .captured_step import attend_in_few_launches
 from .rotation import OF_SLOTS, Rotation, Tables, takes_kernels
 from .slim_attention import attention_scores, cache_dtype
 from .slim_tokens import CachedTokens, SlimTokens
@@ -131,6 +132,19 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     scores = scores.masked_fill(slot > last_seen[:, None, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
     return Partial(layer.values.averaged((scores - lse[..., None]).exp(), tokens.keys, tokens.coordinates), lse)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def captured_in_few_launches(
+    layer: SlimTokens,
+    inputs: Tensor,
+    cache: CapturedCache,
+    rotation: Rotation | None,
+    mask: Tensor | SlidingWindow | None,
+) -> Tensor | None:
+    """`captured_attention` of a layer's inputs ``[rows, 1, d]``, where kernels serve its projections; else None."""
+    check_shared(layer, mask)
+    return attend_in_few_launches(layer, inputs, cache, rotation)
 
 
 def captured_attention(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.conversion.fit import cached_numbers
-from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes
+from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
 
 
 @pytest.mark.parametrize("width", [1, 16, 63, 100])
@@ -61,6 +61,19 @@ def test_no_number_stays_none(dtype: torch.dtype) -> None:
     assert load(store(x, dtype, 16), dtype, 16).isnan().all()
     of_gpus = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # which arithmetic here does not make
     assert cached_numbers._rounded(of_gpus).isnan().all()
+
+
+@pytest.mark.parametrize("width", [1, 16, 130, 512, 1000, 1024, 4096])
+def test_tokens_of_wide_groups_can_be_copied_by_16_bytes(width: int) -> None:
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(4))
+    for dtype in EIGHT_BITS:
+        stored = store(x, dtype, 128)
+        assert stored.shape[-1] == stored_bytes(width, dtype, 128)
+        assert (stored.shape[-1] - width) % 16 == 0
+        numbers, scales = views(stored, dtype, 128)
+        assert (numbers.shape[-1], scales.shape[-1]) == (width, 2 * math.ceil(width / 128))
+        first = load(store(x[:, :128], dtype, 128), dtype, 128)  # groups stand for themselves
+        assert torch.equal(load(stored, dtype, 128)[:, :128], first)
 
 
 def test_zeros_of_a_static_cache_are_zeros() -> None:

@@ -136,9 +136,11 @@ def make_problem(case: Case, device: str = "cpu", *, seed: int = 0, extra: int =
     if case.dtype in EIGHT_BITS:
         parts = [store(part, case.dtype, case.head_dim) for part in (keys, coordinates)]
         dequantised = tuple(load(part, case.dtype, case.head_dim).to(device) for part in parts)
-        stored = torch.cat([*parts, torch.empty_like(parts[0][..., :7])], -1)
+        widths = [part.shape[-1] for part in parts]
+        odd = -sum(widths) % 16 if case.consecutive else 7  # bytes behind a token, which clusters copy by 16
+        stored = torch.cat([*parts, torch.empty(rows, slots, odd, dtype=torch.uint8)], -1)
         stored[~filled] = 255  # NaN as a scale, and in fp8
-        whole = stored.to(device).split([part.shape[-1] for part in parts] + [7], -1)
+        whole = stored.to(device).split([*widths, odd], -1)
         (keys, of_keys), (coordinates, of_coordinates) = (views(x, case.dtype, case.head_dim) for x in whole[:2])
         scales = Scales(of_keys, of_coordinates)
     else:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.forest_decode import limits as devices
 from hf_fastdecode.kernels.slim_decode import api, inputs
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
@@ -66,15 +67,19 @@ def test_the_range_is_that_of_fp32(magnitude):
     torch.testing.assert_close(found.coordinates / magnitude, expected.coordinates, rtol=0.02, atol=0.02)
 
 
-def test_clusters_are_neither_chosen_nor_taken(monkeypatch):
-    monkeypatch.setattr(api, "_has_clusters", lambda _: True)
-    shape = (32, 128, 512)
-    for dtype in (INT8, FP8):
-        assert isinstance(choose_config(*shape, dtype, torch.device("cpu")), TwoLaunchConfig)
-        problem = make_problem(Case((9,), heads=8, head_dim=64, rotary=0, dtype=dtype))
-        with pytest.raises(ValueError, match=f"take keys in fp16 and bf16, got {dtype}; pass a TwoLaunchConfig"):
-            problem.run(ClusterConfig(1, tile=64, stages=5))
-    assert isinstance(choose_config(*shape, torch.float16, torch.device("cpu")), ClusterConfig)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_clusters_give_way(aligned, monkeypatch):
+    """To two launches, where tokens cannot be copied by 16 bytes, and where the kernel fails, as on a CPU."""
+    monkeypatch.setattr(api, "_has_clusters", lambda device: failures.failure(failures.Kernel.CLUSTER, device) is None)
+    monkeypatch.setattr(failures, "_failures", {})
+    case = Case((70,), heads=8, head_dim=64, rank=16, rotary=0, dtype=INT8, consecutive=aligned)
+    problem, config = make_problem(case), choose_config(8, 64, 16, INT8, torch.device("cpu"))
+    assert isinstance(config, ClusterConfig)
+    problem.check(problem.run())
+    assert (failures.failure(failures.Kernel.CLUSTER, torch.device("cpu")) is not None) == aligned
+    if not aligned:
+        with pytest.raises(ValueError, match="rows and slots of keys must begin at multiples of 16 bytes"):
+            problem.run(config)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)

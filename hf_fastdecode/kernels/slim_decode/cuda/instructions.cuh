@@ -111,17 +111,51 @@ __device__ __forceinline__ void load_shared(u32 (&to)[4], u32 address) {
                  : "r"(address));
 }
 
+__device__ __forceinline__ void load_shared(u32 (&to)[2], u32 address) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address));
+}
+
+__device__ __forceinline__ void store_shared(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first), "r"(second), "r"(third),
+                 "r"(fourth)
+                 : "memory");
+}
+
+// Two products of fp16.
+__device__ __forceinline__ u32 multiply_halves(u32 first, u32 second) {
+    u32 result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(first), "r"(second));
+    return result;
+}
+
+// Converts 8 numbers of 8 bits to fp16, which holds each of them exactly.
+__device__ __forceinline__ void to_halves(u32 (&to)[4], const u32 (&numbers)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#if FP8
+        const unsigned short two = static_cast<unsigned short>(numbers[i / 2] >> (16 * (i % 2)));
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(to[i]) : "h"(two));
+#else
+        // 1,024 + 128 + n has the bits of n + 128 at the end of its significand.
+        const u32 biased = numbers[i / 2] ^ 0x80808080u;
+        const u32 above = __byte_perm(biased, 0x64646464u, i % 2 ? 0x4342 : 0x4140);
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(to[i]) : "r"(above), "r"(0x64806480u));
+#endif
+    }
+}
+
 // Orders ordinary accesses to shared memory before those of copies and matrix products.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Sets the registers per thread of four warps. A kernel of 512 threads begins with 128, the most of that many threads;
+// the instruction that raises their number is another than the one that lowers it, and neither does the other's work.
 template <int COUNT>
-__device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-template <int COUNT>
-__device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+__device__ __forceinline__ void set_registers() {
+    if constexpr (COUNT > 128) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+    }
 }
 
 // Matrix products of four warps, which compute while the warps go on: a product's registers are its own from

@@ -1,0 +1,1 @@
+"""CUDA C++ of the slim decode kernel on thread block clusters."""

@@ -1,0 +1,152 @@
+"""A slim layer's captured step in few launches, where kernels serve its projections.
+
+Queries and keys are one product of the layer's inputs, in fp32, and V-coordinates another, a parallel branch of the
+graph. One launch rotates the queries and appends to the cache, `slim_decode` averages it, and a product with M makes
+values in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.partial import Partial, merge
+from ...cache.captured import CapturedCache
+from ...conversion.fit.cached_numbers import EIGHT_BITS
+from ...errors import Unsupported
+from ...kernels.failures import Kernel, KernelFailedError, failure
+from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
+from .projections import KeyProjection
+from .rotation import OF_SLOTS, Rotation, Tables
+from .slim_attention import cache_dtype
+from .slim_tokens import SlimTokens
+from .suffix_kernel import averages_by_kernel, kernel_refusal
+
+_ARRIVED = "arrival counters"
+"""Name of a captured step's constant: counters of products whose width is cut into parts, of each branch."""
+
+
+def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
+    """Why a layer's captured step takes PyTorch's operators for projections; None when kernels serve them.
+
+    Args:
+        layer: The attention layer.
+        inputs: ``[rows, 1, d]``.
+    """
+    query, keys = layer.q_proj, layer.k_proj
+    if not fuses_products():
+        return "fuse_projections leaves products to PyTorch's operators"
+    if type(layer).query_norm is not SlimTokens.query_norm or layer.interleaved:
+        return "they rotate queries by halves, without a norm"
+    if type(query) is not nn.Linear or type(keys) is not KeyProjection:
+        return "they take plain projections"
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (query, keys)):
+        return "hooks read projections"
+    if len(inputs) > MOST_PORTABLE_ROWS:
+        return f"products in fp32 are of up to {MOST_PORTABLE_ROWS} rows"
+    if cache_dtype(inputs.dtype, layer.layer) in EIGHT_BITS or layer.slim.from_keys.values.dtype != torch.float16:
+        return "they store 16 bits, and multiply by matrices in fp16"
+    if inputs.device.type == "cuda" and (reason := failure(Kernel.PRODUCT, inputs.device)) is not None:
+        return reason
+    return refusal(inputs, [query.weight, keys.weight], [query.bias, keys.bias])
+
+
+def attend_in_few_launches(
+    layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: Rotation | None
+) -> Tensor | None:
+    """Attention of one token per row; None where kernels do not serve the layer.
+
+    Args:
+        layer: The attention layer.
+        inputs: ``[rows, 1, d]``.
+        cache: The cache, to which the tokens are appended.
+        rotation: Tables of the pass.
+
+    Returns:
+        ``[rows, 1, heads * value_dim]`` in the dtype of `inputs`.
+
+    Raises:
+        Unsupported: `slim_decode` does not take these tensors.
+        ValueError: The cache holds another dtype.
+    """
+    if rotation is None or rotation.own_tokens is None or step_refusal(layer, inputs) is not None:
+        return None
+    try:
+        return _attend(layer, inputs, cache, rotation, rotation.own_tokens)
+    except KernelFailedError:  # from now on a reason
+        return None
+
+
+@lru_cache
+def _branch_stream(device: torch.device) -> torch.cuda.Stream:
+    """Stream of the branch, for all captures: there is one at a time."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _branch(device: torch.device) -> Iterator[None]:
+    """Context whose launches may run beside those that follow it, up to `_join`.
+
+    Memory that is allocated within is reused only within, after all earlier work of the current stream.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    _branch_stream(device).wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(_branch_stream(device)):
+        yield
+
+
+def _join(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_branch_stream(device))
+
+
+def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: Rotation, own_tokens: Tables) -> Tensor:
+    from ...kernels.row_products.api import counters, row_products
+    from ...kernels.slim_append.api import append_token
+    from ...kernels.stored_product.api import Term, stored_product
+
+    dtype, rows, slim = inputs.dtype, len(inputs), layer.slim
+    stored_dtype = cache_dtype(dtype, layer.layer)
+    arrived, beside = cache.constant(_ARRIVED, lambda: (counters(inputs.device), counters(inputs.device)))
+    projections = layer.q_proj, layer.k_proj
+    weights, biases = [one.weight for one in projections], [one.bias for one in projections]
+    coordinates = inputs.new_empty(rows, 0, dtype=torch.float32)
+    if slim.from_inputs is not None:
+        with _branch(inputs.device):
+            coordinates = stored_product([Term(*slim.from_inputs.product(inputs))], arrived=beside)
+    query, keys = row_products(inputs, weights, biases, arrived, dtype=torch.float32)
+    if slim.from_inputs is not None:
+        _join(inputs.device)
+    suffix = cache.suffix(layer.layer_idx, stored_dtype)
+    cos, sin = (table[:, 0].contiguous() for table in own_tokens)
+    heads = query.view(rows, layer.heads, layer.head_dim)
+    rotated = append_token(
+        heads,
+        keys.view(rows, -1),
+        coordinates,
+        slim.key_offset,
+        (cos, sin),
+        cache.before,
+        (suffix.keys[:, 0], suffix.values[:, 0]),
+    )[:, :, None]
+    if reason := kernel_refusal(layer, rotated, suffix):
+        raise Unsupported(reason)
+    averages, of_coordinates, lse = averages_by_kernel(layer, rotated, suffix, cache.after, cache.constants[OF_SLOTS])
+    terms = [Term(*slim.from_keys.product(averages))]
+    if slim.directions is not None:
+        terms.append(Term(*slim.directions.product(of_coordinates)))
+    in_range, has_nodes = stored_dtype == torch.float16, cache.has_nodes
+    product_dtype = torch.float32 if has_nodes else dtype
+    out = stored_product(terms, slim.constant, in_range=in_range, arrived=arrived, dtype=product_dtype)
+    if not has_nodes:
+        return out[:, None]
+    partial = Partial(out.view(rows, layer.heads, 1, -1), lse[..., None])
+    to_nodes = layer.scored_query(query.to(dtype), rotation.tokens).to(dtype)
+    merged = merge(partial, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
+    return merged.out.transpose(1, 2).flatten(2).to(dtype)
