@@ -156,6 +156,12 @@ def tensor_version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def local_tensor(tensor: Tensor) -> Tensor | None:
+    """What this process stores of a DTensor, None of other tensors; ``to_local`` would make a view of it each time."""
+    local: Tensor | None = getattr(tensor, "_local_tensor", None)
+    return local
+
+
 def free_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces of all streams; remove it when ``torch.cuda.empty_cache`` does."""
     torch._C._cuda_clearCublasWorkspaces()

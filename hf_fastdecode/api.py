@@ -25,6 +25,7 @@ from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
+from .generation.same_calls import require_same_prefill
 from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_state, rope_limit
 from .generation.wrappers import unwrapped
@@ -223,27 +224,22 @@ def prefill(
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
+    structure, options = Structure(inner), model_state.options
+    with structure.ranks.together():
+        with _or_value_error(f"{type(inner).__name__} cannot share context"):
+            check_model(inner, structure.layout)
+            check_state(structure.walk)
+        input_ids, mask = padded_ids(inputs)
+        with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
+            check_prompts(inner, structure.layout, input_ids, mask, longest=input_ids.shape[1])
+        _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
+        groups = group_prompts(input_ids, mask)
+        _check_vocabulary(inner, groups)
+        cache = SharedContextCache(backend=options.backend)
+        plan, rows = _plan(groups, cache, options.min_shared_tokens)
+    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        structure = Structure(inner)
-        check_model(inner, structure.layout)
-        check_state(structure.walk)
-    input_ids, mask = padded_ids(inputs)
-    with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-        check_prompts(inner, structure.layout, input_ids, mask, longest=input_ids.shape[1])
-    limit = rope_limit(inner.config.get_text_config(decoder=True))
-    longest = input_ids.shape[1] if mask is None else int(mask.sum(1).max())
-    if limit is not None and longest >= limit:
-        raise ValueError(
-            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(inner).__name__} changes "
-            f"beyond {limit} tokens, so no call could continue from it; prefill at most {limit - 1} tokens, or call "
-            "generate without a kept cache"
-        )
-    groups = group_prompts(input_ids, mask)
-    _check_vocabulary(inner, groups)
-    cache = SharedContextCache(backend=model_state.options.backend)
-    plan, rows = _plan(groups, cache, model_state.options.min_shared_tokens)
-    with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        prefill_nodes(inner, cache, plan, max_tokens=model_state.options.max_prefill_tokens, length=input_ids.shape[1])
+        prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
     if rows is not None:
         cache.select_rows(rows)
     cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)
@@ -281,6 +277,17 @@ def _plan(
     starts = [0, *accumulate(group.count for group in groups)]
     prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
     return in_order.plan(), sorted(range(len(prompts)), key=prompts.__getitem__)
+
+
+def _check_rope(model: PreTrainedModel, longest: int) -> None:
+    """Reject prompts that no call could continue from, because frequencies change after them."""
+    limit = rope_limit(model.config.get_text_config(decoder=True))
+    if limit is not None and longest >= limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(model).__name__} changes "
+            f"beyond {limit} tokens, so no call could continue from it; prefill at most {limit - 1} tokens, or call "
+            "generate without a kept cache"
+        )
 
 
 def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None:

@@ -33,6 +33,22 @@ class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from
         self.what, self.remedy = what, remedy
 
 
+class PeerFailedError(RuntimeError):
+    """Another process of the model failed, so that this one cannot go on.
+
+    Attributes:
+        rank: Its number in the group of processes.
+        cause: What it raised.
+    """
+
+    def __init__(self, rank: int, cause: str):
+        super().__init__(f"rank {rank}, with which this process computes the model, failed: {cause}")
+        self.rank, self.cause = rank, cause
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[int, str]]:
+        return PeerFailedError, (self.rank, self.cause)
+
+
 def reason_of(check: Callable[..., object], *arguments: Any) -> str | None:
     """Run a check that raises `Unsupported`; returns its reason, or None if it passes."""
     try:

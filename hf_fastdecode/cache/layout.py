@@ -13,9 +13,10 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..parallel.groups import local_part
 from .layers.own import AttendsByItself
 
 
@@ -72,6 +73,9 @@ _OF_WINDOWS: Final = {
     "v_head_dim": "swa_v_head_dim",
 }
 
+
+_FUSED: Final = ("query_key_value", "qkv_proj")
+"""Names of projections to queries, keys and values at once."""
 
 _IN_CODE: Final = {"mimo_v2_flash": 2}
 """Factors on the KV heads of layers with a window, by model type, that stand in modelling code and in no config."""
@@ -166,6 +170,8 @@ class ModelLayout:
         """
         found = cls.from_config(model.config)
         layers, own = list(found.layers), dict[int, AttendsByItself]()
+        plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
+        whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         every: Iterable[Any] = model.modules() if modules is None else modules
         for module in [module for module in every if "layer_idx" in module.__dict__]:
             index = module.__dict__["layer_idx"]
@@ -174,7 +180,7 @@ class ModelLayout:
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif len(layers[index]) == 1 and layers[index][0].kind in PER_TOKEN:
-                layers[index] = (_with_heads_of(module, layers[index][0]),)
+                layers[index] = (_with_heads_of(module, layers[index][0], whole),)
         return replace(found, layers=tuple(layers), own=own)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
@@ -274,9 +280,18 @@ def _own(store: Store) -> Store:
     return replace(store, kind=Kind.OWN) if store.kind in PER_TOKEN else store
 
 
-def _with_heads_of(module: nn.Module, store: Store) -> Store:
-    """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ."""
-    keys, values = _outputs(getattr(module, "k_proj", None)), _outputs(getattr(module, "v_proj", None))
+def _with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> Store:
+    """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ.
+
+    `whole` names projections whose outputs each process has whole, although it computes only its part of them.
+    """
+    for name in _FUSED:
+        if (share := _share(fused := getattr(module, name, None), whole=name in whole)) != 1:
+            assert fused is not None
+            heads, kv_heads = int(store.query_heads * share), int(store.kv_heads * share)
+            return replace(store, query_heads=heads, kv_heads=kv_heads)
+    keys = _outputs(getattr(module, "k_proj", None), whole="k_proj" in whole)
+    values = _outputs(getattr(module, "v_proj", None), whole="v_proj" in whole)
     head_dim = getattr(module, "head_dim", None)
     if not keys or not isinstance(head_dim, int) or head_dim < 1 or keys % head_dim:
         return store
@@ -288,11 +303,17 @@ def _with_heads_of(module: nn.Module, store: Store) -> Store:
     return replace(store, query_heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
 
 
-def _outputs(projection: Any) -> int:
+def _outputs(projection: Any, *, whole: bool) -> int:
     """Outputs of a projection on this device; 0 if it is none."""
-    count = getattr(projection, "out_features", 0)
-    local = getattr(getattr(projection, "weight", None), "_local_tensor", None)  # of tensor parallelism
-    return int(count if local is None else local.shape[0])
+    return round(getattr(projection, "out_features", 0) * _share(projection, whole=whole))
+
+
+def _share(projection: Any, *, whole: bool) -> float:
+    """The share of a projection's outputs that this process has: 1 but with tensor parallelism."""
+    weight = getattr(projection, "weight", None)
+    if whole or not isinstance(weight, Tensor) or (part := local_part(weight)) is weight:
+        return 1
+    return part.shape[0] / weight.shape[0]
 
 
 def _field(config: Any, name: str) -> Any:

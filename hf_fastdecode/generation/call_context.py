@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
-from ..errors import Unsupported
+from ..errors import PeerFailedError, Unsupported
+from ..parallel.agreement import Ranks
 from .identity import Fingerprint
 from .model_state import ModelState
 from .options import Options
@@ -138,6 +139,11 @@ class CallContext:
         return reduced(self.arguments.get("position_ids"), self.arguments.get("attention_mask"))
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that compute the model together."""
+        return self.structure.ranks
+
+    @property
     def returns_cache(self) -> bool:
         """Whether the caller gets the cache, and may keep it."""
         return bool(self.config.return_dict_in_generate)
@@ -159,11 +165,11 @@ class CallContext:
             return
         except Unsupported as error:  # the error itself would keep its frames' tensors alive during the stock call
             what, remedy = error.what, error.remedy
-        except (BackendError, torch.OutOfMemoryError):  # no changes of transformers
+        except (BackendError, PeerFailedError, torch.OutOfMemoryError):  # no changes of transformers
             raise
         except Exception as error:
             newer = untested_transformers()
-            if newer is None or self.must_share:
+            if newer is None or self.must_share or self.ranks.count > 1:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
             remedy = None

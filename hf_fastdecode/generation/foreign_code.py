@@ -27,6 +27,8 @@ _KNOWN_HOOKS = (
     "torch.distributed",
     "hf_fastdecode",
 )
+# Where transformers' tensor parallelism gives modules a forward, which communicates.
+_SPLITTING = ("transformers.distributed.tensor_parallel",)
 # Adds noise scaled by the row length.
 _UNSAFE_HOOKS = ("transformers.integrations.neftune",)
 _RECORDING = "transformers.utils.output_capturing"
@@ -101,6 +103,11 @@ def is_capturable(hook: Any) -> bool:
     """
     name, module = getattr(_unbound(hook), "__name__", ""), _defining_module(hook)
     return _is_of(module, (_RECORDING,)) or (name in _REQUIRE_GRAD and _is_of(module, ("transformers", "peft")))
+
+
+def splits_module(forward: Any) -> bool:
+    """Whether a module's own forward is that of tensor parallelism, which is the same in every call."""
+    return _is_of(_defining_module(forward), _SPLITTING)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

@@ -52,6 +52,7 @@ from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
+from .same_calls import require_same_call, require_same_draws
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
@@ -68,6 +69,7 @@ class _ActiveCall:
     Attributes:
         loop_is_ours: Whether this package's decoding loop was passed.
         loop: The user's ``custom_generate``, if any.
+        given: Tensors that `generate` was given, by name.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
         scope: Ends with the call.
     """
@@ -75,6 +77,7 @@ class _ActiveCall:
     model: PreTrainedModel
     loop_is_ours: bool
     loop: Callable[..., Any] | None = None
+    given: dict[str, Tensor] = field(default_factory=dict)
     report: CallReport | None = None
     structure: Structure | None = None
     context: CallContext | None = None
@@ -168,16 +171,18 @@ def _prepare_cache_for_generation(
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = _structure(model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
+    given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
-        call.scope = active_call.scope
-    with call.or_stock():
+        call.scope, given_tensors = active_call.scope, active_call.given
+    loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
+    require_same_call(call, given_tensors, loop or generation_mode.value)
+    with call.or_stock(), call.ranks.together():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
+        require_same_draws(call, "transformers")
         return prepare()
-    needed_by = other_loop(call, generation_mode)
-    loop = needed_by if users_loop is None else "custom_generate"
     if loop is None:
         assert active_call is not None  # for the loop is ours
         if active_call.model is model:
@@ -195,6 +200,7 @@ def _prepare_cache_for_generation(
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     report.reason = f"the decoding loop of {loop} has not called the model"
+    require_same_draws(call, f"the loop of {loop}")
     model_kwargs[CACHE] = cache
     return prepared
 
@@ -208,7 +214,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
     with model_state.call(model) as may_share:
         ours = may_share and takes and loop is None
-        call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None)
+        tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
+        call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = _active_call.set(call)
         try:
             output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
@@ -316,6 +323,7 @@ def _decode(
                 return decode_shared(
                     call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
                 )
+        require_same_draws(call, "transformers")
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, tensor_version
 from ..attention.autocast import autocast_dtype
+from ..parallel.groups import local_part
 from .forward_pass import input_device
 from .model_walk import ModelWalk, attributes
 
@@ -232,13 +233,17 @@ def _function(method: object) -> object:
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Data pointers of the tensors."""
-    return tuple(tensor.data_ptr() for tensor in tensors)
+    """Data pointers of the tensors, or of what this process stores of them."""
+    return tuple(local_part(tensor).data_ptr() for tensor in tensors)
 
 
-def _tensor_state(tensor: Tensor) -> tuple[int, int, int]:
-    """Identity, version and address of a tensor."""
-    return id(tensor), tensor_version(tensor), tensor.data_ptr()
+def _tensor_state(tensor: Tensor) -> tuple[int, ...]:
+    """Identity, version and address of a tensor, or of what this process stores of it.
+
+    A split tensor's version counts writes to the whole, as by an optimizer, its part's those to the part alone.
+    """
+    local = local_part(tensor)
+    return id(tensor), tensor_version(tensor), tensor_version(local), local.data_ptr()
 
 
 def _own_state(walk: ModelWalk) -> tuple[Hashable, Hashable]:
@@ -265,9 +270,14 @@ def _changes_frequencies(module: nn.Module) -> bool:
 
 
 def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
-    """Materialized plain parameters; offloaded ones are skipped, since they are recreated as other objects."""
+    """Materialized parameters, plain or split between processes.
+
+    Offloaded ones are skipped, since they are recreated as other objects.
+    """
     for parameter in walk.parameters:
-        if type(parameter) is nn.Parameter and parameter.device.type != "meta" and parameter.numel():
+        local = local_part(parameter)
+        plain = type(parameter) is nn.Parameter or local is not parameter
+        if plain and parameter.device.type != "meta" and local.numel():
             yield parameter
 
 
@@ -275,7 +285,7 @@ def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
 def _samples(walk: ModelWalk) -> dict[tuple[torch.device, torch.dtype], Tensor]:
     """Bytes of a few elements of each parameter, by device and dtype; bytes compare equal for NaN."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in _plain_parameters(walk):
+    for parameter in map(local_part, _plain_parameters(walk)):
         count = min(_SAMPLES, size := parameter.numel())
         step = max(1, size // _SAMPLES)
         if parameter.is_contiguous():  # one view instead of three

@@ -42,6 +42,7 @@ class CallReport:
         captures: CUDA graphs captured in this call.
         compactions: Number of times finished rows were compacted away.
         waves: Number of parts the batch was split into to fit in memory; 0 if not split.
+        ranks: Number of processes that computed the call together, as by tensor parallelism.
     """
 
     path: str = "stock"
@@ -69,6 +70,7 @@ class CallReport:
     captures: int = 0
     compactions: int = 0
     waves: int = 0
+    ranks: int = 1
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cache": None}  # weak references cannot be pickled
@@ -115,6 +117,7 @@ class CallReport:
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
+                *([f"  computed by {self.ranks} processes, of which rank 0 draws tokens"] if self.ranks > 1 else []),
                 *([f"  one kernel each: {self.fused}"] if self.fused else []),
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *self._events(),

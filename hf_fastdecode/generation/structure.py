@@ -8,9 +8,12 @@ from functools import cached_property
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
+from ..parallel.agreement import ALONE, Ranks, Together
+from ..parallel.groups import gathers_parameters, splitting_group
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 
@@ -36,6 +39,17 @@ class Structure:
     def layout(self) -> ModelLayout:
         """What each layer stores; passes over a cache that has met the model do not need it."""
         return ModelLayout.of(self._model, self.walk.modules)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes that compute the model together, each with the same calls."""
+        group = splitting_group(self.walk.parameters)
+        return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether processes hold parts of the parameters, which passes gather; each may have prompts of its own."""
+        return bool(is_fsdp_managed_module(self._model)) or gathers_parameters(self.walk.classes)
 
     @cached_property
     def fused(self) -> FusedModules | None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,6 +21,7 @@ from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from ..parallel.groups import in_several_processes
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk, attributes
@@ -51,6 +51,10 @@ _NOT_IN_STEPS = {
     *("attention_mask", "position_ids", "inputs_embeds", CACHE),
     *("tokenizer", "assistant_tokenizer", "assistant_model"),
 }
+
+
+_OF_PIPELINES = "transformers.distributed.pipeline_parallel"
+"""Where the module is defined that stands for a layer of another process."""
 
 
 def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
@@ -147,7 +151,7 @@ def check_call(
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     check_state(structure.walk)
-    if _several_processes() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+    if in_several_processes() and (is_deepspeed_zero3_enabled() or structure.gathers_parameters):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(model.config.get_text_config(decoder=True))
     if limit is not None and config.max_length > limit:
@@ -192,7 +196,9 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
 
 
 def check_state(walk: ModelWalk) -> None:
-    """Raise `Unsupported` for what may change from call to call: training mode and third-party code."""
+    """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code."""
+    if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
+        raise Unsupported("its layers are divided between processes (pipeline parallelism)")
     training = [module for module in walk.modules if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
@@ -226,11 +232,6 @@ def is_nothing(argument: object) -> bool:
 def step_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Model arguments of `generate` that every step takes too, beyond tokens, positions and cache."""
     return {name: value for name, value in arguments.items() if name not in _NOT_IN_STEPS and not is_nothing(value)}
-
-
-def _several_processes() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:

@@ -154,7 +154,7 @@ def test_eight_samples_of_long_contexts_have_more_tiles_in_flight(on_an_h200, ro
     for length in (2048, 8192, 16384, 32768):
         config = chosen(one_context(rows, length), shape)
         if long_from is not None and length >= long_from:
-            assert (config.block_n, config.stages, config.suffix) == (64, 4, on_an_h200._BESIDE)
+            assert (config.block_n, config.stages, config.suffix) == (64, 5, on_an_h200._BESIDE)
         else:
             assert (config.block_n, config.stages, config.suffix) == (64, 3, None)
 

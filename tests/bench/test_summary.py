@@ -46,6 +46,11 @@ def test_a_table_names_what_did_not_fit(tmp_path):
     fits = stock | {"status": "ok", "prefill_s": 1, "ms_per_step": 20, "total_s": 1.3, "kv_bytes": 2**30}
     write_rows(tmp_path / "rows.csv", [fits, shared])
     assert "| 1.30 s → 0.52 s | 2.5x | 1.00 → 3.18 GiB |" in summary.table(read_rows(tmp_path / "rows.csv"))
+    vllm = fits | {"way": "vllm", "prefill_s": 0.25, "ms_per_step": 7.25, "total_s": 0.3}
+    write_rows(tmp_path / "rows.csv", [fits, shared, vllm])
+    text = summary.table(read_rows(tmp_path / "rows.csv"))
+    assert "| KV cache | vLLM: first token; a step; whole call |" in text
+    assert "| 1.00 → 3.18 GiB | 0.25 s; 7.2 ms; 0.30 s |" in text
 
 
 def test_what_stock_would_hold_of_a_tree():

@@ -55,6 +55,11 @@ def test_table_of_trees():
     assert lines[2].startswith("| 1x8+2x256 | 64x32 | 20.0 (10.0) | 2.50x | 20.0 (10.0) | 2.50x |")
     assert lines[16].endswith("| 20.0 (10.0) | wrong |")
     assert lines[-1].endswith("fasttree over ours: 2.50x, least 2.50x, of 44.")
+    refused = {"status": "not run: no parameters", "us_p50": ""}
+    rows = [row | refused if (row["way"], row["kv_heads"]) == ("fasttree", "8") else row for row in rows]
+    names, _, first, *_ = ops.ops_trees_table(rows).splitlines()
+    assert names.endswith("| fasttree over ours | 32/8: ours (floor) | 32/32: ours (floor) | fasttree over ours |")
+    assert first.endswith("| 20.0 (10.0) | 2.50x | 20.0 (10.0) | 20.0 (10.0) | 2.50x |")
 
 
 def test_pictures_of_operators(tmp_path):

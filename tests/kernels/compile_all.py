@@ -372,7 +372,9 @@ def compute_between_products() -> None:
 
 def multiply_few_rows() -> None:
     """Weights with and without biases, and gates, of all numbers of rows and of a width that 128 does not divide."""
-    for dtype, rows, width in product((torch.bfloat16, torch.float16), (1, 17), (4096, 2880)):
+    hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
+    counts = (1, 17, 33, 128) if hopper else (1, 17)
+    for dtype, rows, width in product((torch.bfloat16, torch.float16), counts, (4096, 2880)):
         inputs, weight = (torch.empty(count, width, dtype=dtype, device=CUDA) for count in (rows, 4096))
         bias = torch.empty(4096, dtype=dtype, device=CUDA)
         for own in (None, bias):

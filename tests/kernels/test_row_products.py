@@ -12,7 +12,16 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.pointwise import reference
 from hf_fastdecode.kernels.pointwise.forms import Activation
 from hf_fastdecode.kernels.row_products.api import MOST_TILES, counters, gated_product, row_products
-from hf_fastdecode.kernels.row_products.config import MOST_ROWS, Config, choose_config, refusal
+from hf_fastdecode.kernels.row_products.config import (
+    BOX,
+    MOST_PORTABLE_ROWS,
+    MOST_ROWS,
+    Config,
+    HopperConfig,
+    choose_config,
+    choose_hopper_config,
+    refusal,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts numbers off where bf16 rounds them; on a GPU Triton multiplies fp32 in tf32.
@@ -86,7 +95,7 @@ def test_inputs_with_gaps() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+@pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(
     ("columns", "width"),
     [((4096, 4096, 4096), 4096), ((4096, 1024, 1024), 4096), ((4096,), 11008), ((2880,), 2880), ((32016,), 4096)],
@@ -96,14 +105,15 @@ def test_chosen_configurations(columns: tuple[int, ...], width: int, rows: int) 
     inputs = random(rows, 1, width, seed=1, dtype=torch.bfloat16)
     weights = [random(own, width, seed=own, dtype=torch.bfloat16) / 64 for own in columns]
     biases = [random(own, seed=own, dtype=torch.bfloat16) for own in columns]
-    assert refusal(inputs, weights, biases) is None
+    gains = rows <= MOST_PORTABLE_ROWS or len(columns) > 1 or columns[0] < width
+    assert (refusal(inputs, weights, biases) is None) == gains
     for found, weight, bias in zip(row_products(inputs, weights, biases), weights, biases, strict=True):
         exact = F.linear(inputs.double(), weight.double(), bias.double())
         assert_as_exact(found, F.linear(inputs, weight, bias), exact)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 17, MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, 16, 17, MOST_PORTABLE_ROWS])
 @pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
 @pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
 def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
@@ -114,6 +124,77 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     iterations = width // chosen.at_once
     assert (chosen.parts - 1) * -(-iterations // chosen.parts) < iterations
     assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [33, 64, 65, MOST_ROWS])
+@pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
+@pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
+def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
+    """Every program has a share, and a counter for each of its warpgroups; stages fit in shared memory."""
+    chosen = choose_hopper_config(rows, columns, width, 132, gated=gated)
+    assert chosen.block_rows >= rows
+    assert width % chosen.at_once == 0
+    tiles = sum(-(-own // BOX) for own in columns)
+    assert 1 <= chosen.programs <= min(132, tiles * width // chosen.at_once)
+    assert 2 * chosen.programs <= MOST_TILES
+    assert 2 <= chosen.x_stages <= chosen.w_stages
+    stages = chosen.x_stages * chosen.block_rows + chosen.w_stages * BOX * (2 if gated else 1)
+    assert 2 * chosen.at_once * stages <= 224 << 10
+
+
+HOPPER_CASES = pytest.mark.parametrize(
+    ("rows", "programs", "at_once"),
+    [(33, 1, 64), (64, 7, 128), (65, 20, 64), (100, 5, 128), (128, 20, 128), (50, 23, 128)],
+)
+"""Programs of several tiles, of parts of two and of one; widths of 10 iterations and of 5."""
+
+
+def hopper_config(rows: int, programs: int, at_once: int) -> HopperConfig:
+    return HopperConfig(64 if rows <= 64 else 128, at_once, 2, 3, programs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weights", [1, 2, 3])
+@HOPPER_CASES
+def test_hopper_products(
+    rows: int, programs: int, at_once: int, weights: int, biased: bool, dtype: torch.dtype
+) -> None:
+    """Several launches count in the same memory, which is zero again after each."""
+    inputs, arrived = random(rows, 1, WIDTH, seed=1, dtype=dtype), counters(torch.device(DEVICE))
+    columns = (300, 128, 72)[:weights]
+    given = [random(own, WIDTH, seed=own, dtype=dtype) for own in columns]
+    biases = [random(own, seed=own, dtype=dtype) if biased else None for own in columns]
+    config = hopper_config(rows, programs, at_once)
+    first, second = (row_products(inputs, given, biases, arrived, config) for _ in range(2))
+    assert not arrived.any()
+    for found, again, weight, bias in zip(first, second, given, biases, strict=True):
+        assert torch.equal(found, again)
+        exact = F.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("biased", [False, True])
+@HOPPER_CASES
+def test_hopper_gated_product(rows: int, programs: int, at_once: int, biased: bool, activation: Activation) -> None:
+    inputs = random(rows, WIDTH, seed=1, dtype=torch.bfloat16)
+    weights = [random(300, WIDTH, seed=seed, dtype=torch.bfloat16) / 16 for seed in (2, 3)]
+    biases = [random(300, seed=seed, dtype=torch.bfloat16) if biased else None for seed in (4, 5)]
+    config = hopper_config(rows, programs, at_once)
+    found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, config)
+
+    def computed(dtype: torch.dtype) -> Tensor:
+        gate, up = (
+            F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+        return reference.gated(gate, up, activation)
+
+    assert_as_exact(found, computed(torch.bfloat16), computed(torch.float64))
 
 
 class Stored(Tensor):
@@ -127,6 +208,8 @@ def test_refused() -> None:
     for given, reason in (
         ((many, [weight], [None]), f"up to {MOST_ROWS} rows and 3 weights, got {2 * MOST_ROWS + 2} and 1"),
         ((inputs, [weight] * 4, [None] * 4), "and 3 weights, got 2 and 4"),
+        ((inputs.expand(20, 2, 128), [torch.ones(128, 128)], [None]), "single weights with as many columns"),
+        ((torch.ones(65 * 128)[1:8193].view(64, 128), [weight], [None]), "multiples of 16 bytes"),
         ((torch.ones(0, 128), [weight], [None]), "got 0 and 1"),
         ((inputs[:, :100], [weight[:, :100]], [None]), "widths in multiples of 64, got 100"),
         ((inputs, [weight.half()], [None]), "plain tensors of one dtype"),

@@ -111,8 +111,8 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
 
 
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:
-    """One line for each case, stock → ours, and a step of ours compiled where that was measured."""
-    compiled = any(row["way"] == "compile" for row in rows)
+    """One line for each case, stock → ours, and where they were measured, a step of ours compiled and vLLM."""
+    compiled, vllm = (any(row["way"] == way for row in rows) for way in ("compile", "vllm"))
     steps = ["a step", "compiled"] if compiled else ["a step"]
     lines = []
     for stock, shared, ways in paired(rows):
@@ -127,10 +127,15 @@ def stock_beside_shared(rows: Sequence[Measurement]) -> str:
             f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
             f"{_stock_gib(stock, shared)} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
         ]
-        lines.append(cells)
+        lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
     names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
+    names += ["vLLM: first token; a step; whole call"] if vllm else []
     ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; medians.")
+
+
+def _vllm_call(row: Measurement) -> str:
+    return f"{float(row['prefill_s']):.2f} s; {float(row['ms_per_step']):.1f} ms; {float(row['total_s']):.2f} s"
 
 
 def trees_table(rows: Sequence[Measurement]) -> str:

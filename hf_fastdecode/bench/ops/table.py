@@ -82,7 +82,7 @@ def ops_digest(rows: Sequence[Measurement]) -> str:
 
 
 def ops_trees_table(rows: Sequence[Measurement]) -> str:
-    """A line for each tree: for each head layout the floor, our time and the other ways' times over ours."""
+    """A line for each tree: for each head layout the floor, our time, and the times over ours of ways that ran."""
     others = [way for way in _WAYS if way != "ours" and any(row["way"] == way for row in rows)]
     trees: dict[tuple[str, ...], dict[str, dict[str, Measurement]]] = {}
     for case in by(rows, "case", "dtype"):
@@ -90,6 +90,10 @@ def ops_trees_table(rows: Sequence[Measurement]) -> str:
         layout = f"{first['heads']}/{first['kv_heads']}"
         trees.setdefault((first["nodes"], first["rows"], first["suffix"]), {})[layout] = case
     layouts = list(dict.fromkeys(layout for tree in trees.values() for layout in tree))
+    ran = {
+        layout: [way for way in others if any(_ok(tree.get(layout, {}).get(way)) for tree in trees.values())]
+        for layout in layouts
+    }
     lines: list[list[str]] = []
     gains: dict[str, list[float]] = {way: [] for way in others}
     for (nodes, count, suffix), tree in trees.items():
@@ -99,7 +103,7 @@ def ops_trees_table(rows: Sequence[Measurement]) -> str:
             cells.append(
                 cell(case.get("ours"), lambda row: f"{float(row['us_p50']):.1f} ({float(row['floor_us']):.1f})")
             )
-            for way in others:
+            for way in ran[layout]:
                 if _ok(case.get("ours")) and _ok(case.get(way)):
                     gains[way].append(float(case[way]["us_p50"]) / float(case["ours"]["us_p50"]))
                     cells.append(f"{gains[way][-1]:.2f}x")
@@ -108,7 +112,7 @@ def ops_trees_table(rows: Sequence[Measurement]) -> str:
         lines.append(cells)
     names = ["shared nodes", "rows"]
     for layout in layouts:
-        names += [f"{layout}: ours (floor)", *(f"{way} over ours" for way in others)]
+        names += [f"{layout}: ours (floor)", *(f"{way} over ours" for way in ran[layout])]
     sums = "; ".join(
         f"{way} over ours: {geometric_mean(found):.2f}x, least {min(found):.2f}x, of {len(found)}"
         for way, found in gains.items()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,13 +20,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..._compat import CACHE, pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
+from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..identity import Fingerprint
 from ..prompts.start import Start
 from ..prompts.unshared_prompts import prefill_unshared
+from ..same_calls import require_same_ends
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
+from .decisions import Decisions
 from .experts import decode_context
 from .sampling import Drawn, Sampler, choose_sampler
 from .stopping import FinishedRowPoller, Stopping
@@ -50,9 +54,11 @@ class Loop:
     streamer: BaseStreamer | None
     make_steps: StepsMaker
     log_probs: TokenLogProbs | None = None
+    decisions: Decisions = field(init=False)
 
     def run(self) -> Wave:
         """Decode all rows; returns one wave with all rows, padded after each row's end."""
+        self.decisions = self._agree()
         limit = self.stopping.max_length or self.call.config.max_length
         waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
         done: list[Wave] = []
@@ -65,8 +71,8 @@ class Loop:
                 self._decode(wave, cache or self._resume(wave, forest))
                 done.append(wave)
             except torch.OutOfMemoryError as error:
-                if len(wave.rows) == 1 or self._why_unsplittable:
-                    error.add_note(f"{len(wave.rows)} rows at once; {self._why_unsplittable or 'use shorter prompts'}")
+                if len(wave.rows) == 1 or (why := self._why_unsplittable(error)):
+                    error.add_note(f"{len(wave.rows)} rows at once; {why or 'use shorter prompts'}")
                     raise
                 fits = False
             cache = None
@@ -117,31 +123,32 @@ class Loop:
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
         row_numbers = wave.rows  # the batch's row numbers in the call
         poller = FinishedRowPoller(
-            self.prompts.device, synchronous=self._polls_synchronously, draws=self.sampler.generator_draws
+            self.prompts.device, synchronous=self.decisions.polls_synchronously, draws=self.sampler.generator_draws
         )
         limit = stopping.max_length or self.call.config.max_length
         while True:
             if logits is None:
+                self.decisions.reserve(cache)
                 steps = steps or self.make_steps(cache)
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if active is None else last[active], positions)
             if self.log_probs is not None:
                 self.log_probs.before_draw(logits, wave.drawn)
-            drawn = self._draw(wave, logits, row_numbers, active)
+            drawn = self.decisions.drawn(self._draw(wave, logits, row_numbers, active))
             tokens = drawn.tokens
             if stopping.pads:
                 tokens = torch.where(wave.unfinished, tokens, self._pad)
             self._collect(wave, drawn)
             view = wave.with_next(tokens, width)
             given = view.contiguous() if stopping.custom else None
-            ended = stopping.rows_end(tokens, given, self._scores(wave))
+            ended = self.decisions.ended(stopping.rows_end(tokens, given, self._scores(wave)), wave.unfinished)
             if given is not None:
                 view.copy_(given)  # as in stock, the user's code may change tokens in place
             wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
             positions, logits = positions + 1, None
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
-            if stopping.all_end(width + wave.drawn, view):
+            if self.decisions.over(stopping.all_end(width + wave.drawn, view)):
                 break
             mask = poller.poll(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
             if mask is None:
@@ -149,10 +156,10 @@ class Loop:
             count = int(mask.sum())
             if count == 0:
                 break
-            if not self._can_compact:
+            if not self.decisions.can_compact or count == len(mask if active is None else active):
                 continue
             steps = steps or self.make_steps(cache)
-            if steps.should_compact(count, limit - width - wave.drawn):
+            if self.decisions.compacts(steps.should_compact(count, limit - width - wave.drawn)):
                 batch = torch.arange(len(mask), device=mask.device) if active is None else active.cpu()
                 keep = mask[batch].nonzero().flatten()
                 steps = steps.select(keep.tolist())
@@ -207,24 +214,28 @@ class Loop:
     def _scores(self, wave: Wave) -> tuple[Tensor, ...] | None:
         return tuple(wave.scores) if self.call.returns_cache and self.call.config.output_scores else None
 
-    @property
-    def _can_compact(self) -> bool:
-        """Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom processors."""
-        return self.stopping.pads and not self.call.returns_cache and not self.sampler.custom
+    def _agree(self) -> Decisions:
+        call, recorded = self.call, self.log_probs is not None
+        return Decisions.agreed(
+            call.ranks,
+            self.stopping,
+            self.sampler,
+            streams=self.streamer is not None,
+            returns_cache=call.returns_cache,
+            keeps_logprobs=call.returns_cache or recorded,
+        )
 
-    @property
-    def _why_unsplittable(self) -> str | None:
-        """Why the batch cannot be split into waves, with the remedy; None if it can."""
+    def _why_unsplittable(self, error: torch.OutOfMemoryError) -> str | None:
+        """Why the batch cannot be split into waves after an error, with the remedy; None if it can."""
         if self.call.returns_cache:
             return "return_dict_in_generate does not allow splitting them: use fewer samples per call"
-        if self.streamer is not None or self.stopping.custom or self.sampler.custom:
+        if self.decisions.watched:
             return "a streamer, or custom processors or criteria, do not allow splitting them: use fewer samples"
+        if self.call.ranks.count > 1 and not isinstance(error, NoRoomError):
+            return (
+                "other processes of the model, which did not run out of memory, cannot split them: use fewer samples"
+            )
         return None
-
-    @property
-    def _polls_synchronously(self) -> bool:
-        """Whether to poll at every step: custom code must not see undone steps, and time limits count device time."""
-        return self.streamer is not None or self.stopping.custom or self.stopping.timed or self.sampler.custom
 
     @property
     def _pad(self) -> Tensor:
@@ -263,14 +274,25 @@ def decode_shared(
 ) -> FastDecodeOutput | Tensor:
     """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
     model, config = call.model, call.config
+    call.report.ranks = call.ranks.count
     call.report.fused = str(call.structure.fused or "")  # found while the device prefills
     input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
     processors, log_probs = _without_recorder(processors)
-    sampler, call.report.sampler_reason = choose_sampler(
-        call.options.sampler, processors, config, input_ids, start.logits, computed_in=start.cache.computed_in
+    require_same_ends(call, stopping.eos, stopping.max_length)
+    choose = partial(
+        choose_sampler,
+        processors=processors,
+        config=config,
+        prompts=input_ids,
+        logits=start.logits,
+        computed_in=start.cache.computed_in,
     )
-    call.report.sampler = sampler.name
+    with call.ranks.together():
+        sampler, why = choose(call.options.sampler)
+    if call.ranks.all(sampler.name == "fast") == [False] and sampler.name == "fast":
+        sampler, why = choose("hf")[0], "another process of the model uses it"
+    call.report.sampler, call.report.sampler_reason = sampler.name, why
 
     with decode_context(model, len(input_ids)):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()

@@ -60,6 +60,11 @@ class Stopping:
         return bool(self._deadlines)
 
     @property
+    def differs_by_process(self) -> bool:
+        """Whether processes that decode the same tokens may not all end at once: by time, or by other code."""
+        return bool(self._deadlines or self._others or self._on_host)
+
+    @property
     def custom(self) -> bool:
         return bool(self._others)
 

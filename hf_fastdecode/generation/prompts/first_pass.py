@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -23,13 +23,13 @@ from ..._compat import CACHE
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..call_context import CallContext, reduced
+from ..call_context import CallContext, Positions, reduced
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import find_shared, keep_nodes, require_gain
+from .sharing import Shared, find_shared, keep_nodes, require_gain, same_plans
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -44,6 +44,34 @@ _KNOWN_ARGUMENTS = {
 }
 # Options without effect in other decoding loops.
 _UNSUPPORTED_OPTIONS = ("sampler='fast'",)
+
+
+class _Planned(NamedTuple):
+    """What a first pass prefills.
+
+    Attributes:
+        ids: ``[rows, width]``; of embeddings, see `_ids_of_embeddings`.
+        by_rows: Positions whose planes differ, so that prompts run by rows; else None.
+        embeddings: The embeddings of ids, if the prompts are embeddings.
+        hidden: Whether hidden states are returned.
+        wanted: Number of last positions to return logits for.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    positions: Positions
+    by_rows: Tensor | None
+    embeddings: Callable[[Tensor], Tensor] | None
+    hidden: bool
+    wanted: int
+    groups: list[PromptGroup]
+    found: Shared
+    plan: PromptPlan
+
+    @property
+    def reuses(self) -> bool:
+        """Whether kept prompts may be used, and these kept."""
+        return self.embeddings is None and self.by_rows is None
 
 
 @dataclass
@@ -79,39 +107,17 @@ class FirstPassPrompts:
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
         call, model, report = self.call, self.call.model, self.call.report
-        check_arguments(arguments, _KNOWN_ARGUMENTS)
-        if arguments.get("return_dict") is False:
-            raise Unsupported("return_dict=False was requested")
-        ids, embeddings = arguments.get("input_ids"), None
-        if ids is None:
-            ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
-            if call.given is not None:
-                raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width = arguments.get("attention_mask"), ids.shape[1]
-        positions = reduced(arguments.get("position_ids"), mask)
-        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        if mask is not None and positions.ids is None and not bool(mask.all()):
-            raise Unsupported("without position_ids, models count the padding of prompts in positions")
-        hidden = arguments.get("output_hidden_states")
-        hidden = model.config.output_hidden_states if hidden is None else hidden
-        by_rows = positions.ids if positions.differ else None
-        if by_rows is not None:
-            self._check_rows(hidden)
-        groups = group_prompts(ids, mask, by_rows)
-        wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
-        reason = f"{self.loop} uses another decoding loop"
+        users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
+        planned = self._planned_alike(arguments)
+        ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
+        width, reuse = ids.shape[1], planned.reuses
+        max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
-        max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and by_rows is None
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
-        plan = found.prompts.plan()
-        users = self.loop == "custom_generate"
-        if users:  # it may read keys, so that it gets stock's cache unless there is something to share
-            require_gain(call, found, plan, max_suffix)
         mode, why = choose_pass_mode(call, max_suffix)
         call.set_mode(mode, why)
         if not users:
-            require_gain(call, found, plan, max_suffix)
+            with call.ranks.together():
+                require_gain(call, found, plan, max_suffix)
         if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
@@ -150,6 +156,47 @@ class FirstPassPrompts:
         reorders = call.config.num_beams is not None and call.config.num_beams > 1
         capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
         return type(passes[-1].output)(**fields)
+
+    def _planned_alike(self, arguments: dict[str, Any]) -> _Planned:
+        """The plan, the same on all processes of the model: without kept prompts where they keep different ones."""
+        with self.call.ranks.together():
+            planned = self._planned(arguments)
+        if same_plans(self.call, planned.found, planned.plan):
+            return planned
+        self.call.state.prefix_store.clear()
+        self.call.report.known_tokens = None
+        with self.call.ranks.together():
+            return self._planned(arguments)
+
+    def _planned(self, arguments: dict[str, Any]) -> _Planned:
+        call, model = self.call, self.call.model
+        check_arguments(arguments, _KNOWN_ARGUMENTS)
+        if arguments.get("return_dict") is False:
+            raise Unsupported("return_dict=False was requested")
+        ids, embeddings = arguments.get("input_ids"), None
+        if ids is None:
+            ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
+            if call.given is not None:
+                raise Unsupported("its tokens cannot be compared with inputs_embeds")
+        mask, width = arguments.get("attention_mask"), ids.shape[1]
+        positions = reduced(arguments.get("position_ids"), mask)
+        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
+        if mask is not None and positions.ids is None and not bool(mask.all()):
+            raise Unsupported("without position_ids, models count the padding of prompts in positions")
+        hidden = arguments.get("output_hidden_states")
+        hidden = model.config.output_hidden_states if hidden is None else hidden
+        by_rows = positions.ids if positions.differ else None
+        if by_rows is not None:
+            self._check_rows(hidden)
+        groups = group_prompts(ids, mask, by_rows)
+        wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
+        max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
+        reuse = embeddings is None and by_rows is None
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
+        plan = found.prompts.plan()
+        if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
+            require_gain(call, found, plan, max_suffix)
+        return _Planned(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
 
     def _check_rows(self, hidden: bool) -> None:
         """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""

@@ -19,6 +19,7 @@ from ..._compat import tensor_version
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
+from ...parallel.groups import local_part
 from ..identity import Fingerprint, pass_settings
 from .prompt_plan import PromptGroup, StoredPrompts
 
@@ -154,7 +155,7 @@ class RepeatedPrompts:
         counting begins anew.
         """
         weight = next(model.parameters())
-        weights = (weight.data_ptr(), tensor_version(weight))
+        weights = (local_part(weight).data_ptr(), tensor_version(weight))
         tokens = groups[0].tokens[:_LONGEST].clone()
         with self._lock:
             if weights != self._weights:

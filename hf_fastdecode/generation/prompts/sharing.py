@@ -18,6 +18,8 @@ from ...cache.consolidate import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
+from ...parallel.agreement import described
+from ...parallel.groups import local_part
 from ..call_context import CallContext
 from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
@@ -91,6 +93,17 @@ def find_shared(
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
     return Shared(cache, prompts, base is not None)
+
+
+def same_plans(call: CallContext, found: Shared, plan: PromptPlan) -> bool:
+    """Whether all processes of the model prefill the same tokens, given the same prompts.
+
+    They do not where some have dropped a kept prompt for lack of memory.
+    """
+    if call.ranks.count == 1:
+        return True
+    fields = {"new tokens": described(plan.new_tokens), "reused": described(found.prompts.reused_lengths)}
+    return call.ranks.differences(fields) is None
 
 
 def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix: int, *, unshared: int = 0) -> None:
@@ -169,7 +182,7 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
     if choice.name != PLAIN:
         return None
     lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(local_part(parameter).numel() for parameter in model.parameters())
     saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
     return choice if lost > saved else None
 

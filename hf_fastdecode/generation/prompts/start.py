@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, require_gain
+from .sharing import Shared, find_shared, keep_nodes, require_gain, same_plans
 from .unshared_prompts import UnsharedPrompts, prefill_unshared, unshared_prompts
 
 
@@ -54,6 +54,53 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         Unsupported: The call must run stock.
         ValueError: The caller's cache does not fit the prompts or the model.
     """
+    model, width = call.model, input_ids.shape[1]
+    found, plan, unshared, rerun_last_token = _planned_alike(call, input_ids)
+    cache = found.cache
+    begin_compiling_attention(call, plan.forest)
+    if unshared is not None:
+        return _start_with_unshared(call, found, plan, unshared, input_ids)
+    call.report.padded_length, call.report.context_width = width, width - rerun_last_token
+    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
+    numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
+    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
+    limit, length = call.max_prefill_tokens, width - rerun_last_token
+    logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
+    keep_nodes(call, cache)
+    suffix_tokens = input_ids[:, width - rerun_last_token :]
+    if rerun_last_token or logits is None:
+        logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
+        return Start(cache, logits, positions + 1, suffix_tokens)
+    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
+
+
+class _Planned(NamedTuple):
+    """What is to be prefilled.
+
+    Attributes:
+        unshared: Prompt tokens for suffixes, if any.
+        rerun_last_token: Whether each prompt's last token is computed as the first decode step.
+    """
+
+    found: Shared
+    plan: PromptPlan
+    unshared: UnsharedPrompts | None
+    rerun_last_token: bool
+
+
+def _planned_alike(call: CallContext, input_ids: Tensor) -> _Planned:
+    """The plan, the same on all processes of the model: without kept prompts where they keep different ones."""
+    with call.ranks.together():
+        planned = _planned(call, input_ids)
+    if same_plans(call, planned.found, planned.plan):
+        return planned
+    call.state.prefix_store.clear()
+    call.report.known_tokens = None
+    with call.ranks.together():
+        return _planned(call, input_ids)
+
+
+def _planned(call: CallContext, input_ids: Tensor) -> _Planned:
     model, width, longest = call.model, input_ids.shape[1], int(call.config.max_length)
     mask, planar = call.arguments.get("attention_mask"), call.positions
     check_prompts(model, call.structure.layout, input_ids, mask, planar, longest=longest)
@@ -73,21 +120,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
-    begin_compiling_attention(call, plan.forest)
-    if unshared is not None:
-        return _start_with_unshared(call, found, plan, unshared, input_ids)
-    call.report.padded_length, call.report.context_width = width, width - rerun_last_token
-    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
-    numbers = [index for index, group in enumerate(groups) for _ in range(group.count)]
-    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
-    limit, length = call.max_prefill_tokens, width - rerun_last_token
-    logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
-    keep_nodes(call, cache)
-    suffix_tokens = input_ids[:, width - rerun_last_token :]
-    if rerun_last_token or logits is None:
-        logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
-        return Start(cache, logits, positions + 1, suffix_tokens)
-    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
+    return _Planned(found, plan, unshared, rerun_last_token)
 
 
 def _last_token_again(

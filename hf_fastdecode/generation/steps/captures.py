@@ -16,7 +16,7 @@ from ...cache.captured import storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
-from ..foreign_code import is_capturable
+from ..foreign_code import is_capturable, splits_module
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
@@ -84,12 +84,12 @@ class Captures:
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
-        for index, step in enumerate(self._steps):
-            if type(step) is not kind or (step.rows, step.options) != (rows, options):
-                continue
-            if step.suits(cache) and step.fits(cache):
-                self._steps.append(self._steps.pop(index))
-                return step
+        known = self._known(rows, cache, options, kind)
+        if structure.ranks.all(known is not None) == [True]:  # a capture runs passes, on all processes of the model
+            assert known is not None
+            self._steps.remove(known)
+            self._steps.append(known)
+            return known
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             pool = self._pool_on(model.device)
@@ -100,6 +100,16 @@ class Captures:
         del self._steps[:-_MOST_STEPS]
         self.count += 1
         return step
+
+    def _known(
+        self, rows: int, cache: SharedContextCache, options: CaptureOptions, kind: type[CapturedStep]
+    ) -> CapturedStep | None:
+        for step in self._steps:
+            if type(step) is not kind or (step.rows, step.options) != (rows, options):
+                continue
+            if step.suits(cache) and step.fits(cache):
+                return step
+        return None
 
     def capture_prefill(
         self,
@@ -194,7 +204,8 @@ def capture_reason(
     if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
         return "torch.autocast is active around the call"
     for module in walk.with_code:
-        if module is not model and own_method(module, "forward") is not None:
+        own = None if module is model else own_method(module, "forward")
+        if own is not None and not splits_module(own):
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if not all(map(is_capturable, hooks)) or hasattr(module, "_hf_hook"):

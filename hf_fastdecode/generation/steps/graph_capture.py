@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
 from ...kernels.ahead import compiled_ahead
-from ...kernels.row_products.config import fusing_products
+from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -32,19 +32,20 @@ def pass_context(
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
-    Up to `fused_rows` rows, products are those of `FusedProjections`, or in compiled layers concurrent ones, and own
-    layers are within `fusing_products`. Layers run compiled, if given, or else with fused modules.
+    Unless `fused_rows` is 0, products are those of `FusedProjections`, or in compiled layers concurrent ones up to
+    `fused_rows` rows, and own layers are within `fusing_products`. Layers run compiled, if given, or else with fused
+    modules.
     """
     with ExitStack() as stack:
-        if rows <= fused_rows:
+        if fused_rows:
             stack.enter_context(fusing_products())
         if compiled is not None:
             stack.enter_context(active(structure.configs, lengths))
             stack.enter_context(compiled.installed(model, fused_rows))
         else:
             stack.enter_context(structure.passing(lengths))
-            if rows <= fused_rows:
-                stack.enter_context(FusedProjections(model))
+            if fused_rows and rows <= max(fused_rows, MOST_ROWS):
+                stack.enter_context(FusedProjections(model, concurrent=rows <= fused_rows))
             if structure.fused is not None:
                 stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
         yield

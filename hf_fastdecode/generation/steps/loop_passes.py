@@ -226,9 +226,12 @@ class CapturedPasses:
 
 def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a loop's later passes, with the reason, as `choose_mode` does for decode steps."""
-    if call.scope is not None and call.scope.is_open:
+    if call.ranks.count > 1:
+        reason = "several processes compute the model together, which capture passes of this package's loop only"
+    elif call.scope is not None and call.scope.is_open:
         return choose_mode(call, new_tokens)
-    reason = "the decoding loop runs outside of generate, or in another thread"
+    else:
+        reason = "the decoding loop runs outside of generate, or in another thread"
     if forced := call.options.needs_capture:
         call.state.log_once(f"{forced} not used: {reason}")
     return "eager", reason

@@ -13,6 +13,7 @@ import torch
 
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
+from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..support import step_arguments
 from .capture_memory import ran_out_of_memory
@@ -119,10 +120,11 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         compiled = call.mode == "compile"
         fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
-            refresh()
-            return CapturedSteps(
-                model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
-            )
+            with _together(call):
+                refresh()
+                return CapturedSteps(
+                    model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
+                )
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():
                 call.state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
@@ -153,11 +155,39 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         with holding_captures(call) as held:
             if held:
                 fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
-                yield CallPasses(captured, PrefillPasses(call, refresh, fused_tokens))
+                # Which sizes are captured when is not agreed on between processes.
+                prefill = PrefillPasses(call, refresh, fused_tokens) if call.ranks.count == 1 else None
+                yield CallPasses(captured, prefill)
             else:
                 yield CallPasses(eager)
     finally:
         again.clear()
+
+
+@contextmanager
+def _together(call: CallContext) -> Iterator[None]:
+    """Context of a capture, which fails on all processes of the model if it does on one.
+
+    Raises:
+        NoRoomError: Memory does not suffice on some process.
+        Unsupported: It failed on another process.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    short = failure is not None and ran_out_of_memory(failure)
+    try:
+        made, fits = call.ranks.all(failure is None, not short)
+        if call.ranks.count > 1 and not fits:
+            raise NoRoomError("the memory of a process of the model does not suffice for a capture") from failure
+        if failure is not None:
+            raise failure
+        if not made:
+            raise Unsupported("another process of the model cannot capture it")
+    finally:
+        failure = None  # whose traceback holds this frame
 
 
 def cannot_run(forced: str, reason: str) -> ValueError:
@@ -170,8 +200,23 @@ def _is_memory_failure(reason: str) -> bool:
     return "out of memory" in reason or "ALLOC_FAILED" in reason
 
 
+_SIMPLEST_FIRST = ("eager", "graph", "compile")
+
+
 def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
-    """Choose the mode of a call's decode steps, with the reason; raises ValueError if a forced mode cannot run."""
+    """Choose the mode of a call's decode steps, with the reason; raises ValueError if a forced mode cannot run.
+
+    Processes that compute the model together choose the simplest one that any of them would run.
+    """
+    with call.ranks.together():
+        mode, reason = _choose_mode(call, new_tokens)
+    (agreed,) = call.ranks.smallest(_SIMPLEST_FIRST.index(mode))
+    if (simplest := _SIMPLEST_FIRST[agreed]) != mode:
+        return simplest, "another process of the model runs them so"
+    return mode, reason
+
+
+def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     model, structure, options, captures = call.model, call.structure, call.options, call.state.captures
     captures.steps_asked += min(new_tokens, _MOST_STEPS_EXPECTED)
     per_call = bool(structure.layout.own)  # whose suffixes are captured in place
@@ -183,13 +228,16 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", "mode='eager' was requested"
     arguments = step_arguments(call.arguments)
     reason = capture_reason(model, structure.layout, structure.walk, options.backend, arguments)
+    if options.mode == "compile" and reason is None and call.ranks.count > 1:
+        reason = "layers that several processes compute together are not compiled"
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if reason is not None and (forced := options.needs_capture):
         raise cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
         raise cannot_run(
-            "fuse_projections=True", f"{type(model).__name__} has no projections of one input side by side"
+            "fuse_projections=True",
+            f"{type(model).__name__} has no projections of one input side by side that are plain linear layers",
         )
     if options.mode != "auto":
         return options.mode, f"mode={options.mode!r} was requested"
@@ -201,6 +249,8 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
     so_far = captures.steps_asked
+    if call.ranks.count > 1:
+        return "graph", f"{steps} steps {which} pay for a capture"
     if so_far >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and captures.gains_by_compiling(structure):
         if captures.compile_failure is not None:
             return "graph", captures.compile_failure

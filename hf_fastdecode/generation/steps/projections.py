@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._compat import tensor_version
 from ..fused.products import RowProducts
+from ..instance_patch import own_method
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -51,7 +52,8 @@ def linears(
 class _Group:
     """Projections of the same input; caches the outputs for the latest input until each has been read."""
 
-    def __init__(self, parts: Sequence[nn.Linear], products: RowProducts):
+    def __init__(self, parts: Sequence[nn.Linear], products: RowProducts, *, concurrent: bool):
+        self._concurrent = concurrent
         self.weights = [part.weight for part in parts]
         self.biases = [part.bias for part in parts]
         self._products = products
@@ -63,8 +65,10 @@ class _Group:
         """The output of one projection."""
         version = tensor_version(inputs)
         if inputs is not self._inputs or version != self._version or part not in self._outputs:
-            self._inputs, self._version = inputs, version
             outputs = self._products.linears(inputs, self.weights, self.biases)
+            if outputs is None and not self._concurrent:
+                return F.linear(inputs, self.weights[part], self.biases[part])
+            self._inputs, self._version = inputs, version
             self._outputs = dict(enumerate(outputs or linears(inputs, self.weights, self.biases)))
         output = self._outputs.pop(part)
         if not self._outputs:
@@ -77,12 +81,16 @@ class FusedProjections(TorchFunctionMode):
 
     A function mode is thread-local and replaces no module, so passes of other threads are unaffected. Modules that the
     user has compiled keep their products: tracing this code would break their graphs.
+
+    Args:
+        model: The model.
+        concurrent: Whether projections of one input run concurrently where the kernel does not serve them.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, concurrent: bool = True):
         super().__init__()
         self._products = RowProducts()
-        groups = (_Group(parts, self._products) for parts in _groups(model))
+        groups = (_Group(parts, self._products, concurrent=concurrent) for parts in _groups(model))
         self._parts = {id(weight): (group, part) for group in groups for part, weight in enumerate(group.weights)}
 
     def __enter__(self) -> Any:
@@ -119,5 +127,7 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is exactly `nn.Linear`, without hooks."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    """Whether it is exactly `nn.Linear`, without hooks or a forward of its own, as tensor parallelism gives it."""
+    if type(module) is not nn.Linear or own_method(module, "forward") is not None:
+        return False
+    return not module._forward_hooks and not module._forward_pre_hooks

@@ -134,10 +134,15 @@ class CapturedSteps:
 
     def _recapture(self) -> None:
         """Capture again; where that fails, go on with this capture."""
+        step, reason = self._step, "on another process of the model"
         try:
-            self._step = self._captures.find(self._model, self.cache, self._structure, self._options)
+            step = self._captures.find(self._model, self.cache, self._structure, self._options)
         except Exception as error:  # out of memory, or an operation not allowed during capture
-            self._captures.own_nodes_failure = reason = str(error)
+            reason = str(error)
+        if self._structure.ranks.all(step is not self._step) == [True]:
+            self._step = step
+        else:
+            self._captures.own_nodes_failure = reason
             logger.info("steps for long completions cannot be captured (%s); the captured ones go on", reason)
 
     def _follow_storage(self) -> None:

@@ -109,13 +109,13 @@ def forest_decode(
     lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
     depths = schedule.row_units.shape[0]
     overlap_suffix = config.overlap_suffix and depths > 0
-    # Tensor cores need at least 16 queries; padded partials go through memory to be merged without the padding.
+    # Tensor cores need at least 16 queries; what they compute goes through memory to be merged without the padding.
     block_p = (
         1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
     )
     options = _options(query, schedule, config, kv_heads, lse=return_lse)
     own_out = own_lse = out
-    if overlap_suffix or (depths > 0 and options["TILE"] != block_p):
+    if overlap_suffix or (depths > 0 and block_p > 1):
         own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)

@@ -140,8 +140,10 @@ def choose_config(
         pays = (block_m == 32 or keys >= _LONG) and _shared_bytes(larger, head_dim) <= shared_memory
         config = larger if pays else replace(config, stages=4)
     elif block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _LONG and measured and overlap:
-        deeper = replace(config, stages=4, suffix=_BESIDE)
-        if _shared_bytes(deeper, head_dim) + _suffix_bytes(_BESIDE, head_dim) <= shared_memory:
+        # With less memory, two programs would share some multiprocessors, and leave others idle.
+        deeper = replace(config, stages=5, suffix=_BESIDE)
+        held = replace(deeper, stages=deeper.stages - 1)  # tiles in memory while one more is computed with
+        if _shared_bytes(held, head_dim) + _suffix_bytes(_BESIDE, head_dim) <= shared_memory:
             config = deeper
     if (
         _shared_bytes(config, head_dim) > shared_memory and config.block_n == 128

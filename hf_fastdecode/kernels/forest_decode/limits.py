@@ -74,6 +74,12 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels that may start while the previous one ends (programmatic dependent launch, PDL)."""
+    overlaps = device.type == "cuda" and not interpreted() and compute_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
+
+
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory per program on a CUDA device; an H200's where Triton interprets."""

@@ -27,13 +27,23 @@ def locate_pieces(row, head, within, valid_query, depth, tables):
 
 
 @triton.jit
-def locate_first_depths(row, head, within, valid_query, tables, DEPTHS: tl.constexpr):
-    """`locate_pieces` of the first two depths, loaded before the partials are ready; for `merge_depths`."""
-    first, count, row_in_tile = locate_pieces(row, head, within, valid_query, 0, tables)
-    if DEPTHS == 1:
-        return first, count, row_in_tile, first, count, row_in_tile
-    next_first, next_count, next_row_in_tile = locate_pieces(row, head, within, valid_query, 1, tables)
-    return first, count, row_in_tile, next_first, next_count, next_row_in_tile
+def locate_depths(row, head, within, valid_query, tables, DEPTHS: tl.constexpr, SCALAR: tl.constexpr):
+    """`locate_pieces` of all depths, loaded before the partials are ready; for `merge_depths`.
+
+    Returns:
+        For each depth, the first slot, the number of pieces and the row in the query tile. With `SCALAR`, pieces are
+        numbered through: slots are less the pieces of the depths above, numbers include these.
+    """
+    firsts, ends, rows_in_tile = (), (), ()
+    for depth in tl.static_range(DEPTHS):
+        first, count, row_in_tile = locate_pieces(row, head, within, valid_query, depth, tables)
+        if SCALAR and depth > 0:
+            first -= ends[depth - 1]
+            count += ends[depth - 1]
+        firsts += (first,)
+        ends += (count,)
+        rows_in_tile += (row_in_tile,)
+    return firsts, ends, rows_in_tile
 
 
 @triton.jit
@@ -46,10 +56,9 @@ def merge_partial(lse, part, row_max, row_sum, acc):
 
 
 @triton.jit
-def merge_pieces(
-    first,
-    count,
-    row_in_tile,
+def merge_depths(
+    located,  # from `locate_depths`
+    queries,  # with SCALAR, how far each query is behind the located one in its tile; else 0
     block_m_log2,
     partial_out,
     partial_lse,
@@ -59,65 +68,35 @@ def merge_pieces(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    SCALAR: tl.constexpr,  # whether one query was located for all, else each was
 ):
-    """Merge the pieces of one depth, in order."""
+    """Merge the pieces of all depths, in order.
+
+    With SCALAR in one loop for all depths, else in a loop for each. In a second loop, Triton exchanges row vectors
+    between threads for each partial, and barriers keep its loads from overlapping. But where each query has its own
+    location, Triton 3.6 and 3.7 do not compile every form of the one loop.
+    """
+    firsts, ends, rows_in_tile = located
+    TOGETHER: tl.constexpr = DEPTHS if SCALAR else 1
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
-    for start in range(0, tl.max(count, 0), MERGE):
-        for index in tl.static_range(MERGE):  # independent loads
-            here = start + index < count
-            at = ((first + start + index).to(tl.int64) << block_m_log2) + row_in_tile
-            lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
-            part = tl.load(
-                partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=here[:, None] & in_dim[None, :], other=0.0
-            )
-            row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
-    return row_max, row_sum, acc
-
-
-@triton.jit
-def merge_depths(
-    first,  # of depth 0, from `locate_first_depths`
-    count,
-    row_in_tile,
-    next_first,  # of depth 1, if there is one
-    next_count,
-    next_row_in_tile,
-    row,  # these and the tables as in `locate_pieces`
-    head,
-    within,
-    valid_query,
-    tables,
-    partial_out,
-    partial_lse,
-    row_max,
-    row_sum,
-    acc,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE: tl.constexpr,
-    DEPTHS: tl.constexpr,
-):
-    """Merge the pieces of all depths, in order."""
-    for depth in tl.static_range(DEPTHS):
-        if depth == 1:
-            first, count, row_in_tile = next_first, next_count, next_row_in_tile
-        if depth > 1:
-            first, count, row_in_tile = locate_pieces(row, head, within, valid_query, depth, tables)
-        row_max, row_sum, acc = merge_pieces(
-            first,
-            count,
-            row_in_tile,
-            tables[5],
-            partial_out,
-            partial_lse,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_D,
-            MERGE,
-        )
+    for top in tl.static_range(0, DEPTHS, TOGETHER):
+        total = ends[top + TOGETHER - 1]
+        for start in range(0, total if SCALAR else tl.max(total, 0), MERGE):
+            for index in tl.static_range(MERGE):  # independent loads
+                piece = start + index
+                slot, row_in_tile = firsts[top] + piece, rows_in_tile[top]
+                for depth in tl.static_range(top + 1, top + TOGETHER):
+                    below = piece >= ends[depth - 1]
+                    slot = tl.where(below, firsts[depth] + piece, slot)
+                    row_in_tile = tl.where(below, rows_in_tile[depth], row_in_tile)
+                here = piece < total
+                at = (slot.to(tl.int64) << block_m_log2) + row_in_tile + queries
+                lse = tl.load(partial_lse + at, mask=here, other=-float("inf"))
+                kept = here & in_dim[None, :] if SCALAR else here[:, None] & in_dim[None, :]
+                part = tl.load(partial_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
+                row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     return row_max, row_sum, acc
 
 
@@ -178,9 +157,7 @@ def merge_rows(
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
-    first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
-        row, head, within, active_query, tables, DEPTHS
-    )
+    located = locate_depths(row, head, within, active_query, tables, DEPTHS, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -196,17 +173,9 @@ def merge_rows(
         row_sum = tl.zeros([ROWS * TILE], tl.float32)
         acc = tl.zeros([ROWS * TILE, BLOCK_D], tl.float32)
     row_max, row_sum, acc = merge_depths(
-        first,
-        count,
-        row_in_tile,
-        next_first,
-        next_count,
-        next_row_in_tile,
-        row,
-        head,
-        within,
-        active_query,
-        tables,
+        located,
+        0,
+        block_m_log2,
         partial_out,
         partial_lse,
         row_max,
@@ -216,6 +185,7 @@ def merge_rows(
         BLOCK_D,
         MERGE,
         DEPTHS,
+        False,
     )
     seen = active if OWN else row_sum > 0
     result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)

@@ -8,7 +8,7 @@ it runs beside the node kernel on the remaining multiprocessors, it writes its o
 import triton
 import triton.language as tl
 
-from .merge import locate_first_depths, merge_depths, merge_partial
+from .merge import locate_depths, merge_depths, merge_partial
 from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
 
 
@@ -143,15 +143,19 @@ def attend_suffixes(
         part = tl.load(other_out + part_at, mask=valid_query[:, None] & in_dim[None, :], other=0.0)
         row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     HAS_NODES: tl.constexpr = DEPTHS > 0
-    THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and TILE != BLOCK_P)
+    # Without the layout of matrix products, and the padding of BLOCK_P, partials are merged as they are loaded.
+    THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and BLOCK_P > 1)
     WIDTH: tl.constexpr = TILE if THROUGH_MEMORY else BLOCK_P
     index = tl.arange(0, WIDTH)
     active_query = tl.where(active, index < queries_per_kv_head, False)
     if HAS_NODES:
         tables = (row_units, row_offsets, row_tiles, unit_slots, rows, block_m_log2)
-        first, count, row_in_tile, next_first, next_count, next_row_in_tile = locate_first_depths(
-            row, head, index, active_query, tables, DEPTHS
-        )
+        # All queries of a row are in one query tile where their number divides that of the smallest tile.
+        SCALAR: tl.constexpr = queries_per_kv_head == TILE and TILE <= 16
+        if SCALAR:
+            located = locate_depths(row, head, 0, active, tables, DEPTHS, True)
+        else:
+            located = locate_depths(row, head, index, active_query, tables, DEPTHS, False)
     # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -193,7 +197,7 @@ def attend_suffixes(
     first_query = (row64 * kv_heads + head) * queries_per_kv_head
     at = first_query + index
     kept = (index < queries_per_kv_head)[:, None] & in_dim[None, :]
-    if THROUGH_MEMORY:  # memory of this program alone; drops the padding of BLOCK_P
+    if THROUGH_MEMORY:  # memory of this program alone
         own_at = first_query + within
         tl.store(own_lse + own_at, row_max + tl.log2(row_sum), mask=valid_query)
         result = acc * (1.0 / row_sum)[:, None]
@@ -214,17 +218,9 @@ def attend_suffixes(
             if not OVERLAP_SUFFIX:
                 tl.extra.cuda.gdc_launch_dependents()
         row_max, row_sum, acc = merge_depths(
-            first,
-            count,
-            row_in_tile,
-            next_first,
-            next_count,
-            next_row_in_tile,
-            row,
-            head,
-            index,
-            active_query,
-            tables,
+            located,
+            index if SCALAR else 0,
+            block_m_log2,
             partial_out,
             partial_lse,
             row_max,
@@ -234,6 +230,7 @@ def attend_suffixes(
             BLOCK_D,
             MERGE,
             DEPTHS,
+            SCALAR,
         )
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ahead import launch
 from ..failures import Kernel, launching
+from ..forest_decode.limits import overlap_options
 from . import kernel
 from .forms import Activation, NormForm, RotaryForm
 
@@ -80,6 +81,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
             BLOCK_R=at_once,
             BLOCK_C=block,
             num_warps=min(16, max(4, at_once * block // 512)),
+            **overlap_options(x.device),
         )
     return out
 
@@ -141,6 +143,7 @@ def rotate(
             BLOCK_D=_power_of_two(rotary // 2),
             BLOCK_REST=_power_of_two(max(1, head_dim - rotary)),
             enable_fp_fusion=False,  # a product and a sum in one instruction would not round the product
+            **overlap_options(queries.device),
         )
     return outs
 

@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Values of the enumerations in `forms`.
 ROUNDED = tl.constexpr(0)
@@ -25,7 +26,11 @@ def normalize(
     ROUNDING: tl.constexpr,  # of NormForm
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
@@ -71,7 +76,11 @@ def rotate(
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # at least ROTARY / 2
     BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
+    PDL: tl.constexpr,  # as of `normalize`
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_H - 1) // BLOCK_H
     batch, token = (tl.program_id(0) // length).to(tl.int64), (tl.program_id(0) % length).to(tl.int64)
     angles = batch * angle_batch_stride + token * angle_stride

@@ -1,31 +1,46 @@
 """`row_products` and `gated_product`: a few rows times weights as they lie in a model, in one launch.
 
 A product of few rows takes as long as reading its weight. Weights of the same input are read in one launch, in which
-memory is never idle, and no second launch adds up parts. Sums are in fp32, and results bitwise reproducible. There is
-no backward pass.
+memory is never idle, and no second launch adds up parts. Beyond `MOST_PORTABLE_ROWS` rows a kernel for Hopper GPUs
+computes. Sums are in fp32, and results bitwise reproducible. There is no backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..ahead import launch
 from ..failures import Kernel, launching
-from ..forest_decode.limits import multiprocessors
+from ..forest_decode.limits import multiprocessors, overlap_options
 from ..installed import interpreted
 from ..pointwise.forms import Activation
-from .config import Config, choose_config
+from .config import (
+    BOX,
+    MOST_PORTABLE_ROWS,
+    REGISTERS,
+    Config,
+    HopperConfig,
+    choose_config,
+    choose_hopper_config,
+)
 from .kernel import row_products as kernel
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 MOST_TILES = 1024
 """Tiles whose width is cut into parts; more tiles keep every multiprocessor busy whole."""
 
 
 def counters(device: torch.device) -> Tensor:
-    """Arrival counters of tiles, ``[MOST_TILES]`` int32 zeros; successive launches on a stream may use the same."""
+    """Arrival counters of tiles or of programs' parts, ``[MOST_TILES]`` int32 zeros.
+
+    Successive launches on a stream may use the same.
+    """
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -34,7 +49,7 @@ def row_products(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     arrived: Tensor | None = None,
-    config: Config | None = None,
+    config: Config | HopperConfig | None = None,
     *,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
@@ -45,7 +60,7 @@ def row_products(
         weights: ``[columns, width]`` each.
         biases: ``[columns]`` each, or None for all.
         arrived: `counters`, which no launch uses at the same time; new ones when None.
-        config: Launch parameters; those of `choose_config` when None.
+        config: Launch parameters; those of `choose_config` or `choose_hopper_config` when None.
         dtype: Dtype of the products, that of `inputs` when None; fp32 leaves sums as they are.
 
     Returns:
@@ -55,8 +70,7 @@ def row_products(
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     outs = [_output(inputs, len(weight), dtype) for weight in weights]
-    config = config or _config(inputs, [len(weight) for weight in weights], gated=False)
-    _launch(inputs, weights, biases, outs, arrived, config, None)
+    _run(inputs, weights, biases, outs, arrived, config, None)
     return outs
 
 
@@ -67,7 +81,7 @@ def gated_product(
     biases: tuple[Tensor | None, Tensor | None],
     activation: Activation,
     arrived: Tensor | None = None,
-    config: Config | None = None,
+    config: Config | HopperConfig | None = None,
 ) -> Tensor:
     """``activation(F.linear(inputs, gate)) * F.linear(inputs, up)``, each step rounded to the dtype.
 
@@ -87,8 +101,7 @@ def gated_product(
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     out = _output(inputs, len(gate))
-    config = config or _config(inputs, [len(gate)], gated=True)
-    _launch(inputs, [gate, up], biases, [out], arrived, config, activation)
+    _run(inputs, [gate, up], biases, [out], arrived, config, activation)
     return out
 
 
@@ -96,9 +109,26 @@ def _output(inputs: Tensor, columns: int, dtype: torch.dtype | None = None) -> T
     return torch.empty(*inputs.shape[:-1], columns, dtype=dtype or inputs.dtype, device=inputs.device)
 
 
-def _config(inputs: Tensor, columns: Sequence[int], *, gated: bool) -> Config:
-    width = inputs.shape[-1]
-    return choose_config(inputs.numel() // width, columns, width, multiprocessors(inputs.device), gated=gated)
+def _run(
+    inputs: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    arrived: Tensor | None,
+    config: Config | HopperConfig | None,
+    activation: Activation | None,
+) -> None:
+    width, device = inputs.shape[-1], inputs.device
+    rows = inputs.numel() // width
+    if config is None:
+        choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
+        columns = [out.shape[-1] for out in outs]
+        config = choose(rows, columns, width, multiprocessors(device), gated=activation is not None)
+    arrived = counters(device) if arrived is None else arrived
+    if isinstance(config, HopperConfig):
+        _launch_hopper(inputs.contiguous(), weights, biases, outs, arrived, config, activation)
+    else:
+        _launch(inputs.contiguous(), weights, biases, outs, arrived, config, activation)
 
 
 def _launch(
@@ -106,17 +136,15 @@ def _launch(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
-    arrived: Tensor | None,
+    arrived: Tensor,
     config: Config,
     activation: Activation | None,
 ) -> None:
-    inputs = inputs.contiguous()
     width, device = inputs.shape[-1], inputs.device
     columns = [out.shape[-1] for out in outs]
     tiles = sum(-(-own // config.columns) for own in columns)
     partials = inputs
     if config.parts > 1:
-        arrived = counters(device) if arrived is None else arrived
         of_tile = config.block_rows * config.columns * (1 if activation is None else 2)
         partials = torch.empty(tiles * config.parts * of_tile, dtype=torch.float32, device=device)
     iterations = width // config.at_once
@@ -129,7 +157,7 @@ def _launch(
             *_three([outs[0] if bias is None else bias for bias in biases]),
             *_three(outs),
             partials,
-            outs[0] if arrived is None else arrived,
+            arrived,
             inputs.numel() // width,
             width,
             *columns,
@@ -146,5 +174,61 @@ def _launch(
         )
 
 
-def _three(parts: Sequence[Tensor]) -> list[Tensor]:
+def _launch_hopper(
+    inputs: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outs: Sequence[Tensor],
+    arrived: Tensor,
+    config: HopperConfig,
+    activation: Activation | None,
+) -> None:
+    width, device = inputs.shape[-1], inputs.device
+    columns = [out.shape[-1] for out in outs]
+    of_program = config.block_rows * BOX * (1 if activation is None else 2)
+    with launching(Kernel.WIDE_ROWS, device):
+        from .hopper import hopper_row_products  # needs Gluon
+
+        launch(
+            hopper_row_products,
+            (config.programs,),
+            _boxes(inputs.view(-1, width), config.block_rows, config.at_once),
+            *_three([_boxes(weight, BOX, config.at_once) for weight in weights]),
+            *_three([outs[0] if bias is None else bias for bias in biases]),
+            *_three(outs),
+            torch.empty(config.programs * of_program, dtype=torch.float32, device=device),
+            arrived,
+            inputs.numel() // width,
+            width,
+            *columns,
+            *[0] * (3 - len(columns)),
+            GATED=activation is not None,
+            ACTIVATION=0 if activation is None else activation.value,
+            BIAS=biases[0] is not None,
+            BLOCK_M=config.block_rows,
+            AT_ONCE=config.at_once,
+            X_STAGES=config.x_stages,
+            W_STAGES=config.w_stages,
+            REGISTERS=REGISTERS,
+            num_warps=4,
+            maxnreg=REGISTERS,
+            **overlap_options(device),
+        )
+
+
+def _boxes(rows: Tensor, count: int, at_once: int) -> TensorDescriptor:
+    """TMA descriptor of ``[rows, width]``, in boxes of ``[count, at_once]``."""
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = {torch.float16: float16, torch.bfloat16: bfloat16}[rows.dtype]
+    box = [count, at_once]
+    layout = NVMMASharedLayout.get_default_for(box, element)
+    return TensorDescriptor(rows, list(rows.shape), [rows.shape[1], 1], box, layout)
+
+
+Part = TypeVar("Part")
+
+
+def _three(parts: Sequence[Part]) -> list[Part]:
     return [*parts, *[parts[0]] * (3 - len(parts))]

@@ -14,8 +14,11 @@ from ..failures import Kernel, failure
 from ..forest_decode.limits import HALF_PRECISION, compute_capability
 from ..installed import triton_is_installed
 
-MOST_ROWS: Final = 32
-"""Beyond, reading the rows again for each tile of a weight takes too long: 64 rows of a 7B take 5.65 ms, not 5.39."""
+MOST_ROWS: Final = 128
+
+MOST_PORTABLE_ROWS: Final = 32
+"""Beyond, `hopper_row_products` computes: the other kernel, whose programs load and multiply by turns, is slower there
+than PyTorch (a step of 64 rows of a 7B takes 5.65 ms, not 5.39)."""
 
 MOST_WEIGHTS: Final = 3
 
@@ -60,6 +63,47 @@ class Config(NamedTuple):
     parts: int
 
 
+class HopperConfig(NamedTuple):
+    """Launch parameters of `hopper_row_products`.
+
+    Attributes:
+        block_rows: Rows of a tile, 64 or 128.
+        at_once: Numbers of each row and column per iteration, 64 or 128.
+        x_stages: Iterations whose rows are in flight, at most `w_stages`.
+        w_stages: Iterations whose weights are in flight.
+        programs: Of the launch, at most as many as there are iterations of all tiles.
+    """
+
+    block_rows: int
+    at_once: int
+    x_stages: int
+    w_stages: int
+    programs: int
+
+
+BOX: Final = 64
+"""Columns of a tile of `hopper_row_products`, of each weight."""
+
+REGISTERS: Final = 128
+"""Registers of a thread of `hopper_row_products`: they leave room for programs of a norm, which so start earlier."""
+
+_STAGE_BYTES = 224 << 10
+
+
+def choose_hopper_config(
+    rows: int, widths: Sequence[int], width: int, multiprocessors: int, *, gated: bool
+) -> HopperConfig:
+    """As `choose_config`, for more than `MOST_PORTABLE_ROWS` rows."""
+    block_rows = 64 if rows <= 64 else 128
+    at_once = next(numbers for numbers in _AT_ONCE if width % numbers == 0)
+    x_stages = (3 if gated else 4) * 128 // at_once
+    w_stages = (_STAGE_BYTES // (2 * at_once) - x_stages * block_rows) // (2 * BOX if gated else BOX)
+    # Of a number with many divisors, more shares end where tiles do.
+    programs = multiprocessors if gated else max(1, multiprocessors // 32 * 32)
+    units = sum(-(-own // BOX) for own in widths) * (width // at_once)
+    return HopperConfig(block_rows, at_once, x_stages, min(16, w_stages), min(programs, units))
+
+
 def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors: int, *, gated: bool) -> Config:
     """Launch parameters, measured on an H200.
 
@@ -93,6 +137,8 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     rows = inputs.numel() // max(1, width)
     if not 1 <= rows <= MOST_ROWS or len(weights) > MOST_WEIGHTS:
         return f"it takes up to {MOST_ROWS} rows and {MOST_WEIGHTS} weights, got {rows} and {len(weights)}"
+    if rows > MOST_PORTABLE_ROWS and len(weights) == 1 and len(weights[0]) >= width:
+        return f"beyond {MOST_PORTABLE_ROWS} rows, single weights with as many columns as their width gain nothing"
     if width % _AT_ONCE[-1]:
         return f"it takes widths in multiples of {_AT_ONCE[-1]}, got {width}"
     parts = (inputs, *weights, *filter(lambda bias: bias is not None, biases))
@@ -102,6 +148,8 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         return "it takes plain tensors of one dtype and device"
     if any(weight.dim() != 2 or weight.shape[1] != width or not weight.is_contiguous() for weight in weights):
         return "it takes contiguous weights [columns, width]"
+    if rows > MOST_PORTABLE_ROWS and any(part.data_ptr() % 16 for part in (inputs, *weights)):
+        return f"beyond {MOST_PORTABLE_ROWS} rows, it takes tensors that begin at multiples of 16 bytes"
     given = [(weight, bias) for weight, bias in zip(weights, biases, strict=True) if bias is not None]
     if len(given) not in (0, len(weights)):
         return "it takes a bias for each weight or for none"
@@ -117,4 +165,4 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         return "it was measured on Hopper GPUs only"
     if sum(weight.numel() for weight in weights) < _LEAST_NUMBERS:
         return f"weights of fewer than {_LEAST_NUMBERS} numbers gain nothing"
-    return failure(Kernel.ROWS, device)
+    return failure(Kernel.ROWS if rows <= MOST_PORTABLE_ROWS else Kernel.WIDE_ROWS, device)

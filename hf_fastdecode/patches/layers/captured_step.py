@@ -19,7 +19,7 @@ from ...cache.captured import CapturedCache
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ...errors import Unsupported
 from ...kernels.failures import Kernel, KernelFailedError, failure
-from ...kernels.row_products.config import fuses_products, refusal
+from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
 from .projections import KeyProjection
 from .rotation import OF_SLOTS, Rotation, Tables
 from .slim_attention import cache_dtype
@@ -40,6 +40,8 @@ def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
     query, keys = layer.q_proj, layer.k_proj
     if not fuses_products():
         return "fuse_projections leaves products to PyTorch's operators"
+    if len(inputs) > MOST_PORTABLE_ROWS:
+        return f"they were measured with up to {MOST_PORTABLE_ROWS} rows, got {len(inputs)}"
     if type(layer).query_norm is not SlimTokens.query_norm or layer.interleaved:
         return "they rotate queries by halves, without a norm"
     if type(query) is not nn.Linear or type(keys) is not KeyProjection:

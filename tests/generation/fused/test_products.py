@@ -199,7 +199,7 @@ def test_only_within() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("rows", [1, 5, 32, 40, 128])
 def test_captured_steps_on_a_gpu(rows: int, launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of several replays, whose products are added up in parts: error at most twice stock's."""
     monkeypatch.setattr(captured_prefill, "_SIZES", ())  # its second pass would be captured, and round otherwise

@@ -1,0 +1,100 @@
+"""Decisions of a decoding loop, taken alike by all processes that compute the model together.
+
+Every step of such processes must have the same rows. Rank 0's tokens count, so that each may have another seed, and so
+do its time limit and its criteria; rows leave the batch, or are split into waves, on all of them or on none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...cache.shared import SharedContextCache
+from ...parallel.agreement import NoRoomError, Ranks
+from .sampling import Drawn, Sampler
+from .stopping import Stopping
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """How a loop runs, and what it decides at each step.
+
+    Attributes:
+        ranks: The processes of the model.
+        can_compact: Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom
+            processors.
+        watched: Whether a streamer, or custom processors or criteria, see every step.
+        polls_synchronously: Whether to poll at every step: custom code must not see undone steps, and time limits
+            count device time.
+        by_rank_0: Whether rank 0 decides which rows end, because others could see it differently.
+        keeps_logprobs: Whether log-probabilities are returned anywhere.
+    """
+
+    ranks: Ranks
+    can_compact: bool
+    watched: bool
+    polls_synchronously: bool
+    by_rank_0: bool
+    keeps_logprobs: bool
+
+    @classmethod
+    def agreed(
+        cls,
+        ranks: Ranks,
+        stopping: Stopping,
+        sampler: Sampler,
+        *,
+        streams: bool,
+        returns_cache: bool,
+        keeps_logprobs: bool,
+    ) -> Decisions:
+        """Agree on how a loop with these parts runs, of which each process may have its own."""
+        watched = streams or stopping.custom or sampler.custom
+        can_compact, unwatched, polls_late, alike, unread = ranks.all(
+            stopping.pads and not returns_cache and not sampler.custom,
+            not watched,
+            not (watched or stopping.timed),
+            ranks.count == 1 or not stopping.differs_by_process,
+            not keeps_logprobs,
+        )
+        return cls(ranks, can_compact, not unwatched, not polls_late, not alike, not unread)
+
+    def drawn(self, drawn: Drawn) -> Drawn:
+        """What rank 0 has drawn; scores and logits stay this process's, which are the same."""
+        if self.ranks.count == 1:
+            return drawn
+        logprobs = drawn.logprobs
+        if logprobs is not None and self.keeps_logprobs:
+            logprobs = self.ranks.first(logprobs)
+        return drawn._replace(tokens=self.ranks.first(drawn.tokens), logprobs=logprobs)
+
+    def ended(self, ended: Tensor | None, unfinished: Tensor) -> Tensor | None:
+        """Rows that end now, bool ``[rows]``; None without criteria."""
+        if not self.by_rank_0:
+            return ended
+        return self.ranks.first(torch.zeros_like(unfinished) if ended is None else ended)
+
+    def over(self, over: bool) -> bool:
+        """Whether all rows end now."""
+        return bool(self.ranks.first(torch.tensor([over], device="cpu"))) if self.by_rank_0 else over
+
+    def compacts(self, pays: bool) -> bool:
+        """Whether finished rows leave the batch now, which must pay on all processes."""
+        return self.ranks.all(pays) == [True]
+
+    def reserve(self, cache: SharedContextCache) -> None:
+        """Allocate the next token's memory on every process, or raise `NoRoomError` on every one.
+
+        Later, in a pass, one process could not tell the others that its memory is short.
+        """
+        needed, fits = cache.suffix_length + 1, True
+        if self.ranks.count == 1 or all(layer.storage.capacity >= needed for layer in cache.attention_layers):
+            return
+        try:
+            cache.reserve(needed)
+        except torch.OutOfMemoryError:
+            fits = False
+        if self.ranks.all(fits) == [False]:
+            raise NoRoomError("the memory of a process of the model does not suffice for the next tokens")

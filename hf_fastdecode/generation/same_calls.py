@@ -1,0 +1,91 @@
+"""Calls of a model that several processes compute together: each must make the same ones.
+
+Without this, a process with other prompts or options would run other passes than the rest, which ends in an error of
+the communication library, in a hang, or in tokens that no process would compute alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .._compat import CACHE
+from ..cache.shared import SharedContextCache
+from ..parallel.agreement import Ranks, described
+from .call_context import CallContext
+
+_NOT_COMPARED = ("transformers_version",)
+
+
+def require_same_call(call: CallContext, given: Mapping[str, Tensor], loop: str) -> None:
+    """Raise ValueError on all ranks if a call's prompts, arguments or options differ between them.
+
+    Args:
+        given: Tensors that `generate` was given, by name.
+        loop: What decodes.
+    """
+    if call.ranks.count == 1:
+        return
+    fields = {"decoding loop": loop}
+    fields |= {name: described(value) for name, value in given.items() if name not in call.arguments}
+    fields |= {
+        name: described(value)
+        for name, value in vars(call.config).items()
+        if not name.startswith("_") and name not in _NOT_COMPARED
+    }
+    fields |= {name: described(value) for name, value in call.arguments.items() if name != CACHE}
+    fields |= {f"enable(..., {name}=)": described(value) for name, value in asdict(call.options).items()}
+    cache = call.arguments.get(CACHE)
+    fields[CACHE] = _of_cache(cache) if isinstance(cache, SharedContextCache) else described(cache)
+    _require_same(call.model, call.ranks, fields, "generate was called differently")
+
+
+def require_same_prefill(
+    model: PreTrainedModel, ranks: Ranks, new_tokens: Tensor, rows: int, max_prefill_tokens: int
+) -> None:
+    """Raise ValueError on all ranks if they would prefill different tokens, or in different passes."""
+    if ranks.count > 1:
+        fields = {
+            "the prompts' tokens": described(new_tokens),
+            "number of prompts": described(rows),
+            "max_prefill_tokens": described(max_prefill_tokens),
+        }
+        _require_same(model, ranks, fields, "prefill was called differently")
+
+
+def require_same_ends(call: CallContext, end_tokens: Tensor | None, max_length: int | None) -> None:
+    """Raise ValueError on all ranks if stopping criteria end rows at other tokens or lengths on some of them."""
+    if call.ranks.count > 1:
+        fields = {"stopping_criteria's end tokens": described(end_tokens), "max_length": described(max_length)}
+        _require_same(call.model, call.ranks, fields, "generate was called differently")
+
+
+def require_same_draws(call: CallContext, loop: str) -> None:
+    """Raise ValueError on all ranks if a loop other than this package's would draw other tokens on some of them."""
+    if call.ranks.count == 1 or not call.config.do_sample:
+        return
+    device = call.model.device
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    if call.ranks.differences({"random generator": described(state)}):
+        raise ValueError(
+            f"the random generators ({device.type}) of the {call.ranks.count} processes that compute "
+            f"{type(call.model).__name__} together differ, so that this call, which {loop} decodes, would draw other "
+            "tokens on each: call transformers.set_seed(0), or with another number, on all of them before generate"
+        )
+
+
+def _require_same(model: PreTrainedModel, ranks: Ranks, fields: dict[str, str], what: str) -> None:
+    if (found := ranks.differences(fields)) is not None:
+        raise ValueError(
+            f"{what} on the {ranks.count} processes that compute {type(model).__name__} together: {found}; give all "
+            "of them the same call"
+        )
+
+
+def _of_cache(cache: SharedContextCache) -> str:
+    tokens = [described(tokens) for tokens in cache.segment_tokens]
+    return f"{cache!r} of tokens {', '.join(tokens)}" if cache.rows else "an empty SharedContextCache"

@@ -1,0 +1,200 @@
+"""What the processes of a model decide together.
+
+They run the same forward passes, in each of which they communicate: one that went another way, with fewer rows or by
+another path, would leave the others waiting, or receive numbers of another pass. Therefore they compare each call at
+its start, take the tokens that rank 0 draws, and take together each decision that one of them could take otherwise.
+
+All methods of `Ranks` are collective: every process of the group calls the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from hashlib import blake2b
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PeerFailedError, Unsupported
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NAMED = 4
+"""Differing fields that an error names at most."""
+
+
+class Ranks(Protocol):
+    """The processes that compute a model together, numbered from 0 in their group.
+
+    Attributes:
+        count: Number of processes.
+    """
+
+    count: int
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor; all ranks give one of the same shape and dtype, which may be written to."""
+        ...
+
+    def smallest(self, *numbers: int) -> list[int]:
+        """Each number's minimum over the ranks."""
+        ...
+
+    def all(self, *conditions: bool) -> list[bool]:
+        """For each condition, whether it holds on every rank."""
+        ...
+
+    def differences(self, fields: Mapping[str, str]) -> str | None:
+        """Which fields differ between ranks, with their values, for errors; None if they are the same everywhere."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context of checks without communication, which fails on every rank if it does on one.
+
+        Raises:
+            Unsupported: Another rank raised it; with that rank's reason.
+            PeerFailedError: Another rank raised another error.
+        """
+        ...
+
+
+class NoRoomError(torch.OutOfMemoryError):
+    """Memory of one process of the model does not suffice, which all of them know and raise at the same place."""
+
+
+class Alone:
+    """A process with a model of its own."""
+
+    count = 1
+
+    def first(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def smallest(self, *numbers: int) -> list[int]:
+        return list(numbers)
+
+    def all(self, *conditions: bool) -> list[bool]:
+        return list(conditions)
+
+    def differences(self, fields: Mapping[str, str]) -> str | None:
+        return None
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ALONE = Alone()
+
+
+class Together:
+    """The processes of a group, which communicate tensors of one device.
+
+    Args:
+        group: The group that the model's own passes communicate over: as it is one, the order of all collectives is.
+        device: That of the model.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self._group, self._device = group, device
+        self.count, self._rank = group.size(), group.rank()
+
+    def first(self, tensor: Tensor) -> Tensor:
+        sent = tensor.to(self._device).contiguous()
+        dist.broadcast(sent, group=self._group, group_src=0)
+        return sent.to(tensor.device)
+
+    def smallest(self, *numbers: int) -> list[int]:
+        found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
+        return [int(one) for one in found.tolist()]
+
+    def all(self, *conditions: bool) -> list[bool]:
+        return [bool(one) for one in self.smallest(*conditions)]
+
+    def differences(self, fields: Mapping[str, str]) -> str | None:
+        own = int.from_bytes(blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=7).digest())
+        least, most = self.smallest(own, -own)
+        return None if least == -most else differences(self._gathered(dict(fields)))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        try:
+            if self.all(error is None) == [True]:
+                return
+            said = self._gathered(None if error is None else (isinstance(error, Unsupported), _told(error)))
+            if error is not None:
+                raise error
+        finally:
+            error = None  # whose traceback holds this frame
+        rank, (unsupported, what) = next((rank, one) for rank, one in enumerate(said) if one is not None)
+        if unsupported:
+            raise Unsupported(f"on rank {rank}, {what}")
+        raise PeerFailedError(rank, what)
+
+    def _gathered(self, one: Any) -> list[Any]:
+        """What each rank gave."""
+        found: list[Any] = [None] * self.count
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            dist.all_gather_object(found, one, group=self._group)
+        return found
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, Unsupported):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def differences(fields: Sequence[Mapping[str, str]]) -> str:
+    """Which of the ranks' fields differ, as ``name is 1 on rank 0 and 2 on rank 1``."""
+    first, told = fields[0], []
+    for name in dict.fromkeys(name for one in fields for name in one):
+        for rank, one in enumerate(fields):
+            if one.get(name) != first.get(name):
+                values = first.get(name, "not given"), one.get(name, "not given")
+                told.append(f"{name} is {values[0]} on rank 0 and {values[1]} on rank {rank}")
+                break
+    more = len(told) - _NAMED
+    return "; ".join(told[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def described(value: object) -> str:
+    """A value in a few letters by which ranks compare it: tensors by shape and content, other objects by class."""
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if value.numel() <= 1:
+            return f"{value.tolist()}"
+        return f"{str(value.dtype).removeprefix('torch.')} {shape} with content {checksum(value):016x}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {described(one)}' for name, one in value.items())}}}"
+    if isinstance(value, set | frozenset):
+        return f"[{', '.join(sorted(map(described, value)))}]"  # whose order depends on the process
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(described, value))}]"
+    if value is None or isinstance(value, Number | str):
+        return repr(value)
+    return type(value).__name__
+
+
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # odd, of SplitMix64
+
+
+def checksum(tensor: Tensor) -> int:
+    """64 bits that depend on a tensor's bytes and their order, computed on its device; only they leave it."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
+    places = torch.arange(1, len(words) + 1, device=words.device)
+    mixed = (words ^ (places * _MULTIPLIERS[0])) * _MULTIPLIERS[1]
+    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIERS[0]
+    return int(mixed.sum()) % 2**64

@@ -1,0 +1,57 @@
+"""Which processes compute a model together: those between which its parameters are split."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
+    """The process group over which parameters are split, as by tensor or expert parallelism; None without one.
+
+    Of several groups, the one of most processes. All of its processes run the same passes, in each of which they
+    communicate. The group of a model whose parameters are gathered before use is found too, see `gathers_parameters`.
+    """
+    if not in_several_processes() or "torch.distributed.tensor" not in sys.modules:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    found: dict[tuple[object, int], ProcessGroup] = {}
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        for dimension, placement in enumerate(parameter.placements):
+            if placement.is_shard() and mesh.size(dimension) > 1 and (mesh, dimension) not in found:
+                found[mesh, dimension] = mesh.get_group(dimension)
+    return max(found.values(), key=lambda group: group.size(), default=None)
+
+
+def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:
+    """Whether passes gather parameters of these modules (FSDP 2): then processes may have prompts of their own."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(issubclass(kind, FSDPModule) for kind in classes)
+
+
+def in_several_processes() -> bool:
+    """Whether this process belongs to a default group of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process stores of a tensor that may be split between processes."""
+    local = local_tensor(tensor)
+    return tensor if local is None else local

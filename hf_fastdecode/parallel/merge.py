@@ -1,0 +1,68 @@
+"""Merges what the ranks of a group computed over their shards: one collective per layer and pass (Tree Attention).
+
+Each rank attends to its own tokens, and writes the partial to one flat buffer, ``[out | lse]``. The buffers of all
+ranks are gathered at once, and each rank merges all of them in the order of ranks: all get the same bits. The paper
+reduces a maximum, a numerator and a denominator in three collectives, and leaves the order of sums to the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention.partial import Partial
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class PartialBuffer(NamedTuple):
+    """A partial in one piece of memory, to be sent as it is.
+
+    Attributes:
+        flat: ``[numbers]`` fp32: all of ``out``, then all of ``lse``.
+        partial: Views of it, to be written: ``out`` ``[..., head_dim]`` and ``lse`` ``[...]``.
+    """
+
+    flat: Tensor
+    partial: Partial
+
+
+def partial_buffer(shape: Sequence[int], device: torch.device | str = "cpu") -> PartialBuffer:
+    """An uninitialized buffer of a partial whose ``out`` has this shape.
+
+    Every number of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
+    """
+    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=torch.float32, device=device)
+    numbers = prod(shape)
+    return PartialBuffer(flat, Partial(flat[:numbers].view(*shape), flat[numbers:].view(*shape[:-1])))
+
+
+def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
+    """The partial over the keys of all ranks: ``lse = logsumexp(lse_r)``, ``out = sum(exp(lse_r - lse) out_r)``.
+
+    The sums are in the order of ranks. An empty shard has weight 0, and all empty ones stay ``(0, -inf)``.
+
+    Args:
+        buffers: ``[ranks, numbers]`` fp32: the `PartialBuffer.flat` of each rank.
+        shape: That of ``out``.
+    """
+    numbers = prod(shape)
+    out, lse = buffers[:, :numbers].view(-1, *shape), buffers[:, numbers:].view(-1, *shape[:-1])
+    largest = lse.amax(0).clamp_min(torch.finfo(lse.dtype).min)  # -inf - (-inf) would be nan
+    weights = (lse - largest).exp()
+    total = weights.sum(0)
+    mean = (weights[..., None] * out).sum(0) / total.clamp_min(torch.finfo(lse.dtype).tiny)[..., None]
+    return Partial(mean, largest + total.log())
+
+
+def merge_over(group: ProcessGroup, buffer: PartialBuffer) -> Partial:
+    """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective."""
+    gathered = buffer.flat.new_empty(group.size() * len(buffer.flat))
+    dist.all_gather_into_tensor(gathered, buffer.flat, group=group)
+    return merged(gathered.view(group.size(), -1), buffer.partial.out.shape)

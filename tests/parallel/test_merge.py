@@ -1,0 +1,96 @@
+"""Attention over contexts divided between ranks, merged, against attention over the whole in fp64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.parallel.merge import merged, partial_buffer
+from hf_fastdecode.parallel.shards import Shard
+
+from ..attention.forests import assert_error_rule, random_forest
+
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 2, 20, 12
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Partial:
+    """One row over the keys that one rank stores, in the dtype of the query, partials in fp32 or fp64.
+
+    Args:
+        query: ``[heads, head_dim]``.
+        keys: ``[kv_heads, tokens, head_dim]``.
+        values: ``[kv_heads, tokens, value_dim]``.
+        sinks: ``[heads]``.
+    """
+    keys, values = (part.repeat_interleave(HEADS // KV_HEADS, 0) for part in (keys, values))
+    scores = (query[:, None] @ keys.mT)[:, 0] * HEAD_DIM**-0.5  # [heads, tokens]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None]], 1)
+        values = torch.cat([values, values.new_zeros(HEADS, 1, VALUE_DIM)], 1)
+    lse = torch.logsumexp(scores, 1)
+    weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[:, None]).exp()
+    return Partial((weights[:, None] @ values.to(scores))[:, 0], lse)
+
+
+def over_forest(query: Tensor, forest: Forest, storage: tuple[Tensor, Tensor], sinks: Tensor | None) -> Partial:
+    """All rows, over keys and values ``[kv_heads, tokens, width]`` of segment 0."""
+    rows = []
+    for row, path in enumerate(forest.paths):
+        parts = [torch.cat([part[:, :0], *[part[:, span.start : span.stop] for span in path]], 1) for part in storage]
+        rows.append(attend(query[row], *parts, sinks))
+    return Partial(*map(torch.stack, zip(*rows, strict=True)))
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 100])
+def test_merged_shards_keep_the_error_rule(ranks: int, dtype: torch.dtype, sinks: bool) -> None:
+    paths = random_forest(random.Random(ranks), rows=6, depth=3, longest=60).paths
+    forest = Forest.from_paths([*(tuple(span for span in path if span.segment == 0) for path in paths), ()])
+    stored = max(node.span.stop for node in forest.nodes)
+    generator = torch.Generator().manual_seed(ranks)
+    query = torch.randn(forest.rows, HEADS, HEAD_DIM, generator=generator).to(dtype)
+    storage = (
+        torch.randn(KV_HEADS, stored, HEAD_DIM, generator=generator).to(dtype),
+        torch.randn(KV_HEADS, stored, VALUE_DIM, generator=generator).to(dtype),
+    )
+    sink = torch.randn(HEADS, generator=generator) if sinks else None
+    shape = forest.rows, HEADS, VALUE_DIM
+    buffers = []
+    for rank in range(ranks):
+        shard, buffer = Shard(rank, ranks), partial_buffer(shape)
+        buffer.flat.fill_(torch.nan)  # whatever is not written shows
+        own = (storage[0][:, shard.places(0, stored)], storage[1][:, shard.places(0, stored)])
+        part = over_forest(query, shard.forest(forest), own, sink if shard.counts_sinks else None)
+        for view, one in zip(buffer.partial, part, strict=True):
+            view.copy_(one)
+        buffers.append(buffer.flat)
+    found = merged(torch.stack(buffers), shape)
+    oracle = over_forest(query.double(), forest, (storage[0].double(), storage[1].double()), sink)
+    pytorch = over_forest(query, forest, storage, sink)
+    assert torch.equal(found.lse.isneginf(), oracle.lse.isneginf())
+    assert bool(oracle.lse.isneginf().any()) != sinks
+    finite = oracle.lse.isfinite()
+    assert_error_rule(found.out, pytorch.out.to(dtype), oracle.out, oracle.lse[finite])
+    assert_error_rule(found.lse[finite], pytorch.lse[finite], oracle.lse[finite])
+
+
+def test_the_partial_of_no_key_changes_no_bit() -> None:
+    """A rank with an empty shard sends (0, -inf), wherever it stands in the order."""
+    buffer, empty = partial_buffer((3, HEADS, VALUE_DIM)), partial_buffer((3, HEADS, VALUE_DIM))
+    buffer.flat.copy_(torch.randn(len(buffer.flat), generator=torch.Generator().manual_seed(0)))
+    empty.partial.out.zero_()
+    empty.partial.lse.fill_(-torch.inf)
+    for order in ([buffer, empty, empty], [empty, buffer, empty], [empty, empty, buffer]):
+        found = merged(torch.stack([one.flat for one in order]), (3, HEADS, VALUE_DIM))
+        assert torch.equal(found.out, buffer.partial.out)
+        assert torch.equal(found.lse, buffer.partial.lse)
+    nothing = merged(torch.stack([empty.flat, empty.flat]), (3, HEADS, VALUE_DIM))
+    assert torch.equal(nothing.out, torch.zeros_like(nothing.out))
+    assert bool(nothing.lse.isneginf().all())

@@ -1,0 +1,165 @@
+"""Captured steps of a model that two GPUs compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import hf_fastdecode as fd
+
+from .two_ranks import Models, Seen, run_on_two
+
+SCENARIOS: dict[str, Callable[[Models], Any]] = {}
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 16, "max_new_tokens": 64}
+
+
+def scenario(function: Callable[[Models], Any]) -> Callable[[Models], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def prompt(models: Models, length: int = 300) -> torch.Tensor:
+    device = models.split["llama"].device
+    return torch.arange(length, device=device).remainder(61)[None] + 30
+
+
+@scenario
+def greedy(models: Models) -> Any:
+    """A model whose every step has a clear winner, for its head is its embedding: tokens of all ways are the same."""
+    found = {}
+    ids = prompt(models).repeat(8, 1)
+    arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 32}
+    model = models.split["llama"]
+    found["stock"] = model.generate(ids, **arguments).tolist()
+    for mode in ("eager", "graph"):
+        with fd.enabled(model, mode=mode):
+            found[mode] = model.generate(ids, **arguments).tolist()
+            again = model.generate(ids, **arguments).tolist()
+            call = fd.explain(model).last_call
+            found[f"{mode} report"] = (again == found[mode], call.path, call.mode, call.mode_reason, call.captures)
+    return found
+
+
+@scenario
+def other_seeds(models: Models) -> Any:
+    """Compaction, and captured steps of fewer rows."""
+    ids = prompt(models)
+    found = []
+    for sampler in ("hf", "fast"):
+        with fd.enabled(models.split["llama"], mode="graph", sampler=sampler) as model:
+            torch.manual_seed(models.rank)
+            arguments = SAMPLING | {"num_return_sequences": 64, "max_new_tokens": 400, "temperature": 100.0}
+            arguments |= {"eos_token_id": list(range(0, 512, 16))}
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+            call = fd.explain(model).last_call
+            found.append((tokens.tolist(), call.mode, call.sampler, call.compactions > 0))
+    return found
+
+
+@scenario
+def compiled(models: Models) -> Any:
+    ids = prompt(models)
+    with fd.enabled(models.split["llama"], mode="compile") as model:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **SAMPLING).tolist()
+
+
+@scenario
+def fused(models: Models) -> Any:
+    ids = prompt(models)
+    with fd.enabled(models.split["llama"], fuse_projections=True) as model:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **SAMPLING).tolist()
+
+
+@scenario
+def failed_capture(models: Models) -> Any:
+    """One rank cannot capture: all run eagerly."""
+    from hf_fastdecode.generation.steps import captures
+
+    original = captures.CapturedStep.__init__
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        if models.rank:
+            raise RuntimeError("cannot")
+
+    ids = prompt(models).repeat(32, 1)
+    captures.CapturedStep.__init__ = fail
+    try:
+        with fd.enabled(models.split["llama"]) as model:
+            arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 100}
+            tokens = model.generate(ids, **arguments).tolist()
+            call = fd.explain(model).last_call
+            return tokens, call.mode, call.mode_reason
+    finally:
+        captures.CapturedStep.__init__ = original
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0))
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0) * 8)
+    folder = tmp_path_factory.mktemp("llama")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return run_on_two(
+        "test_tensor_parallel_on_gpu", {"llama": folder}, tmp_path_factory.mktemp("seen"), backend="nccl"
+    )
+
+
+def same_value(seen: dict[str, tuple[Seen, Seen]], name: str) -> Any:
+    assert [one.error for one in seen[name]] == ["", ""]
+    assert seen[name][0] == seen[name][1]
+    return seen[name][0].value
+
+
+@pytest.mark.gpu
+def test_captured_steps_give_the_tokens_of_eager_ones(seen):
+    found = same_value(seen, "greedy")
+    assert found["stock"] == found["eager"] == found["graph"]
+    assert found["eager report"][:3] == [True, "shared", "eager"]
+    assert found["graph report"] == [True, "shared", "graph", "mode='graph' was requested", 0]
+
+
+@pytest.mark.gpu
+def test_rank_0_draws_for_all(seen):
+    for _, mode, _, compacted in same_value(seen, "other_seeds"):
+        assert mode == "graph"
+        assert compacted
+    assert [sampler for _, _, sampler, _ in same_value(seen, "other_seeds")] == ["hf", "fast"]
+
+
+@pytest.mark.gpu
+def test_compiled_layers_are_refused(seen):
+    first, second = seen["compiled"]
+    assert first == second
+    assert first.error == (
+        "ValueError: mode='compile' cannot run: layers that several processes compute together are not compiled; use "
+        "mode='auto'"
+    )
+
+
+@pytest.mark.gpu
+def test_projections_that_communicate_are_not_fused(seen):
+    first, second = seen["fused"]
+    assert first == second
+    assert first.error == (
+        "ValueError: fuse_projections=True cannot run: LlamaForCausalLM has no projections of one input side by side "
+        "that are plain linear layers; use fuse_projections='auto'"
+    )
+
+
+@pytest.mark.gpu
+def test_where_one_rank_cannot_capture_all_run_eagerly(seen):
+    first, second = seen["failed_capture"]
+    assert (first.error, second.error) == ("", "")
+    assert first.value[0] == second.value[0]
+    assert first.value[1:] == ["eager", "another process of the model cannot capture it"]
+    assert second.value[1:] == ["eager", "cannot"]
