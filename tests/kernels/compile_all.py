@@ -41,6 +41,7 @@ from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
+from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.slim_append.api import append_token
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
@@ -379,7 +380,8 @@ def multiply_few_rows() -> None:
         bias = torch.empty(4096, dtype=dtype, device=CUDA)
         for own in (None, bias):
             row_products(inputs, [weight] * 3, [own] * 3)
-        row_products(inputs, [weight] * 2, [None] * 2, dtype=torch.float32)
+        if rows <= MOST_PORTABLE_ROWS:
+            row_products(inputs, [weight] * 2, [None] * 2, dtype=torch.float32)
         for activation in Activation:
             gated_product(inputs, weight, weight, (None, None), activation)
 

@@ -33,11 +33,11 @@ def pass_context(
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
     Unless `fused_rows` is 0, products are those of `FusedProjections`, or in compiled layers concurrent ones up to
-    `fused_rows` rows, up to which own layers are within `fusing_products`. Layers run compiled, if given, or else with
-    fused modules.
+    `fused_rows` rows, and own layers are within `fusing_products`. Layers run compiled, if given, or else with fused
+    modules.
     """
     with ExitStack() as stack:
-        if rows <= fused_rows:
+        if fused_rows:
             stack.enter_context(fusing_products())
         if compiled is not None:
             stack.enter_context(active(structure.configs, lengths))
