@@ -29,7 +29,7 @@ def head(names: Sequence[str]) -> list[str]:
 
 def line(cells: Sequence[str]) -> str:
     """A line of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def by(rows: Iterable[Measurement], *columns: str) -> list[dict[str, Measurement]]:

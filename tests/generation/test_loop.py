@@ -177,8 +177,9 @@ def test_a_bound_that_is_never_reached_takes_no_memory(model):
 
 def test_one_row_that_does_not_fit_is_an_error(model, monkeypatch):
     out_of_memory(monkeypatch, rows=0, after=0)
-    with fd.enabled(model), pytest.raises(torch.OutOfMemoryError):
+    with fd.enabled(model), pytest.raises(torch.OutOfMemoryError) as caught:
         model.generate(**ragged_prompts(70), num_return_sequences=2, do_sample=True, max_new_tokens=4)
+    assert caught.value.__notes__ == ["1 rows at once; use shorter prompts"]
 
 
 def test_no_bound_on_the_length(model):

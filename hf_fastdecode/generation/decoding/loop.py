@@ -71,8 +71,9 @@ class Loop:
                 self._decode(wave, cache or self._resume(wave, forest))
                 done.append(wave)
             except torch.OutOfMemoryError as error:
-                if len(wave.rows) == 1 or (why := self._why_unsplittable(error)):
-                    error.add_note(f"{len(wave.rows)} rows at once; {why or 'use shorter prompts'}")
+                why = "use shorter prompts" if len(wave.rows) == 1 else self._why_unsplittable(error)
+                if why:
+                    error.add_note(f"{len(wave.rows)} rows at once; {why}")
                     raise
                 fits = False
             cache = None

@@ -33,11 +33,8 @@ from ..structure import Structure
 from .graph_capture import CapturedGraph, pass_context
 
 _SIZES = (64, 128, 192, 256, 384, 512, *range(576, 2049, 64))
-"""Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens.
-
-Short ones in between would save little (H200, 7B, unfused: 7.3 ms for 16 tokens, 7.6 for 64, 8.2 for 96, 8.3 for 128,
-9.5 for 160, 9.8 for 192, 10.4 for 224 and for 256, 12.8 for 320, 13.2 for 384, 14.9 for 448, 15.7 for 512).
-"""
+"""Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens; short ones in between would
+save little."""
 
 _MOST_WITH_OTHERS = 512
 """Maximum tokens of passes over several runs, which attend with a bias, or with contexts, a row for each token."""
