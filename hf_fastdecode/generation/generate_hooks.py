@@ -182,6 +182,7 @@ def _prepare_cache_for_generation(
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
+        model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
         return prepare()
     if loop is None:

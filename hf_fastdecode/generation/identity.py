@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -100,20 +101,22 @@ class Fingerprint:
         return None if alike else "weights"
 
 
-def pass_settings(model: PreTrainedModel) -> tuple[torch.dtype | None, Any]:
-    """Autocast dtype and instance-level `forward`, which also affect keys and values."""
-    return autocast_dtype(input_device(model)), vars(model).get("forward")
+def pass_settings(
+    model: PreTrainedModel, configs: Iterable[PreTrainedConfig]
+) -> tuple[torch.dtype | None, Any, Hashable]:
+    """Autocast dtype, instance-level `forward` and configs, such as windows, which also affect keys and values."""
+    return autocast_dtype(input_device(model)), vars(model).get("forward"), tuple(map(_config_state, configs))
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig], walk: ModelWalk | None = None) -> Hashable:
-    """Model state that a capture bakes in: tensor addresses, host state of modules and configs.
+    """Model state that a capture bakes in: tensors' memory, host state of modules and configs.
 
     `walk` is one over the model, where the caller has it already.
     """
     walk = walk or ModelWalk(model)
     return (
-        addresses(walk.parameters),
-        addresses(walk.buffers),
+        layouts(walk.parameters),
+        layouts(walk.buffers),
         adapter_state(walk),
         module_state(walk),
         id(vars(model).get("forward")),
@@ -166,6 +169,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     with_functions = _BAKED_IN | _FUNCTIONS
     return (
         tuple(map(forward_of, walk.classes)),
+        _names(walk),
         tuple(
             [  # a list takes half the time of a generator, for thousands of attributes
                 (
@@ -186,6 +190,12 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
     )
 
 
+def _names(walk: ModelWalk) -> tuple[str, ...]:
+    """Names of modules, parameters and buffers: two that change places are the same objects in the same order."""
+    parts = [module.__dict__[kind] for module in walk.modules for kind in ("_modules", "_parameters", "_buffers")]
+    return tuple(chain.from_iterable(parts))
+
+
 @lru_cache(maxsize=1024)
 def _public(names: tuple[str, ...]) -> tuple[str, ...]:
     """The names that are not private: a quarter of a module's, the same for most modules of a class."""
@@ -197,9 +207,14 @@ def forward_of(kind: type[nn.Module]) -> Hashable:
     forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
     bare = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not isinstance(bare, FunctionType):
-        return id(forward)
+        return _lasting(forward)
     names = bare.__globals__
-    return id(forward), *[id(names[name]) for name in bare.__code__.co_names if name in names]
+    return _lasting(forward), *[_lasting(names[name]) for name in bare.__code__.co_names if name in names]
+
+
+def _lasting(value: object) -> Hashable:
+    """What is equal for the same object alone, also after its end, where an id may be that of another."""
+    return weakref.ref(value) if isinstance(value, FunctionType) else id(value)
 
 
 def _comparable(value: Any) -> str | int:
@@ -220,6 +235,11 @@ def _function(method: object) -> object:
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Data pointers of the tensors, or of what this process stores of them."""
     return tuple(local_part(tensor).data_ptr() for tensor in tensors)
+
+
+def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
+    """Address, dtype, shape and strides of the tensors, or of what this process stores of them."""
+    return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in map(local_part, tensors)])
 
 
 def _tensor_state(tensor: Tensor) -> tuple[int, tuple[int, int], int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks
-from .identity import ADAPTER_SWITCHES, addresses, config_field, forward_of
+from .identity import ADAPTER_SWITCHES, addresses, config_field, forward_of, layouts
 from .model_walk import ModelWalk
 
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -35,8 +35,8 @@ _CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 class ModelWatch:
     """Tells whether anything on a model was set, added, replaced or moved since a moment.
 
-    Compared are classes, attributes, parameters, buffers, hooks and configs by identity, and the addresses of tensors;
-    containers by what is in them. Numbers written to weights in place are no change. What is found may be none at
+    Compared are classes, attributes, parameters, buffers, hooks and configs by identity, tensors also by their memory,
+    and containers by what is in them. Numbers written to weights in place are no change. What is found may be none at
     all, as of an equal string: `identity.captured_state` then tells.
 
     An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
@@ -70,7 +70,7 @@ class ModelWatch:
         self._ids, self._host = list(map(id, values)), self._host_state(walk.modules)
         self._tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         try:
-            self._addresses = self._addresses_of(values)
+            self._layouts = self._layouts_of(values)
         except RuntimeError:  # a wrapper around other tensors
             self._all_watched = False
         self._homes = sorted({index for kind in (0, 1) for index in self._filled[kind]})  # of parameters and buffers
@@ -101,7 +101,7 @@ class ModelWatch:
         return [module for one in self._modules if (module := one()) is not None]
 
     def touched(self) -> bool:
-        """Whether a class, attribute, parameter, buffer, module, hook or address is another than it was."""
+        """Whether a class, attribute, parameter, buffer, module, hook, name or layout is another than it was."""
         if self._gone or not self._all_watched or next(global_forward_hooks(), None) is not None:
             return True
         modules = self.modules
@@ -112,7 +112,7 @@ class ModelWatch:
             values = self._values(own, modules)
             if list(map(id, values)) != self._ids or self._host_state(modules) != self._host:
                 return True
-            return self._addresses_of(values) != self._addresses
+            return self._layouts_of(values) != self._layouts
         except (KeyError, RuntimeError, TypeError):  # other attributes, or another thread changes them now
             return True
 
@@ -144,6 +144,7 @@ class ModelWatch:
             chain(
                 map(type, modules),
                 chain.from_iterable(attributes),
+                chain.from_iterable(registered),  # their names
                 chain.from_iterable(map(dict.values, registered)),
                 *([value for name, value in vars(one).items() if name not in _BY_VALUE] for one in self._configs),
             )
@@ -156,8 +157,8 @@ class ModelWatch:
                     found += _contents(value)
         return found
 
-    def _addresses_of(self, values: list[Any]) -> tuple[int, ...]:
-        return addresses([values[index] for index in self._tensors])
+    def _layouts_of(self, values: list[Any]) -> tuple[Hashable, ...]:
+        return layouts([values[index] for index in self._tensors])
 
     def _host_state(self, modules: list[nn.Module]) -> Hashable:
         """What is compared by value: the code of classes, and settings of configs."""

@@ -110,7 +110,10 @@ class PrefixStore:
             if found is None or found is not self._fingerprint:
                 self._drop_if_outdated(model, structure, sampled=True)
             if self._fingerprint is None:
-                self._fingerprint, self._pass_settings = Fingerprint(model, structure.walk), pass_settings(model)
+                self._fingerprint, self._pass_settings = (
+                    Fingerprint(model, structure.walk),
+                    pass_settings(model, structure.configs),
+                )
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -129,7 +132,7 @@ class PrefixStore:
             return
         walk = structure.walk
         if (
-            self._pass_settings != pass_settings(model)
+            self._pass_settings != pass_settings(model, structure.configs)
             or fingerprint.host_difference(model, walk, structure.known) is not None
             or (sampled and fingerprint.sampled_difference(walk) is not None)
         ):

@@ -59,7 +59,7 @@ def find_shared(
         recompute: See `compare_prompts`.
         by_rows: Whether different prompts share nothing, see `by_rows`.
         reuse: Whether the prefix store may be used, if the options allow it.
-        ahead: Whether the caller asks later `numbers_hold` of what is reused from the prefix store.
+        ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
     Raises:
         ValueError: The caller's cache does not fit the prompts or the model.
@@ -71,7 +71,7 @@ def find_shared(
     elif options.reuse_prefix and reuse:
         store = call.state.prefix_store
         base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
-        if base is not None and not ahead and not numbers_hold(call):
+        if not ahead and not numbers_hold(call):
             base = None
     elif reuse:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))

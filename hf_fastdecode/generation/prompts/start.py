@@ -65,7 +65,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     ahead, beside = call.ranks.count == 1, Beside(input_ids.device)
     planned = _planned_alike(call, groups, input_ids.shape[1], ahead=ahead)
     start = _begin(call, passes, planned, input_ids)
-    if ahead and planned.found.reuses and call.given is None and not numbers_hold(call, beside):
+    if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
         start = _begin(call, passes, _planned_alike(call, groups, input_ids.shape[1]), input_ids)
     keep_nodes(call, start.cache)

@@ -172,7 +172,7 @@ class Captures:
     def begin_prefill(self, model: PreTrainedModel, inputs: Any, scope: Scope) -> None:
         """Begin the prefill of a call of `generate` with these ``inputs``, where the last call was a right guess.
 
-        The lock is then held until the call's scope ends. Weights are where they were: whether anything else of the
+        The lock is then held until `end_ahead`. Weights are where they were: whether anything else of the
         model has changed, so that the pass is left aside, is found meanwhile.
         """
         again, device = self.prefills.again, model.device
@@ -186,10 +186,16 @@ class Captures:
         if not self.lock.acquire(blocking=False):
             return
         self.owner, self.scope = threading.get_ident(), scope
-        scope.callback(self._end_ahead)
-        shape, _ = again
-        if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
-            self.ahead = PrefillAhead(captured, inputs)
+        try:
+            scope.callback(self.end_ahead, scope)
+            shape, _ = again
+            if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
+                self.ahead = PrefillAhead(captured, inputs)
+        except Exception:  # such as lack of memory: the call does without it
+            self.end_ahead(scope)
+        except BaseException:
+            self.end_ahead(scope)
+            raise
 
     def _may_replay(self, device: torch.device) -> bool:
         """Whether a replay is safe, though it may be of a model that has changed since: its memory is where it was."""
@@ -203,13 +209,21 @@ class Captures:
         if self.ahead is not None:
             self.ahead.join()
 
-    def _end_ahead(self) -> None:
-        """End the call that has begun its prefill ahead."""
-        self.join_ahead()
-        if self.ahead is not None and not self.ahead.was_right:
-            self.prefills.again = None
-        self.ahead = self.scope = self.owner = None
-        self.lock.release()
+    def end_ahead(self, scope: Scope | None) -> None:
+        """Let go of the captures, if the call of this scope holds them since it began its prefill ahead.
+
+        At the call's end, or once it is known that its passes are not captured: calls within it, or in threads that it
+        waits for, may need them.
+        """
+        if scope is None or self.scope is not scope:
+            return
+        try:
+            if self.ahead is not None and not self.ahead.was_right:
+                self.prefills.again = None
+            self.join_ahead()
+        finally:
+            self.ahead = self.scope = self.owner = None
+            self.lock.release()
 
     def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
         """Record why a capture failed, and whether it ran out of memory."""

@@ -71,6 +71,7 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
     """
     captures, forced = call.state.captures, call.options.needs_capture
     if call.mode == "eager":
+        captures.end_ahead(call.scope)
         yield False
         return
     if captures.scope is not None and captures.scope is call.scope:

@@ -36,20 +36,20 @@ class PrefillAhead:
     """A captured pass over one prompt that was begun ahead.
 
     Attributes:
-        ids: ``[1, length]`` int64: the prompt that was guessed.
+        ids: ``[1, length]`` int64: the prompt that was guessed, in a copy, as the caller may write to its own.
         was_right: Whether its outputs were used.
     """
 
     def __init__(self, captured: CapturedPrefill, ids: Tensor):
-        self.captured, self.ids, self.was_right = captured, ids, False
+        self.captured, self.ids, self.was_right = captured, ids.clone(), False
         self._done: torch.cuda.Event | None = None
         if ids.device.type != "cuda":
-            self._outputs = captured.begin(ids[0])
+            self._outputs = captured.begin(self.ids[0])
             return
         before, stream = torch.cuda.current_stream(ids.device).record_event(), _stream(ids.device)
         with torch.cuda.stream(stream):
             stream.wait_event(before)
-            self._outputs = captured.begin(ids[0])
+            self._outputs = captured.begin(self.ids[0])
             self._done = stream.record_event()
 
     def is_of(self, captured: CapturedPrefill, tokens: Tensor) -> bool:
