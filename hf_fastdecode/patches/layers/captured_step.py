@@ -50,8 +50,9 @@ def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
         return f"products in fp32 are of up to {MOST_PORTABLE_ROWS} rows"
     if cache_dtype(inputs.dtype, layer.layer) in EIGHT_BITS or layer.slim.from_keys.values.dtype != torch.float16:
         return "they store 16 bits, and multiply by matrices in fp16"
-    if inputs.device.type == "cuda" and (reason := failure(Kernel.PRODUCT, inputs.device)) is not None:
-        return reason
+    for kernel in (Kernel.PRODUCT, Kernel.APPEND):
+        if (reason := failure(kernel, inputs.device)) is not None:
+            return reason
     return refusal(inputs, [query.weight, keys.weight], [query.bias, keys.bias])
 
 
