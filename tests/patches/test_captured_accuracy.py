@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -89,6 +90,29 @@ def test_kernels_that_failed(slim_layer: Any, kernel: Kernel, monkeypatch: pytes
         raise RuntimeError("no such instruction")
     assert "no such instruction" in (captured_step.step_refusal(slim_layer, inputs) or "")
     assert failures.failure(Kernel.POINTWISE, inputs.device) is None
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_branch_is_joined_after_an_error(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture whose branch is not joined could not end."""
+    order: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str):
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            order.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(captured_step, "_branch_stream", lambda _, branch=Stream("branch"): branch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _, current=Stream("current"): current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    with pytest.raises(RuntimeError), captured_step._branch(torch.device("cuda")) as branch:
+        with branch:
+            if within:
+                raise RuntimeError
+        raise RuntimeError
+    assert order == ["branch waits for current", "current waits for branch"]
 
 
 @pytest.mark.gpu
