@@ -94,6 +94,15 @@ def test_inputs_with_gaps() -> None:
     assert_as_exact(found, F.linear(inputs, weight), F.linear(inputs.double(), weight.double()))
 
 
+@pytest.mark.parametrize(("rows", "given"), [(MOST_PORTABLE_ROWS + 1, None), (1, HopperConfig)])
+def test_sums_of_many_rows_are_not_kept_in_fp32(rows: int, given: type[HopperConfig] | None) -> None:
+    """The kernel for Hopper GPUs reads weights in the dtype of its results."""
+    inputs, weight = torch.ones(rows, WIDTH).half(), torch.ones(64, WIDTH).half()
+    config = given and hopper_config(rows, 2, 64)
+    with pytest.raises(ValueError, match=rf"up to {MOST_PORTABLE_ROWS} rows.* got {rows} rows of torch.float16"):
+        row_products(inputs, [weight], [None], config=config, dtype=torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def row_products(
         ``[..., columns]`` each.
 
     Raises:
+        ValueError: `dtype` is another than that of `inputs`, of more rows than it says.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     outs = [_output(inputs, len(weight), dtype) for weight in weights]
@@ -121,6 +122,11 @@ def _run(
 ) -> None:
     width, device = inputs.shape[-1], inputs.device
     rows = inputs.numel() // width
+    if outs[0].dtype != inputs.dtype and (rows > MOST_PORTABLE_ROWS or isinstance(config, HopperConfig)):
+        raise ValueError(
+            f"row_products keeps sums in {outs[0].dtype} of up to {MOST_PORTABLE_ROWS} rows, by its portable kernel, got "
+            f"{rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
+        )
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
         columns = [out.shape[-1] for out in outs]
