@@ -1,7 +1,8 @@
 """Runs the slim decode kernel on clusters on a CPU: its source, with an emulation of the instructions that it uses.
 
 Every thread of some clusters runs as a fiber, and the rest of `slim_decode` as it is. This finds wrong results, reads
-and writes at the wrong time, and threads that wait for each other. In some runs the warps of one role fall as far behind as barriers allow. Fences and registers are not emulated.
+and writes at the wrong time, and threads that wait for each other. In some runs the warps of one role fall as far
+behind as barriers allow. Fences and registers are not emulated.
 """
 
 from __future__ import annotations
