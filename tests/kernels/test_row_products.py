@@ -9,9 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from hf_fastdecode.kernels.counters import MOST_COUNTERS, counters
 from hf_fastdecode.kernels.pointwise import reference
 from hf_fastdecode.kernels.pointwise.forms import Activation
-from hf_fastdecode.kernels.row_products.api import MOST_TILES, counters, gated_product, row_products
+from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import (
     BOX,
     MOST_PORTABLE_ROWS,
@@ -132,7 +133,7 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     assert width % chosen.at_once == 0
     iterations = width // chosen.at_once
     assert (chosen.parts - 1) * -(-iterations // chosen.parts) < iterations
-    assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
+    assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_COUNTERS
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -146,7 +147,7 @@ def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, 
     assert width % chosen.at_once == 0
     tiles = sum(-(-own // BOX) for own in columns)
     assert 1 <= chosen.programs <= min(132, tiles * width // chosen.at_once)
-    assert 2 * chosen.programs <= MOST_TILES
+    assert 2 * chosen.programs <= MOST_COUNTERS
     assert 2 <= chosen.x_stages <= chosen.w_stages
     stages = chosen.x_stages * chosen.block_rows + chosen.w_stages * BOX * (2 if gated else 1)
     assert 2 * chosen.at_once * stages <= 224 << 10

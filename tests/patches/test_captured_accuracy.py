@@ -104,14 +104,19 @@ def test_a_branch_is_joined_after_an_error(within: bool, monkeypatch: pytest.Mon
         def wait_stream(self, other: Any) -> None:
             order.append(f"{self.name} waits for {other.name}")
 
-    monkeypatch.setattr(captured_step, "_branch_stream", lambda _, branch=Stream("branch"): branch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _, current=Stream("current"): current)
+    def fail() -> None:
+        with captured_step._branch(torch.device("cuda")) as context:
+            with context:
+                if within:
+                    raise RuntimeError
+            raise RuntimeError
+
+    branch, current = Stream("branch"), Stream("current")
+    monkeypatch.setattr(captured_step, "_branch_stream", lambda _: branch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    with pytest.raises(RuntimeError), captured_step._branch(torch.device("cuda")) as branch:
-        with branch:
-            if within:
-                raise RuntimeError
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        fail()
     assert order == ["branch waits for current", "current waits for branch"]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..counters import counters
 from ..failures import Kernel, launching
 from ..forest_decode.limits import multiprocessors, overlap_options
 from ..installed import interpreted
@@ -31,17 +32,6 @@ from .kernel import row_products as kernel
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-MOST_TILES = 1024
-"""Tiles whose width is cut into parts; more tiles keep every multiprocessor busy whole."""
-
-
-def counters(device: torch.device) -> Tensor:
-    """Arrival counters of tiles or of programs' parts, ``[MOST_TILES]`` int32 zeros.
-
-    Successive launches on a stream may use the same.
-    """
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def row_products(
@@ -124,8 +114,8 @@ def _run(
     rows = inputs.numel() // width
     if outs[0].dtype != inputs.dtype and (rows > MOST_PORTABLE_ROWS or isinstance(config, HopperConfig)):
         raise ValueError(
-            f"row_products keeps sums in {outs[0].dtype} of up to {MOST_PORTABLE_ROWS} rows, by its portable kernel, got "
-            f"{rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
+            f"row_products keeps sums in {outs[0].dtype} of up to {MOST_PORTABLE_ROWS} rows, by its portable kernel, "
+            f"got {rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
         )
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config

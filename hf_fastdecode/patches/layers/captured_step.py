@@ -19,6 +19,7 @@ from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ...errors import Unsupported
+from ...kernels.counters import counters
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
 from .projections import KeyProjection
@@ -107,7 +108,7 @@ def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
 
 
 def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: Rotation, own_tokens: Tables) -> Tensor:
-    from ...kernels.row_products.api import counters, row_products
+    from ...kernels.row_products.api import row_products
     from ...kernels.slim_append.api import append_token
     from ...kernels.stored_product.api import Term, stored_product
 
