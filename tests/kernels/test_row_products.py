@@ -9,9 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from hf_fastdecode.kernels.counters import MOST_COUNTERS, counters
 from hf_fastdecode.kernels.pointwise import reference
 from hf_fastdecode.kernels.pointwise.forms import Activation
-from hf_fastdecode.kernels.row_products.api import MOST_TILES, counters, gated_product, row_products
+from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import (
     BOX,
     MOST_PORTABLE_ROWS,
@@ -94,6 +95,15 @@ def test_inputs_with_gaps() -> None:
     assert_as_exact(found, F.linear(inputs, weight), F.linear(inputs.double(), weight.double()))
 
 
+@pytest.mark.parametrize(("rows", "given"), [(MOST_PORTABLE_ROWS + 1, None), (1, HopperConfig)])
+def test_sums_of_many_rows_are_not_kept_in_fp32(rows: int, given: type[HopperConfig] | None) -> None:
+    """The kernel for Hopper GPUs reads weights in the dtype of its results."""
+    inputs, weight = torch.ones(rows, WIDTH).half(), torch.ones(64, WIDTH).half()
+    config = given and hopper_config(rows, 2, 64)
+    with pytest.raises(ValueError, match=rf"up to {MOST_PORTABLE_ROWS} rows.* got {rows} rows of torch.float16"):
+        row_products(inputs, [weight], [None], config=config, dtype=torch.float32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(
@@ -123,7 +133,7 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     assert width % chosen.at_once == 0
     iterations = width // chosen.at_once
     assert (chosen.parts - 1) * -(-iterations // chosen.parts) < iterations
-    assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_TILES
+    assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_COUNTERS
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -137,7 +147,7 @@ def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, 
     assert width % chosen.at_once == 0
     tiles = sum(-(-own // BOX) for own in columns)
     assert 1 <= chosen.programs <= min(132, tiles * width // chosen.at_once)
-    assert 2 * chosen.programs <= MOST_TILES
+    assert 2 * chosen.programs <= MOST_COUNTERS
     assert 2 <= chosen.x_stages <= chosen.w_stages
     stages = chosen.x_stages * chosen.block_rows + chosen.w_stages * BOX * (2 if gated else 1)
     assert 2 * chosen.at_once * stages <= 224 << 10

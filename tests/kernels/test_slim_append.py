@@ -7,6 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from hf_fastdecode.kernels import failures
+from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+from hf_fastdecode.kernels.slim_append import api
 from hf_fastdecode.kernels.slim_append.api import append_token
 from hf_fastdecode.patches.layers.rotation import rotate
 
@@ -63,3 +66,18 @@ def test_refused() -> None:
     table = torch.zeros(3, 16)
     with pytest.raises(ValueError, match=r"append_token takes contiguous tensors of one token per row.*\(3, 16\)"):
         append_token(query, keys, keys[:, :0].contiguous(), keys[0], (table, table), slots, (stored, stored[..., :0]))
+
+
+def test_a_failure_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and activations keep their kernels."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(failures, "_failures", {})
+    monkeypatch.setattr(api, "launch", fail)
+    query, keys, table = torch.zeros(2, 2, 16), torch.zeros(2, 32), torch.zeros(1, 16)
+    stored, slots = torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(KernelFailedError, match="the kernel that appends to slim caches cannot run on cpu"):
+        append_token(query, keys, keys[:, :0].contiguous(), keys[0], (table, table), slots, (stored, stored[..., :0]))
+    assert list(failures._failures) == [(Kernel.APPEND, query.device)]

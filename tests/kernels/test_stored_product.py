@@ -1,5 +1,6 @@
 """Products of few rows with stored matrices, against fp64."""
 
+import contextlib
 from itertools import product
 
 import pytest
@@ -73,6 +74,15 @@ def test_refused() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             stored_product(wrong)
+
+
+def test_arrival_counters_are_enough() -> None:
+    """Programs beyond them would count behind their end."""
+    terms, config = [make_term(2, 256, torch.float32, seed=1)], ProductConfig(64, 64, parts=2)
+    for count, refused in ((5, True), (6, False)):
+        arrived = torch.zeros(count, dtype=torch.int32, device=terms[0].factor.device)
+        with pytest.raises(ValueError, match=r"in 2 parts needs 6 .* got 5") if refused else contextlib.nullcontext():
+            stored_product(terms, config=config, arrived=arrived)
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.kernels import failures
+from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.layers import captured_step
 
@@ -62,6 +65,59 @@ def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPat
     errors = errors_of_logits(model, slim, TEXT[None, :30], options, num_return_sequences=2, max_new_tokens=8)
     assert errors["graph"] < 2 * errors["eager"]
     assert bool(appended) == (launches == "few")
+
+
+@pytest.fixture
+def slim_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A slim layer whose captured steps kernels serve."""
+    monkeypatch.setattr(captured_step, "refusal", lambda *_: None)
+    monkeypatch.setattr(captured_step, "fuses_products", lambda: True)
+    slim: Any = to_slim(copy.deepcopy(pair("k+r")[0]).half(), TEXT, plan=PLANS["k+r"])
+    return slim.model.layers[0].self_attn
+
+
+def step_inputs(layer: Any) -> Tensor:
+    return torch.zeros(2, 1, layer.q_proj.in_features, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kernel", [Kernel.PRODUCT, Kernel.APPEND])
+def test_kernels_that_failed(slim_layer: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators serve the layer from then on; other kernels stay."""
+    inputs = step_inputs(slim_layer)
+    assert captured_step.step_refusal(slim_layer, inputs) is None
+    monkeypatch.setattr(failures, "_failures", {})
+    with pytest.raises(KernelFailedError), failures.launching(kernel, inputs.device):
+        raise RuntimeError("no such instruction")
+    assert "no such instruction" in (captured_step.step_refusal(slim_layer, inputs) or "")
+    assert failures.failure(Kernel.POINTWISE, inputs.device) is None
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_branch_is_joined_after_an_error(within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture whose branch is not joined could not end."""
+    order: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str):
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            order.append(f"{self.name} waits for {other.name}")
+
+    def fail() -> None:
+        with captured_step._branch(torch.device("cuda")) as context:
+            with context:
+                if within:
+                    raise RuntimeError
+            raise RuntimeError
+
+    branch, current = Stream("branch"), Stream("current")
+    monkeypatch.setattr(captured_step, "_branch_stream", lambda _: branch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    with pytest.raises(RuntimeError):
+        fail()
+    assert order == ["branch waits for current", "current waits for branch"]
 
 
 @pytest.mark.gpu

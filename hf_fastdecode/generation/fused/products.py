@@ -65,7 +65,7 @@ class RowProducts:
             return None
 
     def _counters(self, device: torch.device) -> Tensor | None:
-        from ...kernels.row_products.api import counters
+        from ...kernels.counters import counters
 
         if device.type != "cuda":
             return None

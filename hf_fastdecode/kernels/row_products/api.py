@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..counters import counters
 from ..failures import Kernel, launching
 from ..forest_decode.limits import multiprocessors, overlap_options
 from ..installed import interpreted
@@ -31,17 +32,6 @@ from .kernel import row_products as kernel
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-MOST_TILES = 1024
-"""Tiles whose width is cut into parts; more tiles keep every multiprocessor busy whole."""
-
-
-def counters(device: torch.device) -> Tensor:
-    """Arrival counters of tiles or of programs' parts, ``[MOST_TILES]`` int32 zeros.
-
-    Successive launches on a stream may use the same.
-    """
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def row_products(
@@ -68,6 +58,7 @@ def row_products(
         ``[..., columns]`` each.
 
     Raises:
+        ValueError: `dtype` is another than that of `inputs`, of more rows than it says.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     outs = [_output(inputs, len(weight), dtype) for weight in weights]
@@ -121,6 +112,11 @@ def _run(
 ) -> None:
     width, device = inputs.shape[-1], inputs.device
     rows = inputs.numel() // width
+    if outs[0].dtype != inputs.dtype and (rows > MOST_PORTABLE_ROWS or isinstance(config, HopperConfig)):
+        raise ValueError(
+            f"row_products keeps sums in {outs[0].dtype} of up to {MOST_PORTABLE_ROWS} rows, by its portable kernel, "
+            f"got {rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
+        )
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
         columns = [out.shape[-1] for out in outs]

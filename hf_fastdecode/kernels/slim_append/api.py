@@ -58,7 +58,7 @@ def append_token(
         given = [tuple(part.shape) for part in (query, keys, coordinates, key_offset, *tables, slots, *stored)]
         raise ValueError(f"append_token takes contiguous tensors of one token per row, as documented, got {given}")
     rotated = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    with launching(Kernel.POINTWISE, query.device):
+    with launching(Kernel.APPEND, query.device):
         launch(
             kernel,
             (rows, triton.cdiv(heads, _HEADS) + triton.cdiv(heads * head_dim, _NUMBERS) + triton.cdiv(rank, _NUMBERS)),

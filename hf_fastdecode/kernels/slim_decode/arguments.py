@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
         scales = () if self.scales is None else self.scales
         of_scales = zip(("scales of keys", "scales of coordinates"), scales)
         return {"keys": (self.keys, 16), "coordinates": (self.coordinates, 16)} | {
-            name: (part, 4) for name, part in of_scales
+            name: (part, 2) for name, part in of_scales
         }
 
     @property

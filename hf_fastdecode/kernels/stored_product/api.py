@@ -19,9 +19,6 @@ MOST_ROWS = 64
 
 MOST_TERMS = 2
 
-MOST_PROGRAMS = 1024
-"""Programs of a part, where the width is cut into parts."""
-
 _PROGRAMS = 256  # about two on each multiprocessor
 
 
@@ -97,14 +94,15 @@ def stored_product(
         constant: ``[groups * columns]`` fp32, to be added.
         config: Launch parameters; those of `choose_config` when None.
         in_range: Whether all factors are in fp16's range, so that rows need no scaling.
-        arrived: `MOST_PROGRAMS` int32 zeros, which no launch uses at the same time; new ones when None.
+        arrived: `kernels.counters`, which no launch uses at the same time; new ones when None.
         dtype: Dtype of the result, to which sums are rounded.
 
     Returns:
         ``[rows, groups * columns]``.
 
     Raises:
-        ValueError: There are more terms or rows than the kernel takes, or shapes do not fit each other.
+        ValueError: There are more terms or rows than the kernel takes, fewer counters than programs of a part, or
+            shapes do not fit each other.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _check_shapes(terms)
@@ -123,6 +121,11 @@ def stored_product(
         partials = torch.empty(config.parts, rows, columns, dtype=torch.float32, device=device)
         if arrived is None:
             arrived = torch.zeros(programs, dtype=torch.int32, device=device)
+        if programs > len(arrived):
+            raise ValueError(
+                f"stored_product in {config.parts} parts needs {programs} arrival counters, got {len(arrived)}; "
+                "choose more columns per program, or 1 part"
+            )
     with launching(Kernel.PRODUCT, device):
         launch(
             kernel,

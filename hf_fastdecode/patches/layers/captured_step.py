@@ -8,8 +8,9 @@ values in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ...errors import Unsupported
+from ...kernels.counters import counters
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
 from .projections import KeyProjection
@@ -50,8 +52,9 @@ def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
         return f"products in fp32 are of up to {MOST_PORTABLE_ROWS} rows"
     if cache_dtype(inputs.dtype, layer.layer) in EIGHT_BITS or layer.slim.from_keys.values.dtype != torch.float16:
         return "they store 16 bits, and multiply by matrices in fp16"
-    if inputs.device.type == "cuda" and (reason := failure(Kernel.PRODUCT, inputs.device)) is not None:
-        return reason
+    for kernel in (Kernel.PRODUCT, Kernel.APPEND):
+        if (reason := failure(kernel, inputs.device)) is not None:
+            return reason
     return refusal(inputs, [query.weight, keys.weight], [query.bias, keys.bias])
 
 
@@ -88,26 +91,24 @@ def _branch_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def _branch(device: torch.device) -> Iterator[None]:
-    """Context whose launches may run beside those that follow it, up to `_join`.
+def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
+    """Context that gives another, whose launches may run beside all others; they are joined at the end, and in errors.
 
-    Memory that is allocated within is reused only within, after all earlier work of the current stream.
+    Memory that is allocated in the branch is reused only there, after all earlier work of the current stream.
     """
     if device.type != "cuda":
-        yield
+        yield nullcontext()
         return
-    _branch_stream(device).wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(_branch_stream(device)):
-        yield
-
-
-def _join(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_branch_stream(device))
+    current, branch = torch.cuda.current_stream(device), _branch_stream(device)
+    branch.wait_stream(current)
+    try:
+        yield torch.cuda.stream(branch)
+    finally:
+        current.wait_stream(branch)
 
 
 def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: Rotation, own_tokens: Tables) -> Tensor:
-    from ...kernels.row_products.api import counters, row_products
+    from ...kernels.row_products.api import row_products
     from ...kernels.slim_append.api import append_token
     from ...kernels.stored_product.api import Term, stored_product
 
@@ -117,12 +118,11 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
     projections = layer.q_proj, layer.k_proj
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
     coordinates = inputs.new_empty(rows, 0, dtype=torch.float32)
-    if slim.from_inputs is not None:
-        with _branch(inputs.device):
-            coordinates = stored_product([Term(*slim.from_inputs.product(inputs))], arrived=beside)
-    query, keys = row_products(inputs, weights, biases, arrived, dtype=torch.float32)
-    if slim.from_inputs is not None:
-        _join(inputs.device)
+    with ExitStack() as joined:
+        if slim.from_inputs is not None:
+            with joined.enter_context(_branch(inputs.device)):
+                coordinates = stored_product([Term(*slim.from_inputs.product(inputs))], arrived=beside)
+        query, keys = row_products(inputs, weights, biases, arrived, dtype=torch.float32)
     suffix = cache.suffix(layer.layer_idx, stored_dtype)
     cos, sin = (table[:, 0].contiguous() for table in own_tokens)
     heads = query.view(rows, layer.heads, layer.head_dim)

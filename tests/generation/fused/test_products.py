@@ -19,6 +19,7 @@ from hf_fastdecode.generation.fused.products import RowProducts, products_here
 from hf_fastdecode.generation.fused.sums import WaitingSums
 from hf_fastdecode.generation.steps import captured_prefill, modes
 from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.kernels.counters import MOST_COUNTERS
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.row_products import api
 
@@ -265,7 +266,7 @@ def test_a_capture_has_counters_of_its_own() -> None:
         where = next(counts.data_ptr() for (_, capturing), counts in shared._arrived.items() if capturing)
         del shared
         with torch.cuda.graph(other, pool=pool, stream=stream):
-            noise = [torch.ones(api.MOST_TILES, dtype=torch.int32, device=device) for _ in range(8)]
+            noise = [torch.ones(MOST_COUNTERS, dtype=torch.int32, device=device) for _ in range(8)]
         assert where in {one.data_ptr() for one in noise}
         assert eager is not None
         assert captured is not None

@@ -33,6 +33,7 @@ class Case:
     rotary: int = 64
     dtype: torch.dtype = torch.float16  # of 8 bits: as `eight_bits.store` lays them out
     magnitudes: bool = False  # of heads and tokens: from 1e-3 to 1e3 times those of others
+    row_ratio: float = 1.0  # of keys and coordinates over those of the row before
     offset: bool = True
     tables_of_rows: bool = False
     consecutive: bool = False  # positions, as clusters take them; else random angles
@@ -132,6 +133,7 @@ def make_problem(case: Case, device: str = "cpu", *, seed: int = 0, extra: int =
         filled &= slot >= torch.tensor(case.starts)[:, None]
     if case.magnitudes:
         wide[..., :columns].unflatten(-1, (case.heads, -1)).mul_(10 ** (3 * normal(rows, slots, case.heads, 1)))
+    wide *= case.row_ratio ** torch.arange(rows)[:, None, None]
     keys, coordinates, scales, dequantised = wide[..., :columns], wide[..., columns:][..., : case.rank], None, None
     if case.dtype in EIGHT_BITS:
         parts = [store(part, case.dtype, case.head_dim) for part in (keys, coordinates)]

@@ -67,6 +67,7 @@ EMULATED = [
     case(300, heads=2, head_dim=256, offset=False, dtype=INT8),
     case(200, 0, 40, heads=4, rank=48, starts=(7, 0, 39), dtype=INT8),
     case(150, heads=8, head_dim=64, rank=512, rotary=0, dtype=FP8),
+    case(40, 800, heads=2, offset=False, dtype=INT8, row_ratio=2**-8),
 ]
 
 

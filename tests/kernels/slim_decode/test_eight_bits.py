@@ -10,6 +10,7 @@ from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.forest_decode import limits as devices
 from hf_fastdecode.kernels.slim_decode import api, inputs
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
+from hf_fastdecode.kernels.slim_decode.arguments import Arguments, is_aligned
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 
 from .problems import Case, make_problem
@@ -124,6 +125,17 @@ def test_arguments_are_checked(change, message):
     slim_decode(**given, config=TwoLaunchConfig(4))
     with pytest.raises(ValueError, match=message):
         slim_decode(**given | change, config=TwoLaunchConfig(4))
+
+
+def test_clusters_read_scales_by_2_bytes():
+    """Wherever else they begin."""
+    stored = torch.zeros(2, 9, 80, dtype=torch.uint8)
+    keys, scales, lengths = stored[..., :64].view(INT8), stored[..., 66:74], torch.zeros(2, dtype=torch.int32)
+    query, coordinates = torch.zeros(2, 4, 1, 16), keys[..., :0]
+    given = Arguments(query, keys, coordinates, lengths, 1.0, None, None, None, Scales(scales, scales))
+    assert all(is_aligned(*part) for part in given.copied.values())
+    odd = given._replace(scales=Scales(stored[..., 65:73], scales))
+    assert not is_aligned(*odd.copied["scales of keys"])
 
 
 def test_scales_are_for_8_bits_only():

@@ -130,9 +130,20 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
         } else {
             add_in_fp32(sums, row_sum, factors_at, columns, weights, group);
         }
+        if (tile == piece.end - 1) break;  // the piece's units are read before its last tile is given up
         __syncwarp();
         if (lane == 0) arrive(base + EMPTY_AT + 8 * stage);
     }
+
+    const u32 last = piece.sequence + (piece.end - 1 - piece.begin);
+    float unit[ADDER_BOXES];
+    if constexpr (SCALED) {
+#pragma unroll
+        for (int b = 0; b < ADDER_BOXES; b++)
+            unit[b] = units_of(memory, last)[min((b * ADDERS + group) * 64 / HEAD_DIM, UNITS - 1)].x;
+    }
+    __syncwarp();
+    if (lane == 0) arrive(base + EMPTY_AT + 8 * (last % STAGES));
 
     float* const out = part_out + static_cast<i64>(piece.number) * HEADS * WIDTH;
 #pragma unroll
@@ -140,10 +151,6 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
 #pragma unroll
     for (int b = 0; b < ADDER_BOXES; b++) {
         const int box = b * ADDERS + group;
-        float unit = 1.0f;
-        if constexpr (SCALED)
-            unit =
-                units_of(memory, piece.sequence + (piece.end - 1 - piece.begin))[min(box * 64 / HEAD_DIM, UNITS - 1)].x;
 #pragma unroll
         for (int n = 0; n < HEAD_BLOCKS; n++) {
 #pragma unroll
@@ -155,7 +162,7 @@ __device__ __forceinline__ void add(char* memory, float* part_out, const Piece& 
                     own < KEY_COLUMNS ? member * KEY_COLUMNS + own : KEYS + member * RANK_COLUMNS + of_rank;
                 if (box < BOXES && head < HEADS && of_rank < RANK_COLUMNS && column < WIDTH) {
                     out[static_cast<i64>(head) * WIDTH + column] =
-                        SCALED ? sums[b][n][i] * row_sum[n][i % 2] * unit : sums[b][n][i] * row_sum[n][i % 2];
+                        SCALED ? sums[b][n][i] * row_sum[n][i % 2] * unit[b] : sums[b][n][i] * row_sum[n][i % 2];
                 }
             }
         }

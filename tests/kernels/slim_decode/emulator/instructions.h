@@ -1,7 +1,8 @@
 // What `cluster.cu` uses of a GPU, on a CPU, in the place of `instructions.cuh`.
 //
 // Threads are fibers that run until they wait. Copies, messages and matrix products happen later, in any order that
-// barriers allow, so that a kernel that reads too early or overwrites too early computes something else.
+// barriers allow, and threads may stop when they have arrived at a barrier, so that a kernel that reads too early or
+// overwrites too early computes something else.
 #pragma once
 
 #include <ucontext.h>
@@ -128,7 +129,7 @@ inline void make_barrier(u32 address, int arrivals) {
     blocks[address >> 20].barriers[address & 0xfffff] = {arrivals, arrivals, 0, 0};
 }
 inline void expect(u32 barrier, u32 bytes) { update(barrier, 1, bytes); }
-inline void arrive(u32 barrier) { update(barrier, 1, 0); }
+inline void arrive(u32 barrier) { update(barrier, 1, 0), let_others_run(); }  // who may then overwrite
 inline void wait(u32 barrier, u32 parity) {
     while ((barrier_at(barrier).phase & 1) == parity) let_others_run();
 }

@@ -11,8 +11,15 @@ static void run_thread() {
     let_others_run();
 }
 
+// Whether a warp of a block has a role: 0 adds, 1 scores, 2 exchanges, 3 rotates and 4 copies.
+static bool has_role(int warp, int role) {
+    const int begin[] = {0, ADDING, ADDING + SCORING, ADDING + SCORING + 1, ADDING + SCORING + 2};
+    return role >= 0 && warp >= begin[role] && (role == 4 || warp < begin[role + 1]);
+}
+
+// Warps of the role `starved`, unless it is -1, only run where all others wait.
 // Returns 0, or 1 when all threads wait for each other.
-extern "C" int run(int block_count, unsigned seed, const float* query, const TensorMap* keys,
+extern "C" int run(int block_count, unsigned seed, int starved, const float* query, const TensorMap* keys,
                    const TensorMap* coordinates, const unsigned short* key_scales,
                    const unsigned short* coordinate_scales, const float* key_offset, const float* cosines,
                    const float* sines, const float* turns, const int* starts, const int* lengths, float* part_out,
@@ -48,6 +55,7 @@ extern "C" int run(int block_count, unsigned seed, const float* query, const Ten
         const u64 before = progress;
         for (size_t first = 0; first < threads.size(); first += 32) {
             if (std::rand() % 4 == 0) continue;  // warps fall behind each other
+            if (idle < 20 && has_role(first % BLOCK_THREADS / 32, starved)) continue;
             for (size_t i = first; i < first + 32; i++) {
                 if (threads[i].done) continue;
                 current = &threads[i], threadIdx.x = current->index, blockIdx.x = current->block;
