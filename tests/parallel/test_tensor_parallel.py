@@ -26,6 +26,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
 from hf_fastdecode.generation.steps import modes, runners
@@ -134,6 +135,13 @@ def one_rank_refuses(models: Models) -> Any:
 @scenario
 def one_rank_raises(models: Models) -> Any:
     with raising(1, models, start, "check_prompts", KeyError("no prompt")), fd.enabled(models.split["llama"]) as model:
+        return draw(model, 0, PROMPTS, **GREEDY)
+
+
+@scenario
+def one_rank_refuses_and_one_raises(models: Models) -> Any:
+    error = (Unsupported("it cannot share"), KeyError("no prompt"))[models.rank]
+    with raising(models.rank, models, start, "check_prompts", error), fd.enabled(models.split["llama"]) as model:
         return draw(model, 0, PROMPTS, **GREEDY)
 
 
@@ -467,6 +475,7 @@ def test_an_error_of_one_rank_ends_the_call_on_all(seen):
     assert first.error == (
         "PeerFailedError: rank 1, with which this process computes the model, failed: KeyError: 'no prompt'"
     )
+    assert seen["one_rank_refuses_and_one_raises"] == (first, second)
     tokens, alone, path = same_value(seen, "after_errors")
     assert tokens == alone
     assert path.startswith("shared: ")

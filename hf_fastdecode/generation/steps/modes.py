@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
+from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..support import step_arguments
-from .capture_memory import ran_out_of_memory
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
 from .prefill_passes import PrefillPasses
