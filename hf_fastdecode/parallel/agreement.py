@@ -71,6 +71,10 @@ class NoRoomError(torch.OutOfMemoryError):
     """Memory of one process of the model does not suffice, which all of them know and raise at the same place."""
 
 
+class PassFailedError(RuntimeError):
+    """A forward pass failed within, so that this process cannot agree with the others, which may wait in that pass."""
+
+
 class Alone:
     """A process with a model of its own."""
 

@@ -29,7 +29,7 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
-from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
@@ -265,6 +265,48 @@ def captured_on_no_rank(models: Models) -> Any:
         fd.enabled(models.split["small"], backend="triton") as model,
     ):
         return draw(model, models.rank, **CAPTURED), fd.explain(model).last_call.mode
+
+
+@scenario
+def captured_without_memory(models: Models) -> Any:
+    """Memory for the first capture's tables is short on one rank, which both know before they run a pass."""
+    passes, original = itertools.count(), CapturedStep.capture
+
+    def counted(step: CapturedStep) -> None:
+        next(passes)
+        original(step)
+
+    with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
+        no_memory = torch.OutOfMemoryError("no memory")
+        with (
+            raising(1, models, cuda_graph, "TablesByShape", no_memory),
+            mock.patch.object(CapturedStep, "capture", counted),
+        ):
+            tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        return (
+            tokens == draw(alone, 0, PROMPTS, **GREEDY),
+            call.mode,
+            call.waves,
+            next(passes) == call.captures,
+        )
+
+
+@scenario
+def failing_pass_of_a_capture(models: Models) -> Any:
+    """A pass that fails ends the call in its process, which does not go on eagerly."""
+
+    def fail(step: CapturedStep) -> None:
+        with graph_capture.running_pass(mock.Mock(count=2)):
+            raise torch.OutOfMemoryError("no memory")
+
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        mock.patch.object(CapturedStep, "capture", fail),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        return draw(model, models.rank, **CAPTURED)
 
 
 @scenario
@@ -508,6 +550,10 @@ def test_ranks_capture_together_or_not_at_all(seen):
     assert compactions >= 1
     assert same_value(seen, "captured_on_one_rank") == [True, "graph", 2]
     assert same_value(seen, "captured_on_no_rank")[1] == "eager"
+    assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
+    for one in seen["failing_pass_of_a_capture"]:
+        assert one.error.startswith("PassFailedError: a forward pass failed before its capture")
+        assert "(OutOfMemoryError: no memory)" in one.error
 
 
 def test_kept_caches_hold_the_heads_of_a_rank(seen):

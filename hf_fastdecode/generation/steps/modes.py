@@ -13,7 +13,7 @@ import torch
 
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, ran_out_of_memory
-from ...parallel.agreement import NoRoomError
+from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..support import step_arguments
 from .captures import capture_reason, reason_of_call
@@ -104,6 +104,9 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
 
     Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
     A forced mode that cannot run raises ValueError.
+
+    Processes that compute the model together allocate a capture's memory, agree, run its first passes and capture:
+    where one fails, all do, except within those passes (`PassFailedError`), in which the others wait.
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
@@ -126,11 +129,13 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         compiled = call.mode == "compile"
         fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
-            with _together(call):
+            with call.ranks.together():
                 refresh()
-                return CapturedSteps(
-                    model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
-                )
+            return CapturedSteps(
+                model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
+            )
+        except PassFailedError:
+            raise
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():
                 call.state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
@@ -168,32 +173,6 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 yield CallPasses(eager)
     finally:
         again.clear()
-
-
-@contextmanager
-def _together(call: CallContext) -> Iterator[None]:
-    """Context of a capture, which fails on all processes of the model if it does on one.
-
-    Raises:
-        NoRoomError: Memory does not suffice on some process.
-        Unsupported: It failed on another process.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    short = failure is not None and ran_out_of_memory(failure)
-    try:
-        made, fits = call.ranks.all(failure is None, not short)
-        if call.ranks.count > 1 and not fits:
-            raise NoRoomError("the memory of a process of the model does not suffice for a capture") from failure
-        if failure is not None:
-            raise failure
-        if not made:
-            raise Unsupported("another process of the model cannot capture it")
-    finally:
-        failure = None  # whose traceback holds this frame
 
 
 def cannot_run(forced: str, reason: str) -> ValueError:

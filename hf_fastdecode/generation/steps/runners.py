@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
+from ...parallel.agreement import PassFailedError
 from ..forward_pass import forward_pass
 from ..structure import Structure
 from .captures import Captures
@@ -109,7 +110,8 @@ class CapturedSteps:
         self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
-        cache.reserve(cache.suffix_length + 1)
+        with structure.ranks.together():
+            cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, structure, self._options)
         report_captured(cache, structure)
 
@@ -134,15 +136,12 @@ class CapturedSteps:
 
     def _recapture(self) -> None:
         """Capture again; where that fails, go on with this capture."""
-        step, reason = self._step, "on another process of the model"
         try:
-            step = self._captures.find(self._model, self.cache, self._structure, self._options)
+            self._step = self._captures.find(self._model, self.cache, self._structure, self._options)
+        except PassFailedError:
+            raise
         except Exception as error:  # out of memory, or an operation not allowed during capture
-            reason = str(error)
-        if self._structure.ranks.all(step is not self._step) == [True]:
-            self._step = step
-        else:
-            self._captures.own_nodes_failure = reason
+            self._captures.own_nodes_failure = reason = str(error)
             logger.info("steps for long completions cannot be captured (%s); the captured ones go on", reason)
 
     def _follow_storage(self) -> None:
