@@ -26,12 +26,14 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
 from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.generation.steps.runners import CapturedSteps
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
 from .two_ranks import Models, Seen, run_on_two
@@ -216,6 +218,58 @@ def capturing() -> Iterator[None]:
 
 
 CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
+
+
+@scenario
+def compacting_without_memory(models: Models) -> Any:
+    """Memory for the suffixes of active rows is short on one rank, for eager steps and captured ones."""
+    found = []
+    ends = GREEDY | {"eos_token_id": ENDS, "max_new_tokens": 12}
+    ids = torch.cat([PROMPT.expand(4, -1), torch.arange(3, 7)[:, None]], 1)
+    for options in ({}, {"mode": "graph", "backend": "triton"}):
+        with (
+            capturing(),
+            raising(1, models, TokenStorage, "select_rows", torch.OutOfMemoryError("no memory")),
+            fd.enabled(models.split["small"], **options) as model,
+        ):
+            tokens, call = draw(model, 0, ids, **ends), fd.explain(model).last_call
+        with fd.enabled(models.alone["small"]) as alone:
+            found.append((tokens == draw(alone, 0, ids, **ends), call.mode, call.waves))
+    return found
+
+
+@scenario
+def forgotten_failures(models: Models) -> Any:
+    """One rank has forgotten that a capture for long completions failed: none captures again."""
+    with fd.enabled(models.split["small"]) as model:
+        state = vars(model)["_hf_fastdecode"]
+        steps = object.__new__(CapturedSteps)
+        steps._oversized, steps._structure = False, state.structure.of(model)
+        steps._step = mock.Mock(suits=lambda cache: False)
+        steps.cache = mock.Mock(suffix_length=0)
+        steps.cache.state.max_suffix = 4096
+        found = []
+        for failure in (None, "no memory" if models.rank else None):
+            steps._captures = mock.Mock(own_nodes_failure=failure)
+            found.append(steps._should_recapture())
+    return found
+
+
+@scenario
+def captures_in_use_on_one_rank(models: Models) -> Any:
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        lock = vars(model)["_hf_fastdecode"].captures.lock
+        if models.rank:
+            lock.acquire()
+        tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+        free = not lock.locked()
+        if models.rank:
+            lock.release()
+        return len(tokens), call.mode, call.mode_reason, free
 
 
 @scenario
@@ -540,6 +594,22 @@ def test_all_ranks_split_into_waves_where_one_lacks_memory(seen):
     tokens, alone, waves = same_value(seen, "waves")
     assert tokens == alone
     assert waves == 2
+
+
+def test_all_ranks_split_into_waves_where_one_cannot_compact(seen):
+    pytest.importorskip("triton")
+    assert same_value(seen, "compacting_without_memory") == [[True, "eager", 2], [True, "graph", 2]]
+
+
+def test_ranks_capture_again_together(seen):
+    assert same_value(seen, "forgotten_failures") == [True, False]
+
+
+def test_ranks_hold_their_captures_together(seen):
+    pytest.importorskip("triton")
+    first, second = values(seen, "captures_in_use_on_one_rank")
+    assert first == [4, "eager", "another process of the model cannot use its captured steps now", True]
+    assert second == [4, "eager", "another thread is using this model's captured steps", False]
 
 
 def test_ranks_capture_together_or_not_at_all(seen):

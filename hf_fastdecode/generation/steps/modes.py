@@ -65,8 +65,8 @@ def fused_rows(option: str | bool, *, compiled: bool) -> int:
 def holding_captures(call: CallContext) -> Iterator[bool]:
     """Context that keeps the model's captures for this call, if its mode needs them; yields whether it does.
 
-    Where they are in use, the mode becomes eager if ``auto`` chose it; a forced one waits for another thread, and
-    raises ValueError inside another call of this thread.
+    Where they are in use, on this or another process of the model, the mode becomes eager if ``auto`` chose it; a forced
+    one waits for another thread, and raises ValueError inside another call of this thread.
     """
     captures, forced = call.state.captures, call.options.needs_capture
     if call.mode == "eager":
@@ -85,8 +85,12 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
         call.set_mode("eager", "it runs inside another generate call of this model")
         yield False
         return
-    if not captures.lock.acquire(blocking=forced is not None):
-        call.set_mode("eager", "another thread is using this model's captured steps")
+    acquired = captures.lock.acquire(blocking=forced is not None)
+    if call.ranks.all(acquired) == [False]:
+        if acquired:
+            captures.lock.release()
+        whose = "another process of the model cannot use its captured steps now"
+        call.set_mode("eager", whose if acquired else "another thread is using this model's captured steps")
         yield False
         return
     before, captures.owner = captures.made, threading.get_ident()
@@ -111,7 +115,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     model, arguments = call.model, step_arguments(call.arguments)
 
     def eager(cache: SharedContextCache) -> Steps:
-        return EagerSteps(model, cache, arguments)
+        return EagerSteps(model, cache, arguments, call.ranks)
 
     captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
     checked = False  # whether earlier captures were checked against the model's state
