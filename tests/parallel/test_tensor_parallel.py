@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
@@ -28,12 +28,14 @@ from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.generation import structure, support
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
 from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.generation.steps.runners import CapturedSteps
+from hf_fastdecode.parallel.groups import splitting_group
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
 from .two_ranks import Models, Seen, run_on_two
@@ -475,6 +477,27 @@ def fully_sharded(models: Models) -> Any:
 
 
 @scenario
+def several_groups(models: Models) -> Any:
+    """Weights split over two groups of two processes each (the members of one are pretended)."""
+    groups = [mock.Mock(size=lambda: 2, members=one) for one in ([0, 1], [models.rank, 2 + models.rank])]
+    with (
+        mock.patch.object(DeviceMesh, "get_group", lambda mesh, dimension: groups[dimension]),
+        mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: group.members),
+        mock.patch.object(DeviceMesh, "size", return_value=2),
+        mock.patch.object(DTensor, "placements", (Shard(0), Shard(0))),
+        pytest.raises(Unsupported) as raised,
+    ):
+        splitting_group(models.split["llama"].parameters())
+    error = Unsupported("its parameters are split over several groups of processes, of 2 and 2")
+    with (
+        mock.patch.object(structure, "splitting_group", side_effect=error),
+        mock.patch.object(support, "splitting_group", side_effect=error),
+        fd.enabled(models.split["llama"]) as model,
+    ):
+        return str(raised.value) == str(error), len(draw(model, 0, PROMPTS, **GREEDY)), reason(model)
+
+
+@scenario
 def attention_on_every_rank(models: Models) -> Any:
     """A plan that splits the MLPs alone, for models of fewer KV heads than ranks."""
     folder = models.alone["llama"].config.name_or_path
@@ -669,6 +692,11 @@ def test_prompts_of_processes_that_compute_alone_may_differ(seen):
     assert second[1].startswith("shared: ")
     sharded = "stock: its parameters are sharded over processes, which must run the same forward passes"
     assert same_value(seen, "fully_sharded") == [True, sharded]
+
+
+def test_models_of_several_groups_run_stock(seen):
+    reason = "stock: its parameters are split over several groups of processes, of 2 and 2"
+    assert same_value(seen, "several_groups") == [True, 4, reason]
 
 
 def test_attention_may_be_computed_on_every_rank(seen):

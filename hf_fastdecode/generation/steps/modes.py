@@ -65,8 +65,8 @@ def fused_rows(option: str | bool, *, compiled: bool) -> int:
 def holding_captures(call: CallContext) -> Iterator[bool]:
     """Context that keeps the model's captures for this call, if its mode needs them; yields whether it does.
 
-    Where they are in use, on this or another process of the model, the mode becomes eager if ``auto`` chose it; a forced
-    one waits for another thread, and raises ValueError inside another call of this thread.
+    Where they are in use, on this or another process of the model, the mode becomes eager if ``auto`` chose it; a
+    forced one waits for another thread, and raises ValueError inside another call of this thread.
     """
     captures, forced = call.state.captures, call.options.needs_capture
     if call.mode == "eager":
