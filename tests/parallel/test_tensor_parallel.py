@@ -394,6 +394,24 @@ def other_stores_of_prefixes(models: Models) -> Any:
 
 
 @scenario
+def merging_without_memory(models: Models) -> Any:
+    """Memory for the merged nodes of a returned cache is short on one rank: the nodes stay apart on both."""
+    found = []
+    wanted = GREEDY | {"return_dict_in_generate": True}
+    with fd.enabled(models.split["llama"], min_saved_tokens=0) as model:
+        for rank in (None, 1):
+            first = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **wanted)
+            longer = torch.cat([first.sequences, PROMPTS[:, :80]], 1)
+            error = torch.OutOfMemoryError("no memory")
+            with raising(2 if rank is None else rank, models, TokenStorage, "copied", error):
+                again = model.generate(
+                    longer, attention_mask=torch.ones_like(longer), **wanted, **{CACHE: first[CACHE]}
+                )
+            found.append((again.sequences.tolist(), len(again[CACHE].forest.nodes)))
+    return found[0][0] == found[1][0], found[0][1], found[1][1]
+
+
+@scenario
 def trained(models: Models) -> Any:
     with fd.enabled(models.split["trained"], reuse_prefix=True) as model:
         cache = fd.prefill(model, PROMPT)
@@ -666,6 +684,12 @@ def test_ranks_that_keep_other_prompts_plan_alike(seen):
     assert same
     assert known is None
     assert then == [87]
+
+
+def test_ranks_merge_returned_nodes_together(seen):
+    same, merged_nodes, nodes = same_value(seen, "merging_without_memory")
+    assert same
+    assert merged_nodes < nodes
 
 
 def test_training_of_split_weights_is_noticed(seen):
