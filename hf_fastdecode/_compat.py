@@ -157,7 +157,10 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def local_tensor(tensor: Tensor) -> Tensor | None:
-    """What this process stores of a DTensor, None of other tensors; ``to_local`` would make a view of it each time."""
+    """What this process stores of a DTensor, None of other tensors; ``to_local`` would make a view of it each time.
+
+    Replace it if torch makes `DTensor._local_tensor` public.
+    """
     local: Tensor | None = getattr(tensor, "_local_tensor", None)
     return local
 

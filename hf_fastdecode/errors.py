@@ -65,3 +65,12 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether PyTorch's allocator caused an error; ending a failed capture raises another on top of it."""
+    import torch
+
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -11,12 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from ..attention.forest import Forest, Node, Span
 from .shared import SharedContextCache
 
 
-def consolidate(cache: SharedContextCache) -> None:
+def consolidate(cache: SharedContextCache, copying: AbstractContextManager[None] | None = None) -> None:
     """Merge chains of nodes with the same rows, and free stored tokens that no row attends to.
 
     A segment that is less than half used is replaced by a copy of the used part. Tokens used by several nodes are not
@@ -25,6 +26,7 @@ def consolidate(cache: SharedContextCache) -> None:
 
     Args:
         cache: A cache whose forest is set, with empty suffixes.
+        copying: Context in which copies are allocated, before the cache changes.
 
     Raises:
         torch.OutOfMemoryError: Not enough memory for the copies; the cache is unchanged.
@@ -52,8 +54,9 @@ def consolidate(cache: SharedContextCache) -> None:
     storage = [{new: layer.storage.segments[old] for old, new in numbers.items()} for layer in cache.attention_layers]
     if moved:
         tokens.append(cache.path_tokens(tuple(moved)))
-        for segments, layer in zip(storage, cache.attention_layers, strict=True):
-            segments[len(numbers)] = layer.storage.copied(moved)
+        with copying or nullcontext():
+            for segments, layer in zip(storage, cache.attention_layers, strict=True):
+                segments[len(numbers)] = layer.storage.copied(moved)
     cache.replace_storage(forest, tokens, storage, protected=sum(old < cache.protected_segments for old in numbers))
 
 

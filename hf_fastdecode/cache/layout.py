@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..errors import Unsupported
 from ..parallel.groups import local_part
 from .layers.own import AttendsByItself
 
@@ -286,14 +287,27 @@ def _with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> St
     `whole` names projections whose outputs each process has whole, although it computes only its part of them.
     """
     for name in _FUSED:
-        if (share := _share(fused := getattr(module, name, None), whole=name in whole)) != 1:
-            assert fused is not None
-            heads, kv_heads = int(store.query_heads * share), int(store.kv_heads * share)
+        part, outputs = _part(getattr(module, name, None), whole=name in whole)
+        if part != outputs:
+            if store.query_heads * part % outputs or store.kv_heads * part % outputs:
+                raise Unsupported(
+                    f"this process has {part} of the {outputs} outputs of {name}, which are no whole part of the "
+                    f"layer's {store.query_heads} query heads and {store.kv_heads} KV heads"
+                )
+            heads, kv_heads = store.query_heads * part // outputs, store.kv_heads * part // outputs
             return replace(store, query_heads=heads, kv_heads=kv_heads)
-    keys = _outputs(getattr(module, "k_proj", None), whole="k_proj" in whole)
+    keys = _outputs(k_proj := getattr(module, "k_proj", None), whole="k_proj" in whole)
     values = _outputs(getattr(module, "v_proj", None), whole="v_proj" in whole)
     head_dim = getattr(module, "head_dim", None)
-    if not keys or not isinstance(head_dim, int) or head_dim < 1 or keys % head_dim:
+    if not isinstance(head_dim, int) or head_dim < 1 or (not keys and not getattr(k_proj, "out_features", 0)):
+        return store
+    if not keys or keys % head_dim:
+        part, outputs = _part(k_proj, whole="k_proj" in whole)
+        if part != outputs:
+            raise Unsupported(
+                f"this process has {part} of the {outputs} outputs of k_proj, which are no whole number of KV heads "
+                f"of {head_dim}"
+            )
         return store
     kv_heads = keys // head_dim
     heads = kv_heads * (getattr(module, "num_key_value_groups", None) or store.group_size)
@@ -305,15 +319,16 @@ def _with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> St
 
 def _outputs(projection: Any, *, whole: bool) -> int:
     """Outputs of a projection on this device; 0 if it is none."""
-    return round(getattr(projection, "out_features", 0) * _share(projection, whole=whole))
+    part, outputs = _part(projection, whole=whole)
+    return int(getattr(projection, "out_features", 0)) * part // outputs
 
 
-def _share(projection: Any, *, whole: bool) -> float:
-    """The share of a projection's outputs that this process has: 1 but with tensor parallelism."""
+def _part(projection: Any, *, whole: bool) -> tuple[int, int]:
+    """How many of a projection's outputs this process has, and of how many; as many but with tensor parallelism."""
     weight = getattr(projection, "weight", None)
-    if whole or not isinstance(weight, Tensor) or (part := local_part(weight)) is weight:
-        return 1
-    return part.shape[0] / weight.shape[0]
+    if whole or not isinstance(weight, Tensor) or (local := local_part(weight)) is weight:
+        return 1, 1
+    return local.shape[0], weight.shape[0]
 
 
 def _field(config: Any, name: str) -> Any:

@@ -13,6 +13,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
+from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import gathers_parameters, splitting_group
 from .fused.modules import FusedModules
@@ -56,7 +57,10 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
-        group = splitting_group(self.walk.parameters)
+        try:
+            group = splitting_group(self.walk.parameters)
+        except Unsupported:  # for which `check_state` refuses the model
+            return ALONE
         return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
 
     @property

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PeerFailedError, Unsupported
+from ..errors import PeerFailedError, Unsupported, ran_out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,17 +55,24 @@ class Ranks(Protocol):
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """Context of checks without communication, which fails on every rank if it does on one.
+        """Context of work without communication, which fails on every rank if it does on one.
+
+        All ranks go on alike: they all raise `NoRoomError`, or all `Unsupported`, or none of them either.
 
         Raises:
-            Unsupported: Another rank raised it; with that rank's reason.
-            PeerFailedError: Another rank raised another error.
+            NoRoomError: Memory ran out on some rank.
+            PeerFailedError: Another rank raised another error than `Unsupported`, and this one `Unsupported` or none.
+            Unsupported: Only this error was raised; with the reason of the first such rank where this one has none.
         """
         ...
 
 
 class NoRoomError(torch.OutOfMemoryError):
     """Memory of one process of the model does not suffice, which all of them know and raise at the same place."""
+
+
+class PassFailedError(RuntimeError):
+    """A forward pass failed within, so that this process cannot agree with the others, which may wait in that pass."""
 
 
 class Alone:
@@ -118,8 +125,8 @@ class Together:
         return [bool(one) for one in self.smallest(*conditions)]
 
     def differences(self, fields: Mapping[str, str]) -> str | None:
-        own = int.from_bytes(blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=7).digest())
-        least, most = self.smallest(own, -own)
+        digest = int.from_bytes(blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=7).digest())
+        least, most = self.smallest(digest, -digest)
         return None if least == -most else differences(self._gathered(dict(fields)))
 
     @contextmanager
@@ -132,15 +139,26 @@ class Together:
         try:
             if self.all(error is None) == [True]:
                 return
-            said = self._gathered(None if error is None else (isinstance(error, Unsupported), _told(error)))
+            failures_by_rank = self._gathered(None if error is None else (_kind(error), error_text(error)))
+            first: dict[str, tuple[int, str]] = {}
+            for rank, failure in enumerate(failures_by_rank):
+                if failure is not None:
+                    first.setdefault(failure[0], (rank, failure[1]))
+            if "memory" in first:
+                rank, text = first["memory"]
+                raise NoRoomError(
+                    f"the memory of rank {rank} of the model's processes does not suffice: {text}"
+                ) from error
+            if "other" in first:
+                if error is not None and _kind(error) == "other":
+                    raise error
+                raise PeerFailedError(*first["other"]) from error
             if error is not None:
                 raise error
+            rank, text = first["unsupported"]
+            raise Unsupported(f"on rank {rank}, {text}")
         finally:
             error = None  # whose traceback holds this frame
-        rank, (unsupported, what) = next((rank, one) for rank, one in enumerate(said) if one is not None)
-        if unsupported:
-            raise Unsupported(f"on rank {rank}, {what}")
-        raise PeerFailedError(rank, what)
 
     def _gathered(self, one: Any) -> list[Any]:
         """What each rank gave."""
@@ -150,7 +168,14 @@ class Together:
         return found
 
 
-def _told(error: Exception) -> str:
+def _kind(error: Exception) -> str:
+    if ran_out_of_memory(error):
+        return "memory"
+    return "unsupported" if isinstance(error, Unsupported) else "other"
+
+
+def error_text(error: Exception) -> str:
+    """An error's text for another process, with its class unless that is `Unsupported`."""
     if isinstance(error, Unsupported):
         return str(error)
     return f"{type(error).__name__}: {error}"
@@ -158,15 +183,15 @@ def _told(error: Exception) -> str:
 
 def differences(fields: Sequence[Mapping[str, str]]) -> str:
     """Which of the ranks' fields differ, as ``name is 1 on rank 0 and 2 on rank 1``."""
-    first, told = fields[0], []
+    first, differing = fields[0], []
     for name in dict.fromkeys(name for one in fields for name in one):
         for rank, one in enumerate(fields):
             if one.get(name) != first.get(name):
                 values = first.get(name, "not given"), one.get(name, "not given")
-                told.append(f"{name} is {values[0]} on rank 0 and {values[1]} on rank {rank}")
+                differing.append(f"{name} is {values[0]} on rank 0 and {values[1]} on rank {rank}")
                 break
-    more = len(told) - _NAMED
-    return "; ".join(told[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    more = len(differing) - _NAMED
+    return "; ".join(differing[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def described(value: object) -> str:

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout import PER_TOKEN, Kind, ModelLayout, Store
+from hf_fastdecode.errors import Unsupported
 
 from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model
 
@@ -115,6 +116,18 @@ def test_heads_are_those_on_this_device():
             weight = getattr(layer.self_attn, name).weight
             weight._local_tensor = weight[:32]
     assert {store for _, store in ModelLayout.of(model)} == {Store(Kind.FULL, 2, 2, 16, 16)}
+
+
+@pytest.mark.parametrize(("name", "outputs"), [("llama-mha", 8), ("llama-mha", 0), ("gpt-neox", 80)])
+def test_a_part_that_is_no_whole_number_of_heads_is_refused(name, outputs):
+    model = tiny_model("llama-mha")
+    attention = model.model.layers[0].self_attn
+    if name == "gpt-neox":
+        attention.query_key_value = torch.nn.Linear(64, 192)
+    projection = attention.query_key_value if name == "gpt-neox" else attention.k_proj
+    projection.weight._local_tensor = projection.weight[:outputs]
+    with pytest.raises(Unsupported, match=f"this process has {outputs} of the {len(projection.weight)} outputs of"):
+        ModelLayout.of(model)
 
 
 @pytest.mark.parametrize("model_type", sorted(AutoModelForCausalLM._model_mapping._model_mapping))

@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
@@ -26,11 +26,16 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cache.storage import TokenStorage
+from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.generation import structure, support
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.prompts import start
-from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.generation.steps.runners import CapturedSteps
+from hf_fastdecode.parallel.groups import splitting_group
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
 from .two_ranks import Models, Seen, run_on_two
@@ -138,6 +143,13 @@ def one_rank_raises(models: Models) -> Any:
 
 
 @scenario
+def one_rank_refuses_and_one_raises(models: Models) -> Any:
+    error = (Unsupported("it cannot share"), KeyError("no prompt"))[models.rank]
+    with raising(models.rank, models, start, "check_prompts", error), fd.enabled(models.split["llama"]) as model:
+        return draw(model, 0, PROMPTS, **GREEDY)
+
+
+@scenario
 def after_errors(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         return draw(model, 0, PROMPTS, **GREEDY), draw(alone, 0, PROMPTS, **GREEDY), reason(model)
@@ -211,6 +223,58 @@ CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
 
 
 @scenario
+def compacting_without_memory(models: Models) -> Any:
+    """Memory for the suffixes of active rows is short on one rank, for eager steps and captured ones."""
+    found = []
+    ends = GREEDY | {"eos_token_id": ENDS, "max_new_tokens": 12}
+    ids = torch.cat([PROMPT.expand(4, -1), torch.arange(3, 7)[:, None]], 1)
+    for options in ({}, {"mode": "graph", "backend": "triton"}):
+        with (
+            capturing(),
+            raising(1, models, TokenStorage, "select_rows", torch.OutOfMemoryError("no memory")),
+            fd.enabled(models.split["small"], **options) as model,
+        ):
+            tokens, call = draw(model, 0, ids, **ends), fd.explain(model).last_call
+        with fd.enabled(models.alone["small"]) as alone:
+            found.append((tokens == draw(alone, 0, ids, **ends), call.mode, call.waves))
+    return found
+
+
+@scenario
+def forgotten_failures(models: Models) -> Any:
+    """One rank has forgotten that a capture for long completions failed: none captures again."""
+    with fd.enabled(models.split["small"]) as model:
+        state = vars(model)["_hf_fastdecode"]
+        steps = object.__new__(CapturedSteps)
+        steps._oversized, steps._structure = False, state.structure.of(model)
+        steps._step = mock.Mock(suits=lambda cache: False)
+        steps.cache = mock.Mock(suffix_length=0)
+        steps.cache.state.max_suffix = 4096
+        found = []
+        for failure in (None, "no memory" if models.rank else None):
+            steps._captures = mock.Mock(own_nodes_failure=failure)
+            found.append(steps._should_recapture())
+    return found
+
+
+@scenario
+def captures_in_use_on_one_rank(models: Models) -> Any:
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        lock = vars(model)["_hf_fastdecode"].captures.lock
+        if models.rank:
+            lock.acquire()
+        tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+        free = not lock.locked()
+        if models.rank:
+            lock.release()
+        return len(tokens), call.mode, call.mode_reason, free
+
+
+@scenario
 def captured_steps(models: Models) -> Any:
     with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
         tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
@@ -260,6 +324,48 @@ def captured_on_no_rank(models: Models) -> Any:
 
 
 @scenario
+def captured_without_memory(models: Models) -> Any:
+    """Memory for the first capture's tables is short on one rank, which both know before they run a pass."""
+    passes, original = itertools.count(), CapturedStep.capture
+
+    def counted(step: CapturedStep) -> None:
+        next(passes)
+        original(step)
+
+    with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
+        no_memory = torch.OutOfMemoryError("no memory")
+        with (
+            raising(1, models, cuda_graph, "TablesByShape", no_memory),
+            mock.patch.object(CapturedStep, "capture", counted),
+        ):
+            tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        return (
+            tokens == draw(alone, 0, PROMPTS, **GREEDY),
+            call.mode,
+            call.waves,
+            next(passes) == call.captures,
+        )
+
+
+@scenario
+def failing_pass_of_a_capture(models: Models) -> Any:
+    """A pass that fails ends the call in its process, which does not go on eagerly."""
+
+    def fail(step: CapturedStep) -> None:
+        with graph_capture.running_pass(mock.Mock(count=2)):
+            raise torch.OutOfMemoryError("no memory")
+
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        mock.patch.object(CapturedStep, "capture", fail),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        return draw(model, models.rank, **CAPTURED)
+
+
+@scenario
 def kept_caches(models: Models) -> Any:
     found = []
     for name in ("llama", "gpt_neox", "olmo2"):
@@ -285,6 +391,24 @@ def other_stores_of_prefixes(models: Models) -> Any:
         known = fd.explain(model).last_call.known_tokens
         third = draw(model, 0, PROMPTS, **GREEDY)
         return first == again == third, known, fd.explain(model).last_call.known_tokens
+
+
+@scenario
+def merging_without_memory(models: Models) -> Any:
+    """Memory for the merged nodes of a returned cache is short on one rank: the nodes stay apart on both."""
+    found = []
+    wanted = GREEDY | {"return_dict_in_generate": True}
+    with fd.enabled(models.split["llama"], min_saved_tokens=0) as model:
+        for rank in (None, 1):
+            first = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **wanted)
+            longer = torch.cat([first.sequences, PROMPTS[:, :80]], 1)
+            error = torch.OutOfMemoryError("no memory")
+            with raising(2 if rank is None else rank, models, TokenStorage, "copied", error):
+                again = model.generate(
+                    longer, attention_mask=torch.ones_like(longer), **wanted, **{CACHE: first[CACHE]}
+                )
+            found.append((again.sequences.tolist(), len(again[CACHE].forest.nodes)))
+    return found[0][0] == found[1][0], found[0][1], found[1][1]
 
 
 @scenario
@@ -368,6 +492,27 @@ def fully_sharded(models: Models) -> Any:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with fd.enabled(model):
         return draw(model, 0, ids, **GREEDY, synced_gpus=True) == expected, reason(model)
+
+
+@scenario
+def several_groups(models: Models) -> Any:
+    """Weights split over two groups of two processes each (the members of one are pretended)."""
+    groups = [mock.Mock(size=lambda: 2, members=one) for one in ([0, 1], [models.rank, 2 + models.rank])]
+    with (
+        mock.patch.object(DeviceMesh, "get_group", lambda mesh, dimension: groups[dimension]),
+        mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: group.members),
+        mock.patch.object(DeviceMesh, "size", return_value=2),
+        mock.patch.object(DTensor, "placements", (Shard(0), Shard(0))),
+        pytest.raises(Unsupported) as raised,
+    ):
+        splitting_group(models.split["llama"].parameters())
+    error = Unsupported("its parameters are split over several groups of processes, of 2 and 2")
+    with (
+        mock.patch.object(structure, "splitting_group", side_effect=error),
+        mock.patch.object(support, "splitting_group", side_effect=error),
+        fd.enabled(models.split["llama"]) as model,
+    ):
+        return str(raised.value) == str(error), len(draw(model, 0, PROMPTS, **GREEDY)), reason(model)
 
 
 @scenario
@@ -467,6 +612,7 @@ def test_an_error_of_one_rank_ends_the_call_on_all(seen):
     assert first.error == (
         "PeerFailedError: rank 1, with which this process computes the model, failed: KeyError: 'no prompt'"
     )
+    assert seen["one_rank_refuses_and_one_raises"] == (first, second)
     tokens, alone, path = same_value(seen, "after_errors")
     assert tokens == alone
     assert path.startswith("shared: ")
@@ -491,6 +637,22 @@ def test_all_ranks_split_into_waves_where_one_lacks_memory(seen):
     assert waves == 2
 
 
+def test_all_ranks_split_into_waves_where_one_cannot_compact(seen):
+    pytest.importorskip("triton")
+    assert same_value(seen, "compacting_without_memory") == [[True, "eager", 2], [True, "graph", 2]]
+
+
+def test_ranks_capture_again_together(seen):
+    assert same_value(seen, "forgotten_failures") == [True, False]
+
+
+def test_ranks_hold_their_captures_together(seen):
+    pytest.importorskip("triton")
+    first, second = values(seen, "captures_in_use_on_one_rank")
+    assert first == [4, "eager", "another process of the model cannot use its captured steps now", True]
+    assert second == [4, "eager", "another thread is using this model's captured steps", False]
+
+
 def test_ranks_capture_together_or_not_at_all(seen):
     pytest.importorskip("triton")
     right, mode, compactions, captures, captures_again = same_value(seen, "captured_steps")
@@ -499,6 +661,10 @@ def test_ranks_capture_together_or_not_at_all(seen):
     assert compactions >= 1
     assert same_value(seen, "captured_on_one_rank") == [True, "graph", 2]
     assert same_value(seen, "captured_on_no_rank")[1] == "eager"
+    assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
+    for one in seen["failing_pass_of_a_capture"]:
+        assert one.error.startswith("PassFailedError: a forward pass failed before its capture")
+        assert "(OutOfMemoryError: no memory)" in one.error
 
 
 def test_kept_caches_hold_the_heads_of_a_rank(seen):
@@ -518,6 +684,12 @@ def test_ranks_that_keep_other_prompts_plan_alike(seen):
     assert same
     assert known is None
     assert then == [87]
+
+
+def test_ranks_merge_returned_nodes_together(seen):
+    same, merged_nodes, nodes = same_value(seen, "merging_without_memory")
+    assert same
+    assert merged_nodes < nodes
 
 
 def test_training_of_split_weights_is_noticed(seen):
@@ -544,6 +716,11 @@ def test_prompts_of_processes_that_compute_alone_may_differ(seen):
     assert second[1].startswith("shared: ")
     sharded = "stock: its parameters are sharded over processes, which must run the same forward passes"
     assert same_value(seen, "fully_sharded") == [True, sharded]
+
+
+def test_models_of_several_groups_run_stock(seen):
+    reason = "stock: its parameters are split over several groups of processes, of 2 and 2"
+    assert same_value(seen, "several_groups") == [True, 4, reason]
 
 
 def test_attention_may_be_computed_on_every_rank(seen):

@@ -173,10 +173,10 @@ def numbers_hold(call: CallContext, beside: Beside | None = None) -> bool:
 
 
 def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
-    """Merge the prefilled nodes of a cache that the caller gets."""
+    """Merge the prefilled nodes of a cache that the caller gets, on all processes of the model or on none."""
     if call.returns_cache:
         with suppress(torch.OutOfMemoryError):
-            consolidate(cache)
+            consolidate(cache, call.ranks.together())
 
 
 def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:

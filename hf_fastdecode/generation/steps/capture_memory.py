@@ -84,10 +84,3 @@ def free_workspaces() -> None:
     if all(segment["segment_pool_id"] == (0, 0) for segment in torch.cuda.memory_snapshot()):
         free_cublas_workspaces()
         torch.cuda.empty_cache()
-
-
-def ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether PyTorch's allocator caused an error; ending the failed capture raises another on top of it."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__ or error.__context__
-    return error is not None

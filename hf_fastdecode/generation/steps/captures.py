@@ -88,7 +88,10 @@ class Captures:
         options: CaptureOptions,
         kind: type[CapturedStep] = CapturedStep,
     ) -> CapturedStep:
-        """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it."""
+        """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it.
+
+        Fails on all processes of the model alike, but for `PassFailedError`.
+        """
         self.join_ahead()
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         found = self._fitting(rows, cache, options, kind)
@@ -99,8 +102,10 @@ class Captures:
             return found
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            pool = self._pool_on(model.device)
-            step = kind(model, rows, cache, structure, options, self.compiled, pool)
+            with structure.ranks.together():
+                pool = self._pool_on(model.device)
+                step = kind(model, rows, cache, structure, options, self.compiled, pool)
+            step.capture()
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)

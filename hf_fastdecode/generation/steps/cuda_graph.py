@@ -59,7 +59,9 @@ def bucket(rows: int) -> int:
 
 
 class CapturedStep:
-    """One decode step of a model for up to `rows` rows.
+    """One decode step of a model for up to `rows` rows, once `capture` has run.
+
+    Its memory is allocated here, which processes of one model can agree on before they run passes.
 
     Args:
         cache: The batch to capture with; other batches can be loaded later.
@@ -107,7 +109,15 @@ class CapturedStep:
             fused_rows=options.fused_rows,
             compiled=compiled if options.compiled else None,
         )
-        self._graph = CapturedGraph(run, ours, device, pool)
+        self._make_graph: Callable[[], CapturedGraph] | None = partial(
+            CapturedGraph, run, ours, device, pool, structure.ranks
+        )
+
+    def capture(self) -> None:
+        """Run the step's passes and capture one."""
+        assert self._make_graph is not None
+        make, self._make_graph = self._make_graph, None
+        self._graph = make()
 
     def _prepare(
         self, model: PreTrainedModel, cache: SharedContextCache

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
+from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
+from ...parallel.agreement import ALONE, PassFailedError, Ranks, error_text
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -51,6 +53,22 @@ def pass_context(
         yield
 
 
+@contextmanager
+def running_pass(ranks: Ranks) -> Iterator[None]:
+    """Context of a pass that processes compute together: errors end the call, but `Unsupported`, which all raise."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except Exception as error:
+        if ranks.count == 1:
+            raise
+        raise PassFailedError(
+            f"a forward pass failed before its capture, in which the other processes of the model may wait "
+            f"({error_text(error)}); use mode='eager'"
+        ) from error
+
+
 class CapturedGraph:
     """A pass in a CUDA graph; on other devices it runs again at every replay, for tests with interpreted kernels.
 
@@ -59,6 +77,8 @@ class CapturedGraph:
             freed without a cycle. Its first, uncaptured run compiles kernels and creates library handles.
         context: Makes the context in which the pass runs.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
+        ranks: The processes that compute the pass. A failure of its first run, which communicates, raises
+            `PassFailedError` where there are several; one of the capture itself is raised on all.
     """
 
     def __init__(
@@ -67,6 +87,7 @@ class CapturedGraph:
         context: Callable[[], AbstractContextManager[None]],
         device: torch.device,
         pool: Any,
+        ranks: Ranks = ALONE,
     ):
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
@@ -75,14 +96,16 @@ class CapturedGraph:
         with CAPTURING, context(), torch.cuda.device(device):
             stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), running_pass(ranks):
                 sizes = [output.nbytes for output in compiled_ahead(run, device)]
             torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                for size in sizes:
-                    reserve(size, device)
-                outputs = run()
+            with ranks.together():  # what is recorded communicates at replays only
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    for size in sizes:
+                        reserve(size, device)
+                    outputs = run()
+        self._graph = graph
         self._outputs = tuple(map(unowned, outputs))
 
     def replay(self) -> tuple[Tensor, ...]:

@@ -19,14 +19,13 @@ from transformers.utils import ModelOutput
 from ..._compat import CACHE
 from ...cache.captured import storages_in_place
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
+from ...errors import Unsupported, ran_out_of_memory
 from ...kernels.forest_decode.limits import MAX_QUERIES
 from ..call_context import CallContext
 from ..identity import captured_state
 from ..model_walk import ModelWalk
 from ..model_watch import ModelWatch
 from ..support import is_nothing
-from .capture_memory import ran_out_of_memory
 from .captured_pass import CapturedPass
 from .captures import capture_reason
 from .cuda_graph import CaptureOptions

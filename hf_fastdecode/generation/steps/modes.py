@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
-from ...parallel.agreement import NoRoomError
+from ...errors import Unsupported, ran_out_of_memory
+from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..support import step_arguments
-from .capture_memory import ran_out_of_memory
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
 from .prefill_passes import PrefillPasses
@@ -66,8 +65,8 @@ def fused_rows(option: str | bool, *, compiled: bool) -> int:
 def holding_captures(call: CallContext) -> Iterator[bool]:
     """Context that keeps the model's captures for this call, if its mode needs them; yields whether it does.
 
-    Where they are in use, the mode becomes eager if ``auto`` chose it; a forced one waits for another thread, and
-    raises ValueError inside another call of this thread.
+    Where they are in use, on this or another process of the model, the mode becomes eager if ``auto`` chose it; a
+    forced one waits for another thread, and raises ValueError inside another call of this thread.
     """
     captures, forced = call.state.captures, call.options.needs_capture
     if call.mode == "eager":
@@ -87,8 +86,12 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
         call.set_mode("eager", "it runs inside another generate call of this model")
         yield False
         return
-    if not captures.lock.acquire(blocking=forced is not None):
-        call.set_mode("eager", "another thread is using this model's captured steps")
+    acquired = captures.lock.acquire(blocking=forced is not None)
+    if call.ranks.all(acquired) == [False]:
+        if acquired:
+            captures.lock.release()
+        whose = "another process of the model cannot use its captured steps now"
+        call.set_mode("eager", whose if acquired else "another thread is using this model's captured steps")
         yield False
         return
     before, captures.owner = captures.made, threading.get_ident()
@@ -106,11 +109,14 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
 
     Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
     A forced mode that cannot run raises ValueError.
+
+    Processes that compute the model together allocate a capture's memory, agree, run its first passes and capture:
+    where one fails, all do, except within those passes (`PassFailedError`), in which the others wait.
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
     def eager(cache: SharedContextCache) -> Steps:
-        return EagerSteps(model, cache, arguments)
+        return EagerSteps(model, cache, arguments, call.ranks)
 
     captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
     checked = False  # whether earlier captures were checked against the model's state
@@ -128,11 +134,13 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         compiled = call.mode == "compile"
         fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
-            with _together(call):
+            with call.ranks.together():
                 refresh()
-                return CapturedSteps(
-                    model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
-                )
+            return CapturedSteps(
+                model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
+            )
+        except PassFailedError:
+            raise
         except Exception as error:  # out of memory, or an operation not allowed during capture
             if larger is not None and larger.run_with_fewer_rows():
                 call.state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
@@ -170,32 +178,6 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 yield CallPasses(eager)
     finally:
         again.clear()
-
-
-@contextmanager
-def _together(call: CallContext) -> Iterator[None]:
-    """Context of a capture, which fails on all processes of the model if it does on one.
-
-    Raises:
-        NoRoomError: Memory does not suffice on some process.
-        Unsupported: It failed on another process.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    short = failure is not None and ran_out_of_memory(failure)
-    try:
-        made, fits = call.ranks.all(failure is None, not short)
-        if call.ranks.count > 1 and not fits:
-            raise NoRoomError("the memory of a process of the model does not suffice for a capture") from failure
-        if failure is not None:
-            raise failure
-        if not made:
-            raise Unsupported("another process of the model cannot capture it")
-    finally:
-        failure = None  # whose traceback holds this frame
 
 
 def cannot_run(forced: str, reason: str) -> ValueError:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...attention.forest import Forest
 from ...cache.captured_prefill import context_forest, takes_captured_passes
 from ...cache.shared import SharedContextCache
+from ...errors import ran_out_of_memory
 from ..call_context import CallContext
-from .capture_memory import ran_out_of_memory
 from .captured_prefill import CapturedPrefill, PrefillShape
 
 _MEMORY_PER_BUFFERS = 64

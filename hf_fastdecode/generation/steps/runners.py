@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
+from ...parallel.agreement import ALONE, PassFailedError, Ranks
 from ..forward_pass import forward_pass
 from ..structure import Structure
 from .captures import Captures
@@ -49,7 +50,10 @@ class Steps(Protocol):
         ...
 
     def select(self, rows: list[int]) -> Steps:
-        """Compact the batch to these rows and return the runner for it."""
+        """Compact the batch to these rows and return the runner for it.
+
+        Raises `NoRoomError` on all processes of the model where memory of one does not suffice for the copies.
+        """
         ...
 
     def should_compact(self, rows: int, steps_left: int) -> bool:
@@ -58,10 +62,17 @@ class Steps(Protocol):
 
 
 class EagerSteps:
-    """Runs steps by the model's eager forward pass."""
+    """Runs steps by the model's eager forward pass.
 
-    def __init__(self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any]):
-        self.model, self.cache, self.arguments = model, cache, arguments
+    Args:
+        arguments: Model arguments beyond tokens, positions and cache.
+        ranks: The processes that compute the model together.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any], ranks: Ranks = ALONE
+    ):
+        self.model, self.cache, self.arguments, self.ranks = model, cache, arguments, ranks
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self.feed(ids[:, None], positions[:, None])
@@ -75,7 +86,8 @@ class EagerSteps:
         return output.logits[:, -1]
 
     def select(self, rows: list[int]) -> Steps:
-        self.cache.select_rows(rows)
+        with self.ranks.together():
+            self.cache.select_rows(rows)
         return self
 
     def should_compact(self, rows: int, steps_left: int) -> bool:
@@ -109,7 +121,8 @@ class CapturedSteps:
         self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
-        cache.reserve(cache.suffix_length + 1)
+        with structure.ranks.together():
+            cache.reserve(cache.suffix_length + 1)
         self._step = captures.find(model, cache, structure, self._options)
         report_captured(cache, structure)
 
@@ -128,21 +141,21 @@ class CapturedSteps:
 
     def _should_recapture(self) -> bool:
         """Whether a capture with launch parameters for long completions saves more time than it costs."""
-        if self._oversized or self._captures.own_nodes_failure or self._step.suits(self.cache):
+        if self._oversized or self._step.suits(self.cache):
             return False
-        return (self.cache.state.max_suffix or 0) - self.cache.suffix_length >= _STEPS_THAT_PAY_A_RECAPTURE
+        if (self.cache.state.max_suffix or 0) - self.cache.suffix_length < _STEPS_THAT_PAY_A_RECAPTURE:
+            return False
+        # A process forgets failures when it has more free memory than it had then.
+        return self._structure.ranks.all(self._captures.own_nodes_failure is None) == [True]
 
     def _recapture(self) -> None:
         """Capture again; where that fails, go on with this capture."""
-        step, reason = self._step, "on another process of the model"
         try:
-            step = self._captures.find(self._model, self.cache, self._structure, self._options)
+            self._step = self._captures.find(self._model, self.cache, self._structure, self._options)
+        except PassFailedError:
+            raise
         except Exception as error:  # out of memory, or an operation not allowed during capture
-            reason = str(error)
-        if self._structure.ranks.all(step is not self._step) == [True]:
-            self._step = step
-        else:
-            self._captures.own_nodes_failure = reason
+            self._captures.own_nodes_failure = reason = str(error)
             logger.info("steps for long completions cannot be captured (%s); the captured ones go on", reason)
 
     def _follow_storage(self) -> None:
@@ -156,7 +169,8 @@ class CapturedSteps:
     def select(self, rows: list[int]) -> Steps:
         if self._instead is not None:
             return self._instead.select(rows)
-        self.cache.select_rows(rows)
+        with self._structure.ranks.together():
+            self.cache.select_rows(rows)
         return self._remake(self.cache, self)
 
     def run_with_fewer_rows(self) -> bool:
