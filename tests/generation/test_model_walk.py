@@ -122,6 +122,20 @@ def test_modules_are_let_go_after_a_call(model, monkeypatch):
     assert ["walk" in vars(structure) for structure in made] == [False, False]
 
 
+def turn(weight):
+    """Let rows be columns, in the same memory."""
+    weight.data = weight.data.t()
+
+
+def exchange(module, one, other):
+    """Let two parts of a module change names, at the places that they had."""
+    first, second = getattr(module, one), getattr(module, other)
+    delattr(module, one)
+    delattr(module, other)
+    setattr(module, other, first)
+    setattr(module, one, second)
+
+
 CHANGES = {
     "weight": lambda model: setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight.detach() * 2)),
     "data": lambda model: setattr(model.model.norm.weight, "data", model.model.norm.weight.data.clone()),
@@ -134,6 +148,9 @@ CHANGES = {
     "config": lambda model: setattr(model.config, "rms_norm_eps", 1e-3),
     "adapter": lambda model: vars(model.lm_head).update(_active_adapter=["other"]),
     "adapter scaling": lambda model: vars(model.lm_head).update(scaling={"default": 2.0}),
+    "names": lambda model: exchange(model.model.layers[0], "input_layernorm", "post_attention_layernorm"),
+    "strides": lambda model: turn(model.model.layers[0].self_attn.o_proj.weight),
+    "shape": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data[:50]),
 }
 
 

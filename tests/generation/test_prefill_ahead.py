@@ -1,5 +1,8 @@
 """A captured prefill that is begun before transformers has prepared the call; here uncaptured, on the CPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 
@@ -106,6 +109,61 @@ def test_a_call_that_fails_or_runs_stock_lets_go_of_the_captures(begun):
         assert (captures.lock.locked(), captures.owner, captures.prefills.again) == (False, None, None)
     ids = prompt["input_ids"][0].tolist()
     assert begun == [None, ids, ids]
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["within", "in-a-thread"])
+def test_calls_of_code_within_a_stock_call_are_captured(begun, thread):
+    """The stock call was guessed to be like the last one, and lets go of the captures when it is not."""
+    model, prompt, other, inner = tiny_model(), ragged_prompts(60), ragged_prompts(50), []
+
+    def processor(ids, scores):
+        if not inner:
+            inner.append(None)
+            with ThreadPoolExecutor(1) as threads:
+                call = partial(model.generate, **other, max_new_tokens=3)
+                inner[0] = threads.submit(call).result(timeout=60) if thread else call()
+                inner.append(fd.explain(model).last_call.mode)
+        return scores
+
+    with fd.enabled(model, mode="graph", **OPTIONS):
+        for _ in range(2):
+            first_token(model, prompt, use_cache=True, logits_processor=[])
+        first_token(model, prompt, use_cache=False, logits_processor=[processor])
+    assert len([one for one in begun if one == prompt["input_ids"][0].tolist()]) == 2
+    assert inner[1] == "graph"
+    assert torch.equal(inner[0], model.generate(**other, max_new_tokens=3))
+
+
+def test_prompts_that_code_of_the_call_writes_to(begun, monkeypatch):
+    """The guess is of what the call was given; what it prefills is compared with that."""
+    model, prompt = tiny_model(), ragged_prompts(60)
+    prepare = type(model)._prepare_model_inputs
+
+    def marked(self, inputs, start, arguments):
+        arguments["input_ids"][:, 20] = 7
+        return prepare(self, inputs, start, arguments)
+
+    monkeypatch.setattr(type(model), "_prepare_model_inputs", marked)
+    with fd.enabled(model, mode="graph", **OPTIONS):
+        found = [first_token(model, {"input_ids": prompt["input_ids"].clone()})[0] for _ in range(3)]
+    assert prompt["input_ids"][0].tolist() in begun
+    for one in found[1:]:
+        assert_same_prefill(one, found[0])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), RuntimeError("on purpose")])
+def test_a_guess_that_fails(begun, monkeypatch, error):
+    model, prompt = tiny_model(), ragged_prompts(60)
+
+    def fails(*_):
+        raise error
+
+    with fd.enabled(model, mode="graph", **OPTIONS):
+        expected = first_token(model, prompt)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(CapturedPrefill, "begin", fails)
+            assert_same_prefill(first_token(model, prompt)[0], expected)
+        assert not state_of(model).captures.lock.locked()
 
 
 def test_other_loops_and_calls_within(begun):

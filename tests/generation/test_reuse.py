@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import accelerate
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -120,6 +121,46 @@ def test_numbers_that_changed_behind_the_version_counters(loop):
         assert fd.explain(model).last_call.known_tokens is not None
     assert torch.equal(shared, run(model, second, **arguments))
     assert torch.equal(again, shared)
+
+
+def test_numbers_that_changed_and_changed_back(model):
+    """What a call kept meanwhile is of the other numbers, also where it found nothing to reuse."""
+    first, _ = prompts(2)
+    (second,) = prompts(1, seed=5)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with fd.enabled(model, reuse_prefix=True):
+        run(model, first)
+        for parameter in model.parameters():
+            parameter.data.mul_(-1.3)
+        run(model, second)
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        found = run(model, second)
+        assert fd.explain(model).last_call.known_tokens is None
+    assert torch.equal(found, run(model, second))
+
+
+def test_a_window_that_changed():
+    model = tiny_model("mistral-window")
+    first, second = prompts(2)
+    with fd.enabled(model, reuse_prefix=True):
+        run(model, first)
+        model.config.sliding_window = 8
+        found = run(model, second)
+        assert fd.explain(model).last_call.known_tokens is None
+    assert torch.equal(found, run(model, second))
+
+
+def test_a_forward_at_the_address_of_an_earlier_one(model):
+    first, _ = prompts(2)
+    forward = LlamaMLP.forward
+    with fd.enabled(model, reuse_prefix=True):
+        for factor in (3.0, -2.0, 5.0, -4.0, 0.5):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LlamaMLP, "forward", lambda self, x, by=factor: by * forward(self, x))
+                run(model, first)
+            report = fd.explain(model).last_call
+            assert report.path == "stock" or report.known_tokens is None
 
 
 def test_a_given_cache_goes_first(model):
