@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.patches.architectures.slim_cohere import SlimCohereAttention
+from hf_fastdecode.patches.architectures.slim_stablelm import SlimStableLmAttention
 from hf_fastdecode.patches.layers import captured_step
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -90,6 +93,34 @@ def test_kernels_that_failed(slim_layer: Any, kernel: Kernel, monkeypatch: pytes
         raise RuntimeError("no such instruction")
     assert "no such instruction" in (captured_step.step_refusal(slim_layer, inputs) or "")
     assert failures.failure(Kernel.POINTWISE, inputs.device) is None
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("change", ["forward", "hook"])
+def test_changed_projections_are_called(slim_layer: Any, name: str, change: str) -> None:
+    module, inputs = getattr(slim_layer, name), step_inputs(slim_layer)
+    assert captured_step.step_refusal(slim_layer, inputs) is None
+    if change == "hook":
+        module.register_forward_hook(lambda *_: None)
+    else:
+        module.forward = lambda x: 2 * type(module).forward(module, x)
+    assert captured_step.step_refusal(slim_layer, inputs) == "they take plain projections, without hooks"
+
+
+def test_a_forward_that_another_library_gave_linear_layers(slim_layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, stock = step_inputs(slim_layer), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * stock(self, x))
+    assert "plain projections" in (captured_step.step_refusal(slim_layer, inputs) or "")
+    assert not has_projections(slim_layer)
+
+
+def test_configs_decide_whether_queries_are_normalised() -> None:
+    for family, flag in ((SlimStableLmAttention, "qk_layernorm"), (SlimCohereAttention, "use_qk_norm")):
+        layer: Any = family.__new__(family)
+        nn.Module.__init__(layer)
+        for has in (True, False):
+            setattr(layer, flag, has)
+            assert layer.normalizes_queries == layer.normalizes_keys == has
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import gated
 from ...kernels.pointwise.forms import Activation
+from ...plain_modules import is_linear
 from .products import products_here
 from .runs import is_plain, runs_fused
 from .trial import TRIED_IN, function_key, linear, matching, names_in, random, settings, twin
@@ -86,16 +87,9 @@ def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | N
     """What `down_proj` takes, computed in one launch; None where projections are not plain or rows are many."""
     products = products_here()
     gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
-    if products is None or not (_is_linear(gate) and _is_linear(up)):
+    if products is None or not (is_linear(gate) and is_linear(up)):
         return None
     return products.gated(x, (gate.weight, up.weight), (gate.bias, up.bias), activation)
-
-
-def _is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a call of the module is `F.linear` and no more; other libraries replace `nn.Linear.forward` too."""
-    if type(module) is not nn.Linear or not is_plain(module):
-        return False
-    return getattr(nn.Linear.forward, "__globals__", None) is vars(nn.modules.linear)
 
 
 def _projected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ capturing thread are affected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat import tensor_version
+from ...plain_modules import is_linear
 from ..fused.products import RowProducts
-from ..instance_patch import own_method
 from .capture_memory import branch_streams
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -121,13 +121,6 @@ def has_projections(model: nn.Module) -> bool:
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
     for parent in model.modules():
         for names in _TOGETHER:
-            parts = [part for name in names if _is_plain(part := parent._modules.get(name))]
+            parts = [part for name in names if is_linear(part := parent._modules.get(name))]
             if len(parts) == len(names):
                 yield parts
-
-
-def _is_plain(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is exactly `nn.Linear`, without hooks or a forward of its own, as tensor parallelism gives it."""
-    if type(module) is not nn.Linear or own_method(module, "forward") is not None:
-        return False
-    return not module._forward_hooks and not module._forward_pre_hooks

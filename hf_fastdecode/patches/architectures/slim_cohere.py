@@ -32,6 +32,11 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
         """Whether the config has QK-norm."""
         return self.use_qk_norm
 
+    @property
+    def normalizes_queries(self) -> bool:
+        """Whether the config has QK-norm."""
+        return self.use_qk_norm
+
     def query_norm(self, query: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
         return self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else query

@@ -47,6 +47,11 @@ class SlimStableLmAttention(SlimAttention, StableLmAttention):
         """Whether the config has QK-norm."""
         return self.qk_layernorm
 
+    @property
+    def normalizes_queries(self) -> bool:
+        """Whether the config has QK-norm."""
+        return self.qk_layernorm
+
     def query_norm(self, query: Tensor) -> Tensor:
         """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
         return head_norms(self.q_layernorm.norms, query) if self.qk_layernorm else query

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
@@ -22,6 +22,7 @@ from ...errors import Unsupported
 from ...kernels.counters import counters
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
+from ...plain_modules import is_linear, is_unchanged
 from .projections import KeyProjection
 from .rotation import OF_SLOTS, Rotation, Tables
 from .slim_attention import cache_dtype
@@ -42,12 +43,10 @@ def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
     query, keys = layer.q_proj, layer.k_proj
     if not fuses_products():
         return "fuse_projections leaves products to PyTorch's operators"
-    if type(layer).query_norm is not SlimTokens.query_norm or layer.interleaved:
+    if layer.normalizes_queries or layer.interleaved:
         return "they rotate queries by halves, without a norm"
-    if type(query) is not nn.Linear or type(keys) is not KeyProjection:
-        return "they take plain projections"
-    if any(part._forward_hooks or part._forward_pre_hooks for part in (query, keys)):
-        return "hooks read projections"
+    if not is_linear(query) or type(keys) is not KeyProjection or not is_unchanged(keys):
+        return "they take plain projections, without hooks"
     if len(inputs) > MOST_PORTABLE_ROWS:
         return f"products in fp32 are of up to {MOST_PORTABLE_ROWS} rows"
     if cache_dtype(inputs.dtype, layer.layer) in EIGHT_BITS or layer.slim.from_keys.values.dtype != torch.float16:

@@ -128,6 +128,11 @@ class SlimTokens(nn.Module):
         """Whether `key_norm` changes keys; architectures whose configs decide that override it."""
         return type(self).key_norm is not SlimTokens.key_norm
 
+    @property
+    def normalizes_queries(self) -> bool:
+        """Whether `query_norm` changes queries; architectures whose configs decide that override it."""
+        return type(self).query_norm is not SlimTokens.query_norm
+
     def query_norm(self, query: Tensor) -> Tensor:
         """QK-norm of projected queries, ``[rows, tokens, heads * head_dim]``."""
         return query
