@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_fastdecode as fd
 
-from .two_ranks import Models, Seen, run_on_two
+from .two_ranks import Models, Seen, run_on_two, scenario
 
-SCENARIOS: dict[str, Callable[[Models], Any]] = {}
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 16, "max_new_tokens": 64}
-
-
-def scenario(function: Callable[[Models], Any]) -> Callable[[Models], Any]:
-    SCENARIOS[function.__name__] = function
-    return function
 
 
 def prompt(models: Models, length: int = 300) -> torch.Tensor:
@@ -110,7 +103,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
     folder = tmp_path_factory.mktemp("llama")
     model.to(torch.bfloat16).save_pretrained(folder)
     return run_on_two(
-        "test_tensor_parallel_on_gpu", {"llama": folder}, tmp_path_factory.mktemp("seen"), backend="nccl"
+        ["test_tensor_parallel_on_gpu"], {"llama": folder}, tmp_path_factory.mktemp("seen"), backend="nccl"
     )
 
 

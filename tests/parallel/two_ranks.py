@@ -1,6 +1,7 @@
 """Runs scenarios in two processes that compute one model together, and brings back what each saw.
 
-Processes start once for all scenarios of a file. A scenario is a function of the models; it returns what JSON holds.
+Processes start once for all scenarios of some files. A scenario is a function of the models, marked by `scenario`; it
+returns what JSON holds.
 """
 
 from __future__ import annotations
@@ -49,16 +50,25 @@ class Seen:
     error: str = ""
 
 
+_SCENARIOS: dict[str, Callable[[Models], Any]] = {}
+
+
+def scenario(function: Callable[[Models], Any]) -> Callable[[Models], Any]:
+    """Let a function run in both processes."""
+    _SCENARIOS[function.__name__] = function
+    return function
+
+
 def run_on_two(
-    file: str, folders: Mapping[str, Path], out: Path, *, backend: str = "gloo"
+    files: list[str], folders: Mapping[str, Path], out: Path, *, backend: str = "gloo"
 ) -> dict[str, tuple[Seen, Seen]]:
-    """Run the `SCENARIOS` of a test module, by its name, over models in folders; returns what ranks 0 and 1 saw."""
+    """Run the scenarios of test modules, by their names, over models in folders; returns what ranks 0 and 1 saw."""
     with socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
     code = "import json, sys; from tests.parallel.two_ranks import run; run(*map(json.loads, sys.argv[1:]))"
     given = {name: str(folder) for name, folder in folders.items()}
-    arguments = map(json.dumps, (file, given, str(out), backend))
+    arguments = map(json.dumps, (files, given, str(out), backend))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     if backend == "gloo":
         # Where there is a GPU, tensor parallelism takes it; kernels are interpreted as in other tests on the CPU.
@@ -69,13 +79,14 @@ def run_on_two(
     return {name: (Seen(**seen[0][name]), Seen(**seen[1][name])) for name in seen[0]}
 
 
-def run(file: str, folders: dict[str, str], out: str, backend: str) -> None:
-    """Run a module's scenarios in this process and in a fork of it, each with a GPU of its own for ``nccl``."""
+def run(files: list[str], folders: dict[str, str], out: str, backend: str) -> None:
+    """Run the modules' scenarios in this process and in a fork of it, each with a GPU of its own for ``nccl``."""
     from importlib import import_module
 
     if backend == "gloo":
         make_faster()
-    scenarios: dict[str, Callable[[Models], Any]] = import_module(f"tests.parallel.{file}").SCENARIOS
+    for file in files:
+        import_module(f"tests.parallel.{file}")
     rank = int(os.fork() == 0)
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
@@ -88,7 +99,7 @@ def run(file: str, folders: dict[str, str], out: str, backend: str) -> None:
     split = {name: load(path, tp_plan="auto").eval() for name, path in folders.items()}
     alone = {name: load(path).to(device).eval() for name, path in folders.items()}
     seen = {}
-    for name, scenario in scenarios.items():
+    for name, scenario in _SCENARIOS.items():
         try:
             seen[name] = {"value": scenario(Models(rank, split, alone))}
         except Exception as error:

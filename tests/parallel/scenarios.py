@@ -1,0 +1,57 @@
+"""What scenarios of tensor parallelism (``tp_plan="auto"``) have in common: calls, and what both processes saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_fastdecode as fd
+
+from .two_ranks import Models, Seen
+
+PROMPT = torch.arange(3, 90).remainder(61)[None] + 3
+PROMPTS = PROMPT.expand(4, -1)
+ENDS = list(range(5, 30))
+"""End tokens that random models draw soon."""
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 8, "max_new_tokens": 60, "eos_token_id": ENDS}
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+def draw(model: PreTrainedModel, seed: int, ids: torch.Tensor = PROMPT, **arguments: Any) -> list[list[int]]:
+    torch.manual_seed(seed)
+    return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **arguments}).tolist()
+
+
+def reason(model: PreTrainedModel) -> str:
+    call = fd.explain(model).last_call
+    return f"{call.path}: {call.reason}"
+
+
+@contextmanager
+def raising(rank: int, models: Models, owner: object, name: str, error: Exception) -> Iterator[None]:
+    """Make a function raise once on one rank."""
+    original, errors = getattr(owner, name), [error] if models.rank == rank else []
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return original(*arguments, **named)
+
+    with mock.patch.object(owner, name, once):
+        yield
+
+
+def values(seen: dict[str, tuple[Seen, Seen]], name: str) -> tuple[Any, Any]:
+    assert [one.error for one in seen[name]] == ["", ""]
+    return seen[name][0].value, seen[name][1].value
+
+
+def same_value(seen: dict[str, tuple[Seen, Seen]], name: str) -> Any:
+    first, second = values(seen, name)
+    assert first == second
+    return first

@@ -1,0 +1,352 @@
+"""What two processes that compute a model together decide in a decoding loop, and of its captures."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import hf_fastdecode as fd
+from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cache.storage import TokenStorage
+from hf_fastdecode.generation.decoding import stopping
+from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
+from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
+from hf_fastdecode.generation.steps.runners import CapturedSteps
+
+from .scenarios import (
+    ENDS,
+    GREEDY,
+    PROMPT,
+    PROMPTS,
+    SAMPLING,
+    draw,
+    raising,
+    reason,
+    same_value,
+    values,
+)
+from .two_ranks import Models, scenario
+
+
+@scenario
+def other_seeds(models: Models) -> Any:
+    with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
+        tokens, call = draw(model, models.rank, **SAMPLING), fd.explain(model).last_call
+        assert "computed by 2 processes, of which rank 0 draws tokens" in str(fd.explain(model))
+        return tokens, draw(alone, 0, **SAMPLING), call.path, call.compactions
+
+
+@scenario
+def time_limits(models: Models) -> Any:
+    found = []
+    with fd.enabled(models.split["llama"]) as model:
+        for late in (0, 1):
+            clock = mock.Mock(time=lambda late=late: time.time() + 1e6 * (models.rank == late))
+            with mock.patch.object(stopping, "time", clock):
+                found.append(len(draw(model, 0, PROMPTS, **GREEDY, max_time=1000.0)[0]) - PROMPT.shape[1])
+    return found
+
+
+class _Steps(StoppingCriteria):
+    def __init__(self, steps: int):
+        self.calls = itertools.count(1)
+        self.steps = steps
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), next(self.calls) >= self.steps)
+
+
+class _Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.numel())
+
+    def end(self) -> None:
+        self.pieces.append(0)
+
+
+@scenario
+def criteria_of_rank_0(models: Models) -> Any:
+    with fd.enabled(models.split["llama"]) as model:
+        criteria = StoppingCriteriaList([_Steps(3 + 2 * models.rank)])
+        return len(draw(model, 0, PROMPTS, **GREEDY, stopping_criteria=criteria)[0]) - PROMPT.shape[1]
+
+
+@scenario
+def streams_on_rank_0(models: Models) -> Any:
+    recorder = _Recorder()
+    with fd.enabled(models.split["llama"], min_saved_tokens=0, reuse_prefix=True) as model:
+        tokens = draw(model, 0, PROMPT, **GREEDY, streamer=None if models.rank else recorder)
+        return len(tokens[0]) - PROMPT.shape[1], recorder.pieces, reason(model)
+
+
+@scenario
+def waves(models: Models) -> Any:
+    with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
+        with raising(1, models, SharedContextCache, "reserve", torch.OutOfMemoryError("no memory")):
+            tokens = draw(model, models.rank, PROMPTS, **GREEDY)
+        return tokens, draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Let captured modes run where kernels are interpreted, and pay for few steps."""
+    with (
+        mock.patch.object(modes, "capture_reason", return_value=None),
+        mock.patch.object(runners, "_STEPS_OF_A_CAPTURE", 0),
+    ):
+        yield
+
+
+CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
+
+
+@scenario
+def compacting_without_memory(models: Models) -> Any:
+    """Memory for the suffixes of active rows is short on one rank, for eager steps and captured ones."""
+    found = []
+    ends = GREEDY | {"eos_token_id": ENDS, "max_new_tokens": 12}
+    ids = torch.cat([PROMPT.expand(4, -1), torch.arange(3, 7)[:, None]], 1)
+    for options in ({}, {"mode": "graph", "backend": "triton"}):
+        with (
+            capturing(),
+            raising(1, models, TokenStorage, "select_rows", torch.OutOfMemoryError("no memory")),
+            fd.enabled(models.split["small"], **options) as model,
+        ):
+            tokens, call = draw(model, 0, ids, **ends), fd.explain(model).last_call
+        with fd.enabled(models.alone["small"]) as alone:
+            found.append((tokens == draw(alone, 0, ids, **ends), call.mode, call.waves))
+    return found
+
+
+@scenario
+def forgotten_failures(models: Models) -> Any:
+    """One rank has forgotten that a capture for long completions failed: none captures again."""
+    with fd.enabled(models.split["small"]) as model:
+        state = vars(model)["_hf_fastdecode"]
+        steps = object.__new__(CapturedSteps)
+        steps._oversized, steps._structure = False, state.structure.of(model)
+        steps._step = mock.Mock(suits=lambda cache: False)
+        steps.cache = mock.Mock(suffix_length=0)
+        steps.cache.state.max_suffix = 4096
+        found = []
+        for failure in (None, "no memory" if models.rank else None):
+            steps._captures = mock.Mock(own_nodes_failure=failure)
+            found.append(steps._should_recapture())
+    return found
+
+
+@scenario
+def captures_in_use_on_one_rank(models: Models) -> Any:
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        lock = vars(model)["_hf_fastdecode"].captures.lock
+        if models.rank:
+            lock.acquire()
+        tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+        free = not lock.locked()
+        if models.rank:
+            lock.release()
+        return len(tokens), call.mode, call.mode_reason, free
+
+
+@scenario
+def captured_steps(models: Models) -> Any:
+    with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
+        tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+        again, known = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        expected = draw(alone, 0, **CAPTURED)
+    return tokens == again == expected, call.mode, call.compactions, call.captures, known.captures
+
+
+@scenario
+def captured_on_one_rank(models: Models) -> Any:
+    """The first capture succeeds on both, the second, of fewer rows, on one: steps of more rows go on."""
+    made, original = itertools.count(), CapturedStep.__init__
+
+    def make(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        if next(made) and models.rank:
+            raise RuntimeError("not permitted when capturing")
+
+    with (
+        capturing(),
+        mock.patch.object(CapturedStep, "__init__", make),
+        fd.enabled(models.split["small"], mode="graph", backend="triton") as model,
+    ):
+        tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        return tokens == draw(alone, 0, **CAPTURED), call.mode, next(made)
+
+
+@scenario
+def captured_on_no_rank(models: Models) -> Any:
+    """A failure of one rank's first capture makes all run eagerly, if the mode is not forced."""
+    original = CapturedStep.__init__
+
+    def make(*arguments: Any, **named: Any) -> None:
+        original(*arguments, **named)
+        if models.rank:
+            raise RuntimeError("not permitted when capturing")
+
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        mock.patch.object(CapturedStep, "__init__", make),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        return draw(model, models.rank, **CAPTURED), fd.explain(model).last_call.mode
+
+
+@scenario
+def captured_without_memory(models: Models) -> Any:
+    """Memory for the first capture's tables is short on one rank, which both know before they run a pass."""
+    passes, original = itertools.count(), CapturedStep.capture
+
+    def counted(step: CapturedStep) -> None:
+        next(passes)
+        original(step)
+
+    with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
+        no_memory = torch.OutOfMemoryError("no memory")
+        with (
+            raising(1, models, cuda_graph, "TablesByShape", no_memory),
+            mock.patch.object(CapturedStep, "capture", counted),
+        ):
+            tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+    with fd.enabled(models.alone["small"]) as alone:
+        return (
+            tokens == draw(alone, 0, PROMPTS, **GREEDY),
+            call.mode,
+            call.waves,
+            next(passes) == call.captures,
+        )
+
+
+@scenario
+def failing_pass_of_a_capture(models: Models) -> Any:
+    """A pass that fails ends the call in its process, which does not go on eagerly."""
+
+    def fail(step: CapturedStep) -> None:
+        with graph_capture.running_pass(mock.Mock(count=2)):
+            raise torch.OutOfMemoryError("no memory")
+
+    with (
+        capturing(),
+        mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+        mock.patch.object(CapturedStep, "capture", fail),
+        fd.enabled(models.split["small"], backend="triton") as model,
+    ):
+        return draw(model, models.rank, **CAPTURED)
+
+
+@scenario
+def other_draws_of_beams(models: Models) -> Any:
+    with fd.enabled(models.split["llama"]) as model:
+        return draw(model, models.rank, num_beams=3, num_return_sequences=3, do_sample=True, max_new_tokens=8)
+
+
+@scenario
+def other_draws_of_stock(models: Models) -> Any:
+    with fd.enabled(models.split["llama"]) as model:
+        return draw(model, models.rank, do_sample=True, max_new_tokens=8)
+
+
+@scenario
+def same_draws(models: Models) -> Any:
+    found = []
+    with fd.enabled(models.split["llama"]) as model:
+        for seed, arguments in (
+            (3, {"num_beams": 3, "num_return_sequences": 3, "do_sample": True}),
+            (3, {"do_sample": True}),
+            (models.rank, {"num_beams": 3, "num_return_sequences": 3, "do_sample": False}),
+            (models.rank, {"do_sample": False}),
+        ):
+            tokens = draw(model, seed, max_new_tokens=8, **arguments)
+            found.append((tokens, draw(models.alone["llama"], seed, max_new_tokens=8, **arguments), reason(model)))
+    return found
+
+
+def test_rank_0_draws_for_all(seen):
+    tokens, alone, path, compactions = same_value(seen, "other_seeds")
+    assert tokens == alone
+    assert (path, compactions > 1) == ("shared", True)
+
+
+def test_time_limits_and_criteria_are_those_of_rank_0(seen):
+    assert same_value(seen, "time_limits") == [1, 8]
+    assert same_value(seen, "criteria_of_rank_0") == 3
+
+
+def test_one_rank_may_stream(seen):
+    first, second = values(seen, "streams_on_rank_0")
+    assert first[0] == second[0] == 8
+    assert first[1] == [87, *[1] * 8, 0]
+    assert first[2] == second[2] != ""
+    assert first[2].startswith("shared")
+
+
+def test_all_ranks_split_into_waves_where_one_lacks_memory(seen):
+    tokens, alone, waves = same_value(seen, "waves")
+    assert tokens == alone
+    assert waves == 2
+
+
+def test_all_ranks_split_into_waves_where_one_cannot_compact(seen):
+    pytest.importorskip("triton")
+    assert same_value(seen, "compacting_without_memory") == [[True, "eager", 2], [True, "graph", 2]]
+
+
+def test_ranks_capture_again_together(seen):
+    assert same_value(seen, "forgotten_failures") == [True, False]
+
+
+def test_ranks_hold_their_captures_together(seen):
+    pytest.importorskip("triton")
+    first, second = values(seen, "captures_in_use_on_one_rank")
+    assert first == [4, "eager", "another process of the model cannot use its captured steps now", True]
+    assert second == [4, "eager", "another thread is using this model's captured steps", False]
+
+
+def test_ranks_capture_together_or_not_at_all(seen):
+    pytest.importorskip("triton")
+    right, mode, compactions, captures, captures_again = same_value(seen, "captured_steps")
+    assert right
+    assert (mode, captures, captures_again) == ("graph", compactions + 1, 0)
+    assert compactions >= 1
+    assert same_value(seen, "captured_on_one_rank") == [True, "graph", 2]
+    assert same_value(seen, "captured_on_no_rank")[1] == "eager"
+    assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
+    for one in seen["failing_pass_of_a_capture"]:
+        assert one.error.startswith("PassFailedError: a forward pass failed before its capture")
+        assert "(OutOfMemoryError: no memory)" in one.error
+
+
+@pytest.mark.parametrize("name", ["other_draws_of_beams", "other_draws_of_stock"])
+def test_loops_that_draw_on_each_rank_need_one_seed(seen, name):
+    first, second = seen[name]
+    assert first == second
+    assert first.error.startswith("ValueError: the random generators (cpu) of the 2 processes")
+    assert "transformers.set_seed(0)" in first.error
+
+
+def test_other_loops_draw_what_one_process_draws(seen):
+    found = same_value(seen, "same_draws")
+    assert [path.partition(":")[0] for _, _, path in found] == ["shared", "stock", "shared", "stock"]
+    for tokens, alone, _ in found:
+        assert tokens == alone
