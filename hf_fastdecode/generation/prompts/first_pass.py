@@ -29,7 +29,7 @@ from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, merge_returned, require_gain, same_plans
+from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -46,7 +46,7 @@ _KNOWN_ARGUMENTS = {
 _UNSUPPORTED_OPTIONS = ("sampler='fast'",)
 
 
-class _Planned(NamedTuple):
+class _PlannedFirstPass(NamedTuple):
     """What a first pass prefills.
 
     Attributes:
@@ -108,7 +108,7 @@ class FirstPassPrompts:
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
-        planned = self._planned_alike(arguments)
+        planned = planned_alike(call, partial(self._planned, arguments))
         ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
@@ -158,18 +158,7 @@ class FirstPassPrompts:
         capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
         return type(passes[-1].output)(**fields)
 
-    def _planned_alike(self, arguments: dict[str, Any]) -> _Planned:
-        """The plan, the same on all processes of the model: without kept prompts where they keep different ones."""
-        with self.call.ranks.together():
-            planned = self._planned(arguments)
-        if same_plans(self.call, planned.found, planned.plan):
-            return planned
-        self.call.state.prefix_store.clear()
-        self.call.report.known_tokens = None
-        with self.call.ranks.together():
-            return self._planned(arguments)
-
-    def _planned(self, arguments: dict[str, Any]) -> _Planned:
+    def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
         check_arguments(arguments, _KNOWN_ARGUMENTS)
         if arguments.get("return_dict") is False:
@@ -197,7 +186,7 @@ class FirstPassPrompts:
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
-        return _Planned(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
+        return _PlannedFirstPass(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
 
     def _check_rows(self, hidden: bool) -> None:
         """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""

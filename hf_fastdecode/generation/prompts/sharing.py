@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -100,14 +102,40 @@ def find_shared(
     return Shared(cache, prompts, base is not None)
 
 
-def same_plans(call: CallContext, found: Shared, plan: PromptPlan) -> bool:
-    """Whether all processes of the model prefill the same tokens, given the same prompts.
+class Planned(Protocol):
+    """What a call is to prefill."""
 
-    They do not where some have dropped a kept prompt for lack of memory.
+    @property
+    def found(self) -> Shared: ...
+    @property
+    def plan(self) -> PromptPlan: ...
+
+
+Plan = TypeVar("Plan", bound=Planned)
+
+
+def planned_alike(call: CallContext, make: Callable[[], Plan]) -> Plan:
+    """The plan that `make` finds, the same on all processes of the model, given the same prompts.
+
+    It is found again without kept prompts where processes keep different ones: some have dropped one to save memory.
     """
+    with call.ranks.together():
+        planned = make()
+    if _same_plans(call, planned):
+        return planned
+    call.state.prefix_store.clear()
+    call.report.known_tokens = None
+    with call.ranks.together():
+        return make()
+
+
+def _same_plans(call: CallContext, planned: Planned) -> bool:
     if call.ranks.count == 1:
         return True
-    fields = {"new tokens": described(plan.new_tokens), "reused": described(found.prompts.reused_lengths)}
+    fields = {
+        "new tokens": described(planned.plan.new_tokens),
+        "reused": described(planned.found.prompts.reused_lengths),
+    }
     return call.ranks.differences(fields) is None
 
 

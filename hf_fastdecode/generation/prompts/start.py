@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -19,7 +20,7 @@ from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, require_gain, same_plans
+from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
 from .unshared_prompts import UnsharedPrompts, prefill_unshared, unshared_prompts
 
 _FEW = 1 << 17
@@ -63,11 +64,12 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
     ahead, beside = call.ranks.count == 1, Beside(input_ids.device)
-    planned = _planned_alike(call, groups, input_ids.shape[1], ahead=ahead)
+    width = input_ids.shape[1]
+    planned = planned_alike(call, partial(_planned, call, groups, width, ahead=ahead))
     start = _begin(call, passes, planned, input_ids)
     if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
-        start = _begin(call, passes, _planned_alike(call, groups, input_ids.shape[1]), input_ids)
+        start = _begin(call, passes, planned_alike(call, partial(_planned, call, groups, width)), input_ids)
     keep_nodes(call, start.cache)
     return start
 
@@ -92,18 +94,6 @@ class _Planned(NamedTuple):
     plan: PromptPlan
     unshared: UnsharedPrompts | None
     rerun_last_token: bool
-
-
-def _planned_alike(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
-    """The plan, the same on all processes of the model: without kept prompts where they keep different ones."""
-    with call.ranks.together():
-        planned = _planned(call, groups, width, ahead=ahead)
-    if same_plans(call, planned.found, planned.plan):
-        return planned
-    call.state.prefix_store.clear()
-    call.report.known_tokens = None
-    with call.ranks.together():
-        return _planned(call, groups, width)
 
 
 def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:

@@ -308,13 +308,13 @@ class WithLoss(LlamaForCausalLM):
 
 
 def test_an_output_that_cannot_be_replayed(monkeypatch):
-    make = cuda_graph.CapturedStep.__init__
+    capture = cuda_graph.CapturedStep.capture
 
-    def make_and_warm_up(self, *args):  # as on a GPU
-        make(self, *args)
+    def capture_and_warm_up(self):  # as on a GPU
+        capture(self)
         self._graph.replay()
 
-    monkeypatch.setattr(cuda_graph.CapturedStep, "__init__", make_and_warm_up)
+    monkeypatch.setattr(cuda_graph.CapturedStep, "capture", capture_and_warm_up)
     model = small()
     monkeypatch.setattr(model, "__class__", WithLoss)
     call = PROMPTS | {"num_beams": 2, "max_new_tokens": 3}
