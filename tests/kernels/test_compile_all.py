@@ -28,6 +28,7 @@ def test_launches_on_a_pretended_gpu() -> None:
         "pointwise",
         "row_products",
         "sampling",
+        "slim_append",
         "slim_decode",
         "stored_product",
     ]
