@@ -69,9 +69,11 @@ def test_a_wrong_guess_disturbs_nothing(change, model, right):
         if change == "padding":
             call["attention_mask"][:, :9] = 0
         elif change == "moved":
+            held = [parameter.data for parameter in model.parameters()]  # else the same addresses may be given again
             model.cpu()
             torch.cuda.empty_cache()
             model.cuda()
+            del held
         else:
             model.model.norm.variance_epsilon = 0.5
         found = seeded(lambda: model.generate(**call))

@@ -154,5 +154,8 @@ def test_where_one_rank_cannot_capture_all_run_eagerly(seen):
     first, second = seen["failed_capture"]
     assert (first.error, second.error) == ("", "")
     assert first.value[0] == second.value[0]
-    assert first.value[1:] == ["eager", "another process of the model cannot capture it"]
+    assert first.value[1:] == [
+        "eager",
+        "rank 1, with which this process computes the model, failed: RuntimeError: cannot",
+    ]
     assert second.value[1:] == ["eager", "cannot"]
