@@ -150,6 +150,7 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         const int at = FULL_AT + 8 * thread;
         int arrivals = 1;
         if (at >= EMPTY_AT && at < ROTATED_AT) arrivals = ADDING;
+        if (at >= ROTATED_AT && at < SCORED_AT) arrivals = SCALED ? 2 : 1;
         if (at >= SCORED_AT && at < WEIGHED_AT) arrivals = SCORING;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(base + at), "r"(arrivals));
     }
@@ -201,15 +202,17 @@ extern "C" __global__ void __cluster_dims__(MEMBERS, 1, 1) __launch_bounds__(THR
         if (role == 0) {
             for_each_piece([&](const Piece& piece) { exchange(memory, part_lse, piece, member, lane); });
         } else if (role == 1) {
-            const Scales scales{key_scales, coordinate_scales,     key_row_stride,
-                                key_stride, coordinate_row_stride, coordinate_stride};
             for_each_piece([&](const Piece& piece) {
                 const i64 tables = piece.row * table_row_stride;
                 rotate_queries(memory, query + piece.row * query_row_stride, query_head_stride, cosines + tables,
-                               sines + tables, scales, piece, scale_log2, member, lane);
+                               sines + tables, piece, scale_log2, member, lane);
             });
         } else if (role == 2 && lane == 0) {
             for_each_piece([&](const Piece& piece) { copy_tiles(memory, keys, coordinates, piece, member); });
+        } else if (role == 3 && SCALED) {
+            const Scales scales{key_scales, coordinate_scales,     key_row_stride,
+                                key_stride, coordinate_row_stride, coordinate_stride};
+            for_each_piece([&](const Piece& piece) { hand_on_scales(memory, scales, piece, member, lane); });
         }
         __syncwarp();
     }

@@ -23,7 +23,7 @@ __device__ __forceinline__ float2* units_of(char* memory, u32 number) {
     return reinterpret_cast<float2*>(memory + UNITS_AT) + number % UNIT_RING * UNITS;
 }
 
-constexpr int LANE_TOKENS = TILE / 32;  // of which a lane of the rotating warp has the scales
+constexpr int LANE_TOKENS = TILE / 32;  // of which a lane of the warp of scales has those
 
 // Loads a lane's scales of a tile: those of the block's heads, and of its V-coordinates; 0 behind the last token, where
 // a cache may hold anything.
@@ -36,7 +36,14 @@ __device__ __forceinline__ void load_scales(u32 (&to)[LANE_TOKENS][SCALES], cons
         const unsigned short* const of_keys =
             scales.keys + piece.row * scales.key_row_stride + token * scales.key_stride + member * OWN;
 #pragma unroll
-        for (int h = 0; h < OWN; h++) to[t][h] = valid ? of_keys[h] : 0;
+        for (int h = 0; h < OWN; h += OWN % 2 ? 1 : 2) {
+            if constexpr (OWN % 2) {
+                to[t][h] = valid ? of_keys[h] : 0;
+            } else {
+                const u32 two = valid ? *reinterpret_cast<const u32*>(of_keys + h) : 0;
+                to[t][h] = two & 0xffff, to[t][h + 1] = two >> 16;
+            }
+        }
         const int group = member * RANK_COLUMNS / HEAD_DIM;
         const unsigned short* const of_coordinates =
             scales.coordinates + piece.row * scales.coordinate_row_stride + token * scales.coordinate_stride;
@@ -71,6 +78,32 @@ __device__ __forceinline__ void store_scales(char* memory, const u32 (&scales)[L
             for (int t = 0; t < LANE_TOKENS; t++) {
                 over_units[s * TILE + 32 * t + lane] = __uint_as_float(scales[t][s] << 16) * inverse_of(unit);
             }
+        }
+    }
+}
+
+// The part of the warp of scales: hands them on to the scoring warps, and units to the adding ones too.
+__device__ __forceinline__ void hand_on_scales(char* memory, const Scales& scales, const Piece& piece, int member,
+                                               int lane) {
+    const u32 base = shared_address(memory);
+    constexpr int AHEAD = SCALES * LANE_TOKENS <= 8 ? 4 : 2;  // tiles whose scales are on their way
+    u32 own[AHEAD][LANE_TOKENS][SCALES], largest[UNITS] = {};
+#pragma unroll
+    for (int slot = 0; slot < AHEAD; slot++) load_scales(own[slot], scales, piece, piece.begin + slot, member, lane);
+    for (int first = piece.begin; first < piece.end; first += AHEAD) {
+#pragma unroll
+        for (int slot = 0; slot < AHEAD; slot++) {
+            const int tile = first + slot;
+            if (tile >= piece.end) continue;
+            const u32 number = piece.sequence + (tile - piece.begin), buffer = number % QUERY_RING;
+            if (number >= QUERY_RING) {  // the tile before in this buffer has been scored
+                const u32 before = number - QUERY_RING;
+                wait(base + SCORED_AT + 8 * (before % STAGES), before / STAGES & 1);
+            }
+            store_scales(memory, own[slot], largest, number, lane);
+            load_scales(own[slot], scales, piece, tile + AHEAD, member, lane);
+            __syncwarp();
+            if (lane == 0) arrive(base + ROTATED_AT + 8 * buffer);
         }
     }
 }

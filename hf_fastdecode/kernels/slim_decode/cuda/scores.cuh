@@ -47,10 +47,10 @@ __device__ __forceinline__ void store_scores(float (&value)[VALUES], float* scor
 }
 
 // The rotating warp's part: rotates the row's scaled queries back by the position of each tile's first token, as
-// q R k = (R^T q) k. Scoring warps add the rotation within the tile. It also hands on the scales of 8 bits.
+// q R k = (R^T q) k. Scoring warps add the rotation within the tile.
 __device__ __forceinline__ void rotate_queries(char* memory, const float* query, i64 query_head_stride,
-                                               const float* cosines, const float* sines, const Scales& scales,
-                                               const Piece& piece, float scale_log2, int member, int lane) {
+                                               const float* cosines, const float* sines, const Piece& piece,
+                                               float scale_log2, int member, int lane) {
     const u32 base = shared_address(memory);
     float* const own_query = reinterpret_cast<float*>(memory + QUERY_AT);
     constexpr int LANE_PAIRS = HALF / 32;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
     }
     __syncwarp();
     // Tables of the next tiles, on their way from device memory.
-    constexpr int AHEAD = SCALED ? 2 : 8 / LANE_PAIRS < 4 ? 8 / LANE_PAIRS : 4;
+    constexpr int AHEAD = 8 / LANE_PAIRS < 4 ? 8 / LANE_PAIRS : 4;
     float cosine[AHEAD][LANE_PAIRS], sine[AHEAD][LANE_PAIRS];
     const auto load = [&](int tile, int slot) {
 #pragma unroll
@@ -69,8 +69,6 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
             cosine[slot][p] = ROTATED ? cosines[at] : 1.0f, sine[slot][p] = ROTATED ? sines[at] : 0.0f;
         }
     };
-    u32 own_scales[LANE_TOKENS][SCALES], largest_scales[UNITS] = {};
-    if constexpr (SCALED) load_scales(own_scales, scales, piece, piece.begin, member, lane);
     const auto rotate = [&](int tile, int slot) {
         const u32 number = piece.sequence + (tile - piece.begin), buffer = number % QUERY_RING;
         if (number >= QUERY_RING) {  // the tile before in this buffer has been scored
@@ -86,10 +84,6 @@ __device__ __forceinline__ void rotate_queries(char* memory, const float* query,
                 rotated[h * HEAD_DIM + pair_place(pair)] = low * cosine[slot][p] + high * sine[slot][p];
                 rotated[h * HEAD_DIM + pair_place(pair + HALF)] = high * cosine[slot][p] - low * sine[slot][p];
             }
-        }
-        if constexpr (SCALED) {
-            store_scales(memory, own_scales, largest_scales, number, lane);
-            load_scales(own_scales, scales, piece, tile + 1, member, lane);
         }
         __syncwarp();
         if (lane == 0) arrive(base + ROTATED_AT + 8 * buffer);
