@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention.forest import Forest
@@ -13,7 +16,9 @@ from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
+from ..attention.partial import Partial, empty_partial, merge
 from ..attention.torch_operators import decode_ops
+from ..attention.torch_operators.decode_ops import nodes_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
@@ -71,6 +76,24 @@ class StoredLayer:
         stored = self.storage.keys_and_values(self.storage.ordered_suffix(suffixes.origins))
         return ForestKV(self.forest, self.segments, stored, suffixes.lengths.plus(appended).on_host())
 
+    def attend_nodes(self, query: Tensor, scale: float, softcap: float | None = None) -> Partial:
+        """Attention ``[rows, heads, queries, head_dim]`` to the nodes alone by PyTorch's operators, in fp32.
+
+        Where they are divided between processes, this process's part is merged with the others' by a collective.
+        """
+        state, forest = self.state, self.forest
+        stored = forest if state.parallel is None else state.parallel.stored(forest)
+        if stored.nodes:
+            part = nodes_attention(
+                query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend
+            )
+        else:
+            segment = next(iter(self.segments.values()), None)
+            width = query.shape[-1] if segment is None else segment.values.shape[-1]
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            part = empty_partial((*query.shape[:-1], width), query.device, dtype)
+        return part if state.parallel is None else state.parallel.merge(part)
+
     def note(self, scoring: Scoring) -> None:
         """Remember the score options of the current pass."""
         self.window, self.report_note = scoring.window, scoring.report_note
@@ -90,6 +113,8 @@ class DecodeKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
+        if self.layer.state.parallel is not None and scoring.window is not None:
+            raise window_is_not_divided(scoring.window)
         while self._by_kernels(query, scoring):
             try:
                 return self._run_kernels(query, scoring).transpose(1, 2)
@@ -121,7 +146,7 @@ class DecodeKV(SharedKV):
         if known is not None and same and known.tables.fits(forest):
             return known.tables
         own_nodes = choose_own_nodes(forest.rows, shape, device, dominate=dominate)
-        tables = StepTables(forest.rows, [self.layer.index], forest, device, own_nodes)
+        tables = state.make_tables(forest.rows, [self.layer.index], forest, device, own_nodes)
         state.tables[device, shape] = MadeTables(tables, dominate)
         return tables
 
@@ -131,16 +156,14 @@ class DecodeKV(SharedKV):
         if self._is_new("pytorch"):
             did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
-        out, _ = decode_ops.forest_attention(
-            query,
-            kv,
-            scoring.scale,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=backend,
-        )
-        return out.to(query.dtype)
+        scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": scoring.sinks}
+        divided = self.layer.state.parallel
+        if divided is not None:
+            kv = replace(kv, forest=divided.without_nodes(kv.forest))
+        merged = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
+        if divided is not None:
+            merged = merge(merged, self.layer.attend_nodes(query, scoring.scale, scoring.softcap))
+        return merged.out.to(query.dtype)
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""
@@ -192,12 +215,17 @@ class PrefillKV(SharedKV):
         if places is not None:
             query = packed(query, places)
 
+        if state.parallel is not None and scoring.window is not None:
+            raise window_is_not_divided(scoring.window)
+
+        @functools.cache  # a span that is divided between processes is gathered once
         def stored(span: Any) -> Segment:
             if (row := state.suffix_rows.get(span.segment)) is not None:
                 first = self.layer.forest.context_lengths[row]
                 return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)
             storage = self.layer.storage
-            return storage.keys_and_values(storage.segments[span.segment]).view(span)
+            segment = storage.keys_and_values(storage.segments[span.segment])
+            return segment.view(span) if state.parallel is None else state.parallel.whole(segment, span)
 
         assert state.runs is not None  # inside `prefilling`
         out = causal_attention(
@@ -222,6 +250,14 @@ class PrefillKV(SharedKV):
             return tokens.unsqueeze(0)
         spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, places, tokens).unflatten(0, (count, width))
+
+
+def window_is_not_divided(window: int) -> Unsupported:
+    """The error of rows that outgrow a window, where their context is divided between processes."""
+    return Unsupported(
+        f"a window of {window} tokens hides some of a row, whose context is divided between processes",
+        "use sequence_parallel=False for such models and lengths",
+    )
 
 
 def packed(part: Tensor, places: Tensor) -> Tensor:

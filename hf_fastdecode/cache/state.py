@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,6 +19,8 @@ from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.torch_operators.prefill_ops import PackedRuns, Run
+from ..parallel.sequence import OwnTokens, SequenceParallel
+from ..parallel.step_tables import DividedStepTables
 from .origins import SuffixOrigins
 from .storage import TokenStorage
 
@@ -205,6 +208,7 @@ class SharedState:
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
         packed: During prefill, the items packed into the forward pass; set by `pack`.
         packed_spans: Their spans, adjacent ones joined.
+        own_tokens: Of their tokens, those that this process stores; None for all.
         runs: The items as runs of tokens; None outside of prefill.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
@@ -212,6 +216,8 @@ class SharedState:
             int64; None when tokens are packed into one row.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
+        parallel: The processes between which nodes are divided; None where this one stores all. `forest` is the whole
+            one on each of them, and what is stored here is `parallel`'s part of it.
     """
 
     forest: Forest | None = None
@@ -223,12 +229,14 @@ class SharedState:
     tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
     packed: Sequence[PrefillItem] = ()
     packed_spans: Path = ()
+    own_tokens: OwnTokens | None = None
     runs: PackedRuns | None = None
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
     places_of_pass: Tensor | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
+    parallel: SequenceParallel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses are invalid in a copy of the cache, whose tensors are new; weak references cannot be pickled.
@@ -250,6 +258,17 @@ class SharedState:
         """Set the items of a forward pass, and what all layers need to know of them."""
         self.packed, self.packed_spans = items, joined(item.span for item in items)
         self.runs = PackedRuns([Run(item.span.length, item.context) for item in items]) if items else None
+        self.own_tokens = None if self.parallel is None else self.parallel.own_tokens(self.packed_spans)
+
+    def stored_length(self, segment: int) -> int:
+        """Tokens of a segment that this process stores."""
+        whole = self.segment_lengths[segment]
+        return whole if self.parallel is None else self.parallel.shard.count(whole)
+
+    @property
+    def make_tables(self) -> Callable[..., StepTables]:
+        """Makes kernel tables for this cache's nodes; arguments as for `StepTables`."""
+        return StepTables if self.parallel is None else partial(DividedStepTables, self.parallel)
 
     @property
     def longest_row(self) -> int:

@@ -57,7 +57,7 @@ from .same_calls import require_same_call, require_same_draws
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
-from .support import check_call, other_loop
+from .support import check_call, check_sequence_parallel, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
@@ -143,9 +143,9 @@ def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
     call = _active_call.get()
     if call is None or call.model is not model:
-        return model_state.structure.of(model)
+        return model_state.structure_of(model)
     if call.structure is None:
-        call.structure = model_state.structure.of(model)
+        call.structure = model_state.structure_of(model)
     return call.structure
 
 
@@ -179,6 +179,7 @@ def _prepare_cache_for_generation(
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
+        check_sequence_parallel(model, structure, longest=max_cache_length + 1)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:

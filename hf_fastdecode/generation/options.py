@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..attention.torch_operators import BACKEND_VARIABLE, BACKENDS, backend_of_environment
+from ..parallel.groups import require_sequence_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 MODES = ("auto", "eager", "graph", "compile")
 """Values of ``mode=``."""
@@ -42,6 +48,7 @@ class Options:
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
     reuse_prefix: bool | int = False
+    sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False
 
     @property
     def reused_bytes(self) -> int:
@@ -59,6 +66,9 @@ class Options:
         if self.mode in ("graph", "compile"):
             return f"mode={self.mode!r}"
         return "fuse_projections=True" if self.fuse_projections is True else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        return self  # it may hold a process group
 
     def __post_init__(self) -> None:
         forced = backend_of_environment()
@@ -79,6 +89,7 @@ class Options:
             raise ValueError(
                 f"reuse_prefix must be True, False, or the most bytes to keep, at least 0, got {self.reuse_prefix!r}"
             )
+        require_sequence_group(self.sequence_parallel)
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -18,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
+from ..cache.handles import window_is_not_divided
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
@@ -213,6 +215,39 @@ def check_state(walk: ModelWalk) -> None:
                 f"call model.eval(), or load it without dropout: {remedy}",
             )
     check_code(walk)
+
+
+def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, longest: int) -> None:
+    """Raise `Unsupported` where the context of this model's rows, of up to `longest` tokens, cannot be divided."""
+    if (parallel := structure.parallel) is None:
+        return
+    alone = "use sequence_parallel=False"
+    if structure.gathers_parameters or is_deepspeed_zero3_enabled():
+        raise Unsupported(
+            "its parameters are gathered for each pass (FSDP, ZeRO-3) by processes that may have prompts of their own",
+            alone,
+        )
+    if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    window = structure.layout.smallest_window
+    if window is not None and longest > window:
+        raise window_is_not_divided(window)
+    group = splitting_group(structure.walk.parameters)
+    if group is None:
+        return
+    if (splitting := tuple(get_process_group_ranks(group))) != parallel.global_ranks:
+        raise Unsupported(
+            f"its parameters are split between the processes {list(splitting)}, and contexts would be divided between "
+            f"{list(parallel.global_ranks)}",
+            alone,
+        )
+    whole = ModelLayout.of(model.config)
+    if any(here.kv_heads != every.kv_heads for (_, here), (_, every) in zip(structure.layout, whole, strict=True)):
+        raise Unsupported(
+            f"its attention heads are split between the {parallel.ranks} processes that would divide contexts",
+            "split its other layers only, see hf_fastdecode.sequence_parallel_plan, or use sequence_parallel=False",
+        )
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:

@@ -47,6 +47,42 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
     return largest
 
 
+SEQUENCE_PARALLEL_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"
+
+
+def require_sequence_group(option: object) -> None:
+    """Raise ValueError unless it is a value of ``sequence_parallel=``."""
+    if option is False or option == "auto":
+        return
+    if torch.distributed.is_available():
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(option, ProcessGroup):
+            return
+        if isinstance(option, DeviceMesh):
+            if option.ndim == 1:
+                return
+            raise ValueError(
+                f"sequence_parallel divides contexts along one dimension, got a device mesh of {option.ndim}; give one "
+                f"of its dimensions, such as mesh[{(option.mesh_dim_names or ('sp',))[0]!r}]"
+            )
+    raise ValueError(f"sequence_parallel must be a group of processes, got {option!r}; {SEQUENCE_PARALLEL_REMEDY}")
+
+
+def sequence_group(option: object) -> ProcessGroup | None:
+    """The processes that an option ``sequence_parallel=`` names; None where there is one alone.
+
+    ``"auto"`` names those of the default group, once there is one.
+    """
+    if option is False:
+        return None
+    if option == "auto":
+        return torch.distributed.group.WORLD if in_several_processes() else None
+    group: ProcessGroup = option.get_group() if hasattr(option, "get_group") else option  # type: ignore[assignment]
+    return group if group.size() > 1 else None
+
+
 def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:
     """Whether passes gather parameters of these modules (FSDP 2): then processes may have prompts of their own."""
     if "torch.distributed.fsdp" not in sys.modules:

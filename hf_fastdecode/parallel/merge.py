@@ -25,7 +25,7 @@ class PartialBuffer(NamedTuple):
     """A partial in one piece of memory, to be sent as it is.
 
     Attributes:
-        flat: ``[numbers]`` fp32: all of ``out``, then all of ``lse``.
+        flat: ``[numbers]`` fp32 (fp64 for fp64 partials): all of ``out``, then all of ``lse``.
         partial: Views of it, to be written: ``out`` ``[..., head_dim]`` and ``lse`` ``[...]``.
     """
 
@@ -33,12 +33,14 @@ class PartialBuffer(NamedTuple):
     partial: Partial
 
 
-def partial_buffer(shape: Sequence[int], device: torch.device | str = "cpu") -> PartialBuffer:
+def partial_buffer(
+    shape: Sequence[int], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PartialBuffer:
     """An uninitialized buffer of a partial whose ``out`` has this shape.
 
     Every number of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
     """
-    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=torch.float32, device=device)
+    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=dtype, device=device)
     numbers = prod(shape)
     return PartialBuffer(flat, Partial(flat[:numbers].view(*shape), flat[numbers:].view(*shape[:-1])))
 

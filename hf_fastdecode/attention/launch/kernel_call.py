@@ -107,6 +107,7 @@ def run_kernels(
     config: Config,
     scoring: Scoring,
     origins: Tensor | None = None,
+    other: Partial | None = None,
 ) -> Tensor:
     """`forest_decode` on tensors of any strides, on a CUDA device that need not be the current one.
 
@@ -135,6 +136,7 @@ def run_kernels(
         window=scoring.window,
         sinks=scoring.sinks,
         origins=origins,
+        other=other,
     )
     return out
 

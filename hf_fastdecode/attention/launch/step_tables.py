@@ -154,6 +154,7 @@ class StepTables:
         new_values: Tensor,
         scoring: Scoring,
         origins: Tensor | None = None,
+        other: Partial | None = None,
     ) -> Tensor:
         """Append new keys and values to the suffixes, and attend.
 
@@ -161,6 +162,7 @@ class StepTables:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
+            other: When given, the partial of further keys, fp32.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -172,7 +174,7 @@ class StepTables:
         def run(known: _Scheduled) -> Tensor:
             place = self._places[layer]
             tables = (self.nodes[place], self.suffixes[place], self.slots, self.lengths, known.tables)
-            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins)
+            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins, other)
 
         return self._run(run, query, new_keys, new_values, scoring)
 
@@ -182,7 +184,7 @@ class StepTables:
         """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
 
         Args:
-            query: ``[rows, heads, 1, head_dim]`` in the dtype of the nodes.
+            query: ``[rows, heads, queries, head_dim]`` in the dtype of the nodes.
             kv_heads: KV heads of the nodes; as many as the query has when None.
             soft_cap: As for `forest_partial`.
 
@@ -312,14 +314,23 @@ class Alike(NamedTuple):
 
 
 class TablesByShape:
-    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others."""
+    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others.
 
-    def __init__(self, rows: int, layers: Mapping[int, Alike], forest: Forest, device: torch.device):
+    Args:
+        make: Makes the tables of layers that are alike; arguments as for `StepTables`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        layers: Mapping[int, Alike],
+        forest: Forest,
+        device: torch.device,
+        make: Callable[..., StepTables] = StepTables,
+    ):
         self.layers = layers
         self._tables = {
-            alike: StepTables(
-                rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes
-            )
+            alike: make(rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes)
             for alike in dict.fromkeys(layers.values())
         }
 

@@ -123,7 +123,10 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
                 self._fill_suffixes(spans, suffix_parts or parts)
                 return handle, handle
             for span in spans:
-                self.storage.segment(span.segment, self.state.segment_lengths[span.segment], new)
+                self.storage.segment(span.segment, self.state.stored_length(span.segment), new)
+            if (own := self.state.own_tokens) is not None:
+                places = own.places.to(new.keys.device)
+                spans, new = own.spans, Segment._make(part.index_select(1, places) for part in new)
             self.storage.write_nodes(spans, new)
         else:
             require_dtype(parts[0].dtype, self.storage.suffix_example)
