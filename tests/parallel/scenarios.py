@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 
-from .two_ranks import Models, Seen
+from .processes import Models, Seen
 
 PROMPT = torch.arange(3, 90).remainder(61)[None] + 3
 PROMPTS = PROMPT.expand(4, -1)
@@ -46,12 +46,12 @@ def raising(rank: int, models: Models, owner: object, name: str, error: Exceptio
         yield
 
 
-def values(seen: dict[str, tuple[Seen, Seen]], name: str) -> tuple[Any, Any]:
+def values(seen: dict[str, tuple[Seen, ...]], name: str) -> tuple[Any, Any]:
     assert [one.error for one in seen[name]] == ["", ""]
     return seen[name][0].value, seen[name][1].value
 
 
-def same_value(seen: dict[str, tuple[Seen, Seen]], name: str) -> Any:
+def same_value(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
     first, second = values(seen, name)
     assert first == second
     return first

@@ -37,7 +37,7 @@ from .scenarios import (
     same_value,
     values,
 )
-from .two_ranks import Models, scenario
+from .processes import Models, scenario
 
 
 @scenario
