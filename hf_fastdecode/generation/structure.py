@@ -17,6 +17,7 @@ from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import gathers_parameters, splitting_group
 from ..parallel.sequence import SequenceParallel
+from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 from .model_watch import ModelWatch
@@ -33,9 +34,7 @@ class Structure:
         parallel: The processes between which the call's context is divided, if it is.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None):
         self._model, self.known, self.parallel = model, known, parallel
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
@@ -62,12 +61,12 @@ class Structure:
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
         if self.parallel is not None:  # with whom any other that computes the model is, see `check_sequence_parallel`
-            return Together(self.parallel.group, self._model.device)
+            return Together(self.parallel.group, input_device(self._model))
         try:
             group = splitting_group(self.walk.parameters)
         except Unsupported:  # for which `check_state` refuses the model
             return ALONE
-        return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
+        return ALONE if group is None or self.gathers_parameters else Together(group, input_device(self._model))
 
     @property
     def gathers_parameters(self) -> bool:

@@ -82,7 +82,9 @@ CALLS: dict[str, Call] = {
     ),
     "beams": Call(text(), BEAMS | {"do_sample": False}, seeds_differ=True, ranks=(2, 3)),
     "beam-samples": Call(text(), BEAMS | {"do_sample": True}),
-    "prompt-lookup": Call(ones(TEXT[:, :30].repeat(1, 3)), GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}, ranks=(2, 3)),
+    "prompt-lookup": Call(
+        ones(TEXT[:, :30].repeat(1, 3)), GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}, ranks=(2, 3)
+    ),
     "chunked-prefill": Call(levels(), GREEDY, options={"max_prefill_tokens": 7}, ranks=(2, 3)),
     "one-kv-head": Call(text(), GREEDY, model="llama-mqa", ranks=(2, 4)),
     "multi-head": Call(text(), GREEDY, model="llama-mha"),
@@ -93,6 +95,9 @@ CALLS: dict[str, Call] = {
     "values-of-another-width": Call(text(), GREEDY, model="mimo_v2_flash", config=WIDE),
     "parallel-residual": Call(text(), GREEDY, model="gpt_neox"),
     "binding-window": Call(
-        text(), GREEDY, model="gpt_oss", path="stock: a window of 40 tokens hides some of a row, whose context is divided"
+        text(),
+        GREEDY,
+        model="gpt_oss",
+        path="stock: a window of 40 tokens hides some of a row, whose context is divided",
     ),
 }

@@ -89,7 +89,9 @@ def returned_caches(models: Models) -> Any:
 @scenario
 def reused_prefixes(models: Models) -> Any:
     model, found = tiny_model(), []
-    prompts = [ones(torch.cat([TEXT, ragged_prompts(length, seed=length)["input_ids"]], 1)) for length in (3, 9, 9, 30)]
+    prompts = [
+        ones(torch.cat([TEXT, ragged_prompts(length, seed=length)["input_ids"]], 1)) for length in (3, 9, 9, 30)
+    ]
     expected = [drawn(model, 0, one, **SAMPLING) for one in prompts]
     with fd.enabled(model, sequence_parallel="auto", reuse_prefix=True):
         for one, tokens in zip(prompts, expected, strict=True):
@@ -158,13 +160,32 @@ def copies(models: Models) -> Any:
     return found
 
 
+@scenario
+def enabled_again(models: Models) -> Any:
+    """A kept cache outlives `disable`; prefixes kept by one way of dividing are not read by another."""
+    model, known = tiny_model(), []
+    expected = model.generate(**text(), **GREEDY)
+    with fd.enabled(model, sequence_parallel="auto"):
+        cache = fd.prefill(model, TEXT)
+    with fd.enabled(model, sequence_parallel="auto"):
+        same = torch.equal(model.generate(**text(), **GREEDY, **{CACHE: cache}), expected)
+    for way in ("auto", "auto", False, False, "auto"):
+        fd.enable(model, sequence_parallel=way, reuse_prefix=True)
+        same = same and torch.equal(model.generate(**text(), **GREEDY), expected)
+        known.append(fd.explain(model).last_call.known_tokens)
+    return same, known
+
+
 def random_operations(models: Models) -> Any:
     """The same operations on a divided cache and on a whole one: equal nodes to the bit, and logits up to rounding."""
     model, compared = tiny_model(num_hidden_layers=1), 0
     for seed in range(6):
         rng = random.Random(seed)
         prompts = padded(
-            [[rng.randrange(3, VOCABULARY) for _ in range(rng.choice([1, 2, 9, 40]))] for _ in range(rng.randint(1, 3))]
+            [
+                [rng.randrange(3, VOCABULARY) for _ in range(rng.choice([1, 2, 9, 40]))]
+                for _ in range(rng.randint(1, 3))
+            ]
         )
         chunk = rng.choice([5, 16384])
         caches = []
@@ -187,9 +208,10 @@ def random_operations(models: Models) -> Any:
                     whole.crop(count), divided.crop(count)
             elif kind == "drop_last":
                 counts = [rng.randint(0, most) for most in own.tolist()]
-                if all(most - count + context for most, count, context in zip(
-                    own.tolist(), counts, whole.forest.context_lengths, strict=True
-                )):
+                if all(
+                    most - count + context
+                    for most, count, context in zip(own.tolist(), counts, whole.forest.context_lengths, strict=True)
+                ):
                     whole.drop_last(counts), divided.drop_last(counts)
             elif kind in ("select", "reorder"):
                 chosen = [rng.randrange(rows) for _ in range(rng.randint(1, 5) if kind == "select" else rows)]
@@ -264,6 +286,10 @@ def test_embeddings_and_hidden_states(seen):
 
 def test_copies_go_on_between_the_same_processes(seen):
     assert same_value(seen, "copies") == [True, True]
+
+
+def test_what_is_kept_knows_between_whom_it_is_divided(seen):
+    assert same_value(seen, "enabled_again") == [True, [None, [87], None, [87], None]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
