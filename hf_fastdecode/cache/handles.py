@@ -85,9 +85,7 @@ class StoredLayer:
         state, forest = self.state, self.forest
         stored = forest if state.parallel is None else state.parallel.stored(forest)
         if stored.nodes:
-            part = nodes_attention(
-                query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend
-            )
+            part = nodes_attention(query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend)
         else:
             segment = next(iter(self.segments.values()), None)
             width = query.shape[-1] if segment is None else segment.values.shape[-1]

@@ -1,8 +1,8 @@
 """Prefill passes whose tokens are divided between processes.
 
-The tokens of a pass are cut into two pieces a rank, and rank ``r`` of ``P`` computes pieces ``r`` and ``2P - 1 - r``: a
-token attends to those before it, so that all ranks have the same work. In each layer the keys and values of the pass
-are gathered; each rank attends with its own queries, and keeps its own part of the nodes.
+The tokens of a pass are cut into two pieces a rank, and rank ``r`` of ``P`` computes pieces ``r`` and ``2P - 1 - r``:
+as a token attends to those before it, all ranks have the same work. In each layer the keys and values of the pass are
+gathered; each rank attends with its own queries, and keeps its own part of the nodes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DividedPass:
         return cls(group, tokens, own, PackedRuns(list(_cut(runs, own))), order, longest)
 
     def whole(self, own: Segment) -> Segment:
-        """Keys and values of the pass, ``[kv_heads, tokens, head_dim]`` each, of those of this rank; one collective."""
+        """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
         padded = []
         for part in own:
             room = part.new_zeros(self.longest, part.shape[0], part.shape[2])
