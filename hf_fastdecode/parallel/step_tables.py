@@ -13,6 +13,7 @@ from ..attention.launch.own_nodes import NO_OWN_NODES, OwnNodes
 from ..attention.launch.step_tables import StepTables, StoredKV
 from ..attention.partial import Partial
 from ..errors import Unsupported
+from .merge import merge_over, partial_buffer
 from .sequence import SequenceParallel
 
 
@@ -36,7 +37,7 @@ class DividedStepTables(StepTables):
         own_nodes: OwnNodes = NO_OWN_NODES,
     ):
         known = list(layers)
-        super().__init__(rows, known, parallel.without_nodes(forest), device, own_nodes)
+        super().__init__(rows, known, parallel.without_nodes(forest), device, own_nodes, with_nodes=False)
         self.nodes_here = StepTables(rows, known, parallel.stored(forest), device)
         self._parallel = parallel
 
@@ -74,8 +75,16 @@ class DividedStepTables(StepTables):
             raise RuntimeError(f"attention to suffixes failed after that to nodes: {error}") from error
 
     def attend_nodes(
-        self, layer: int, query: Tensor, scale: float, *, kv_heads: int | None = None, soft_cap: float | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        *,
+        kv_heads: int | None = None,
+        soft_cap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """As `StepTables.attend_nodes`, over the nodes of all processes, with one collective."""
-        here = self.nodes_here.attend_nodes(layer, query, scale, kv_heads=kv_heads, soft_cap=soft_cap)
-        return self._parallel.merge(here)
+        buffer = partial_buffer(query.shape, query.device)
+        self.nodes_here.attend_nodes(layer, query, scale, kv_heads=kv_heads, soft_cap=soft_cap, into=buffer.partial)
+        return merge_over(self._parallel.group, buffer, into)

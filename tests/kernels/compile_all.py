@@ -37,6 +37,7 @@ from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
+from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
@@ -263,6 +264,7 @@ def attend_in_parts(
         torch.empty(query.shape, dtype=torch.float32, device=CUDA),
         torch.empty(query.shape[:-1], dtype=torch.float32, device=CUDA),
     )
+    merge_ranks(torch.empty(2, query.numel() + query[..., 0].numel(), dtype=torch.float32, device=CUDA), *other)
     parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
     forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
 

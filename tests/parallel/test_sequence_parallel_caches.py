@@ -301,7 +301,7 @@ def test_any_operation_leaves_what_a_whole_cache_holds(ranks, request):
 def test_caches_that_are_divided_otherwise_are_refused(seen):
     errors = same_value(seen, "caches_of_others")
     between, made = "the processes [0, 1] (sequence_parallel)", "the cache was made for "
-    assert errors["alone in divided"].startswith(f"{made}this process alone (sequence_parallel), and this call's")
+    assert errors["alone in divided"].startswith(f"{made}this process alone (sequence_parallel), and this call divides")
     assert errors["divided in alone"].startswith(made + between)
     assert errors["divided by another group in divided"].startswith(made + between)
     assert all("make it again with hf_fastdecode.prefill(model, ...)" in error for error in errors.values())

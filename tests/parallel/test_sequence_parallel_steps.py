@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.parallel import collectives
 
 from .processes import Models, add_scenario, scenario
 from .scenarios import capturing, same_value
@@ -37,12 +38,12 @@ STEPS: dict[str, Call] = {
 def counted(name: str, models: Models) -> Any:
     """Whether tokens are stock's, the mode, and collectives by passes that attend to nodes in each layer."""
     call = STEPS[name]
-    model, gather = call.make_model(), torch.distributed.all_gather_into_tensor
+    model = call.make_model()
     torch.manual_seed(0)
     expected = model.generate(**call.prompts, **call.arguments)
     with (
         capturing(),
-        mock.patch.object(torch.distributed, "all_gather_into_tensor", side_effect=gather) as gathers,
+        mock.patch.object(collectives, "_all_gather", side_effect=collectives._all_gather) as gathers,
         fd.enabled(model, sequence_parallel="auto", **call.options),
     ):
         torch.manual_seed(models.rank)

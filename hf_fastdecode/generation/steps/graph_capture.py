@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ def running_pass(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
+def _on_any(ranks: Ranks, holds: bool) -> bool:
+    return ranks.all(not holds) == [False]
+
+
 class CapturedGraph:
     """A pass in a CUDA graph; on other devices it runs again at every replay, for tests with interpreted kernels.
 
@@ -97,7 +102,7 @@ class CapturedGraph:
             stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), running_pass(ranks):
-                sizes = [output.nbytes for output in compiled_ahead(run, device)]
+                sizes = [output.nbytes for output in compiled_ahead(run, device, partial(_on_any, ranks))]
             torch.cuda.current_stream().wait_stream(stream)
             with ranks.together():  # what is recorded communicates at replays only
                 graph = torch.cuda.CUDAGraph()
