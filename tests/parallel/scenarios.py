@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.parallel import merge
 
 from .processes import Models, Seen
 
@@ -41,6 +43,17 @@ def capturing() -> Iterator[None]:
         mock.patch.object(runners, "_STEPS_OF_A_CAPTURE", 0),
     ):
         yield
+
+
+def by_pytorch(run: Callable[[Models], Any]) -> Callable[[Models], Any]:
+    """A scenario in which PyTorch's operators merge what processes found: interpreted kernels take time."""
+
+    @functools.wraps(run)
+    def patched(models: Models) -> Any:
+        with mock.patch.object(merge, "_by_kernel", return_value=False):
+            return run(models)
+
+    return patched
 
 
 @contextmanager

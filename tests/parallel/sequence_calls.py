@@ -38,6 +38,7 @@ class Call:
         options: Of `enable`.
         path: Which path runs, and how its reason begins.
         seeds_differ: Whether ranks have other random seeds, of which rank 0's counts.
+        divides_prefill: Whether passes of a few tokens are divided too.
         ranks: For how many processes.
     """
 
@@ -48,6 +49,7 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     path: str = "shared: "
     seeds_differ: bool = False
+    divides_prefill: bool = False
     ranks: tuple[int, ...] = (2,)
 
     def make_model(self) -> PreTrainedModel:
@@ -86,6 +88,15 @@ CALLS: dict[str, Call] = {
         ones(TEXT[:, :30].repeat(1, 3)), GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}, ranks=(2, 3)
     ),
     "chunked-prefill": Call(levels(), GREEDY, options={"max_prefill_tokens": 7}, ranks=(2, 3)),
+    "prefill": Call(levels(), GREEDY, divides_prefill=True, ranks=(2, 3, 4)),
+    "prefill-in-chunks": Call(levels(), GREEDY, options={"max_prefill_tokens": 7}, divides_prefill=True, ranks=(2, 3)),
+    "prefill-ragged": Call(ragged_prompts(5, 60, 33), SAMPLING, seeds_differ=True, divides_prefill=True),
+    "prefill-of-beams": Call(text(), BEAMS | {"do_sample": False}, divides_prefill=True),
+    "prefill-of-all-logits": Call(
+        ones(TEXT[:, :30].repeat(1, 3)), GREEDY | {"prompt_lookup_num_tokens": 4}, divides_prefill=True
+    ),
+    "prefill-with-sinks": Call(levels(), GREEDY, model="gpt_oss", config=WIDE, divides_prefill=True),
+    "prefill-slim": Call(levels(), GREEDY, model="slim", divides_prefill=True),
     "one-kv-head": Call(text(), GREEDY, model="llama-mqa", ranks=(2, 4)),
     "multi-head": Call(text(), GREEDY, model="llama-mha"),
     "sinks": Call(levels(), GREEDY, model="gpt_oss", config=WIDE),

@@ -18,7 +18,7 @@ from hf_fastdecode.generation.prompts import start
 
 from ..tiny_models import ragged_prompts, tiny_model
 from .processes import Models, add_scenario, scenario
-from .scenarios import raising, reason, same_value, values
+from .scenarios import by_pytorch, raising, reason, same_value, values
 from .sequence_calls import GREEDY, TEXT, ones, text
 
 
@@ -30,6 +30,7 @@ def compared(model: Any, **options: Any) -> tuple[bool, str]:
 
 
 @scenario
+@by_pytorch
 def several_devices(models: Models) -> Any:
     model = tiny_model()
     model.model.unused = torch.nn.Parameter(torch.empty(1, device="meta"))
@@ -37,6 +38,7 @@ def several_devices(models: Models) -> Any:
 
 
 @scenario
+@by_pytorch
 def gathered_parameters(models: Models) -> Any:
     model = tiny_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -44,11 +46,13 @@ def gathered_parameters(models: Models) -> Any:
 
 
 @scenario
+@by_pytorch
 def split_heads(models: Models) -> Any:
     return compared(models.split["llama"])
 
 
 @scenario
+@by_pytorch
 def refused_by_one(models: Models) -> Any:
     model = tiny_model()
     with raising(1, models, start, "check_prompts", Unsupported("it cannot share")):
@@ -56,6 +60,7 @@ def refused_by_one(models: Models) -> Any:
 
 
 @scenario
+@by_pytorch
 def windows_in_prefill(models: Models) -> Any:
     with fd.enabled(tiny_model("gpt_oss"), sequence_parallel="auto") as model:
         short = fd.prefill(model, TEXT[:, :30])
@@ -72,6 +77,7 @@ def windows_in_prefill(models: Models) -> Any:
 
 
 @scenario
+@by_pytorch
 def waves_without_memory(models: Models) -> Any:
     """Memory for suffixes is short on one process: all split the rows."""
     model, prompts = tiny_model(), ragged_prompts(70, 63, 50, 41, shared=40)
@@ -131,6 +137,7 @@ add_scenario("differing options", differing_options)
 
 
 @scenario
+@by_pytorch
 def after_refusals(models: Models) -> Any:
     model = tiny_model()
     expected = model.generate(**text(), **GREEDY)
@@ -140,6 +147,7 @@ def after_refusals(models: Models) -> Any:
 
 
 @scenario
+@by_pytorch
 def meshes_of_two_dimensions(models: Models) -> Any:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("sp", "tp"))
     model = tiny_model()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.parallel import divided_pass
 
 from .processes import Models, Seen, add_scenario
-from .scenarios import reason
+from .scenarios import by_pytorch, reason
 from .sequence_calls import CALLS
 
 NAMES = [(name, ranks) for name, call in CALLS.items() for ranks in call.ranks]
@@ -23,14 +25,15 @@ def compared(name: str, models: Models) -> Any:
     model = call.make_model()
     torch.manual_seed(1)
     expected = model.generate(**call.prompts, **call.arguments)
-    with fd.enabled(model, sequence_parallel=models.group, **call.options):
+    divided = mock.patch.object(divided_pass, "FEWEST_TOKENS", 2 if call.divides_prefill else 10**9)
+    with divided, fd.enabled(model, sequence_parallel=models.group, **call.options):
         torch.manual_seed(1 + models.rank * call.seeds_differ)
         found = model.generate(**call.prompts, **call.arguments)
         return torch.equal(found, expected), reason(model), fd.explain(model).last_call.ranks
 
 
 for name, ranks in NAMES:
-    add_scenario(f"{name}-{ranks}", partial(compared, name), ranks)
+    add_scenario(f"{name}-{ranks}", by_pytorch(partial(compared, name)), ranks)
 
 
 @pytest.mark.parametrize(("name", "ranks"), NAMES, ids=[f"{name}-{ranks}" for name, ranks in NAMES])
