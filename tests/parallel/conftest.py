@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .processes import Seen, run_scenarios
 
-SEQUENCE_PARALLEL = [f"test_sequence_parallel_{part}" for part in ("tokens", "caches", "refusals", "steps")]
+SEQUENCE_PARALLEL = [f"test_sequence_parallel_{part}" for part in ("tokens", "caches", "refusals", "steps", "plan")]
 
 
 @pytest.fixture(scope="session")
