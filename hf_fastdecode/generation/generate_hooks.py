@@ -172,6 +172,7 @@ def _prepare_cache_for_generation(
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = _structure(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
+    report.ranks = call.ranks.count
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given

@@ -75,6 +75,8 @@ def scenario(function: Callable[[Models], Any]) -> Callable[[Models], Any]:
 
 def add_scenario(name: str, function: Callable[[Models], Any], ranks: int = 2) -> None:
     """Let a function run in so many processes, under this name."""
+    if name in _SCENARIOS:
+        raise ValueError(f"two scenarios are called {name!r}")
     _SCENARIOS[name] = _Scenario(function, ranks)
 
 

@@ -16,6 +16,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
+from hf_fastdecode.generation.report import ParallelReport
 from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.runners import CapturedSteps
@@ -40,7 +41,9 @@ from .scenarios import (
 def other_seeds(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         tokens, call = draw(model, models.rank, **SAMPLING), fd.explain(model).last_call
-        assert "computed by 2 processes, of which rank 0 draws tokens" in str(fd.explain(model))
+        assert "weights are split between 2 processes" in str(fd.explain(model))
+        assert call.sampler_reason.endswith(", on rank 0 for all processes")
+        assert call.parallel == ParallelReport("tensor", 2, PROMPT.shape[1], PROMPT.shape[1], 0)
         return tokens, draw(alone, 0, **SAMPLING), call.path, call.compactions
 
 

@@ -38,7 +38,7 @@ def greedy(models: Models) -> Any:
 
 
 @scenario
-def other_seeds(models: Models) -> Any:
+def other_seeds_on_gpus(models: Models) -> Any:
     """Compaction, and captured steps of fewer rows."""
     ids = prompt(models)
     found = []
@@ -123,10 +123,10 @@ def test_captured_steps_give_the_tokens_of_eager_ones(seen):
 
 @pytest.mark.gpu
 def test_rank_0_draws_for_all(seen):
-    for _, mode, _, compacted in same_value(seen, "other_seeds"):
+    for _, mode, _, compacted in same_value(seen, "other_seeds_on_gpus"):
         assert mode == "graph"
         assert compacted
-    assert [sampler for _, _, sampler, _ in same_value(seen, "other_seeds")] == ["hf", "fast"]
+    assert [sampler for _, _, sampler, _ in same_value(seen, "other_seeds_on_gpus")] == ["hf", "fast"]
 
 
 @pytest.mark.gpu

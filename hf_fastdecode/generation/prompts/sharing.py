@@ -216,7 +216,7 @@ def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
             call.report.kept_bytes = call.state.prefix_store.keep(
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint
             )
-    call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
+    call.report.observe_nodes(cache)
 
 
 def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
