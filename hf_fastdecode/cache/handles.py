@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -222,7 +221,6 @@ class PrefillKV(SharedKV):
         if state.parallel is not None and scoring.window is not None:
             raise window_is_not_divided(scoring.window)
 
-        @functools.cache  # a span that is divided between processes is gathered once
         def stored(span: Any) -> Segment:
             if isinstance(span, InPass):
                 return self.whole.view(Span(0, span.start, span.stop - span.start))

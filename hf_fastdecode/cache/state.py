@@ -20,7 +20,7 @@ from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from ..parallel.divided_pass import DividedPass
-from ..parallel.sequence import OwnTokens, SequenceParallel
+from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.step_tables import DividedStepTables
 from .origins import SuffixOrigins
 from .storage import TokenStorage
@@ -264,10 +264,17 @@ class SharedState:
             divide: Whether processes may divide the pass.
         """
         self.packed, self.packed_spans = items, joined(item.span for item in items)
-        runs = [Run(item.span.length, item.context) for item in items]
+        runs = [Run(item.span.length, self._read_at_once(item.context)) for item in items]
         self.divided = DividedPass.of(runs, self.parallel.group) if divide and self.parallel is not None else None
         self.runs = self.divided.runs if self.divided is not None else PackedRuns(runs) if items else None
         self.own_tokens = None if self.parallel is None else self.parallel.own_tokens(self.packed_spans)
+
+    def _read_at_once(self, context: Path) -> Path:
+        """A context in spans that fit in memory: where it is divided between processes, each is gathered whole."""
+        if self.parallel is None:
+            return context
+        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
+        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
 
     def stored_length(self, segment: int) -> int:
         """Tokens of a segment that this process stores."""
