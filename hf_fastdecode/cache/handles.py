@@ -12,6 +12,7 @@ from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
+from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.operators import cannot_run
@@ -200,23 +201,28 @@ class PrefillKV(SharedKV):
             return storage.keys_and_values(storage.segments[span.segment]).view(span)
 
         assert state.runs is not None  # inside `prefilling`
-        out = causal_attention(
-            query[0],
-            self.keys,
-            self.values,
-            scoring.scale,
-            runs=state.runs,
-            stored=stored,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=state.torch_backend,
-        )
+        out, by = None, "triton"
+        if state.torch_backend == "auto":
+            out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
+        if out is None:
+            by = "PyTorch"
+            out = causal_attention(
+                query[0],
+                self.keys,
+                self.values,
+                scoring.scale,
+                runs=state.runs,
+                stored=stored,
+                softcap=scoring.softcap,
+                window=scoring.window,
+                sinks=scoring.sinks,
+                backend=state.torch_backend,
+            )
         whose = "each node once"
         if state.suffix_rows:
             nodes = self.layer.storage.segments
             whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
-        self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
+        self.layer.report("prefill", f"{whose}, causal attention by {by}, merged with its context")
         tokens = out.transpose(0, 1)
         if places is None:
             return tokens.unsqueeze(0)
