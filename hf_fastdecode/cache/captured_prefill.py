@@ -18,7 +18,7 @@ from ..attention.interface import SharedKV
 from ..attention.kv import Scoring, Segment, SuffixLengths
 from ..attention.launch.own_nodes import NO_OWN_NODES
 from ..attention.launch.plan import HeadShape
-from ..attention.launch.prefill import padded_intervals, padded_kernel_attention
+from ..attention.launch.prefill import padded_intervals, padded_kernel_attention, takes_windows
 from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
 from ..attention.torch_operators.padded_prefill import padded_causal_attention, separating_bias
@@ -94,15 +94,20 @@ def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:
 
 
 def takes_captured_passes(
-    cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device
+    cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device, longest: int
 ) -> bool:
     """Whether all layers store plain keys and values, which a pass over these items in this dtype can add to.
 
-    Stored contexts need one head_dim of keys and values, as the kernels that read them do.
+    Stored contexts need one head_dim of keys and values, as the kernels that read them do, and windows that hide none
+    of the `longest` row's tokens. Without contexts, the prefill kernel computes windows.
     """
     if cache.state.suffix_rows or cache.state.places_of_pass is not None:
         return False
     contexts = any(item.context for item in items)
+    stores = {layer.store for layer in cache.attention_layers}
+    outgrown = [store for store in stores if store.window is not None and longest > store.window]
+    if not all(not contexts and takes_windows(store.head_dim, store.value_dim, dtype, device) for store in outgrown):
+        return False
     for layer in cache.attention_layers:
         held = layer.storage.node_example
         if type(layer.storage) is not TokenStorage:

@@ -97,6 +97,12 @@ def kernel_takes(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, 
     return not plain and on_gpu(query) and refusal(query, keys, values) is None
 
 
+def takes_windows(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel computes windows that hide tokens from such heads, without gradients."""
+    keys, values = (torch.empty(1, 1, width, dtype=dtype, device=device) for width in (head_dim, value_dim))
+    return head_dim > 0 and on_gpu(keys) and refusal(keys, keys, values) is None
+
+
 def on_gpu(query: Tensor) -> bool:
     """Whether to prefer kernels; interpreted ones take longer than PyTorch's operators."""
     return query.is_cuda

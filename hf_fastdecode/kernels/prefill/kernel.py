@@ -10,19 +10,19 @@ that all of them see need no mask.
 import triton
 import triton.language as tl
 
-from ..forest_decode.node_kernel import LN2, LOG2E, LOWEST, online_softmax_step
+from ..forest_decode.node_kernel import LN2, LOG2E, LOWEST, cap_scores, online_softmax_step
 
 FARTHEST = tl.constexpr(2147483647)
 
 
 @triton.jit
 def tanh(x, IN_HARDWARE: tl.constexpr):
-    """The GPU's own tanh, whose error of 2^-11 is that of a rounding to fp16; else the logistic form."""
+    """By the GPU's own instruction, whose error of 2^-11 is that of a rounding to fp16; else in fp32."""
     if IN_HARDWARE:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+    return cap_scores(x, 1.0)
 
 
 @triton.jit
