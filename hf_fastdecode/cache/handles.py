@@ -14,6 +14,7 @@ from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
+from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial, empty_partial, merge
 from ..attention.torch_operators import decode_ops
@@ -232,23 +233,28 @@ class PrefillKV(SharedKV):
             return segment.view(span) if state.parallel is None else state.parallel.whole(segment, span)
 
         assert state.runs is not None  # inside `prefilling`
-        out = causal_attention(
-            query[0],
-            self.keys,
-            self.values,
-            scoring.scale,
-            runs=state.runs,
-            stored=stored,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=state.torch_backend,
-        )
+        out, by = None, "triton"
+        if state.torch_backend == "auto":
+            out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
+        if out is None:
+            by = "PyTorch"
+            out = causal_attention(
+                query[0],
+                self.keys,
+                self.values,
+                scoring.scale,
+                runs=state.runs,
+                stored=stored,
+                softcap=scoring.softcap,
+                window=scoring.window,
+                sinks=scoring.sinks,
+                backend=state.torch_backend,
+            )
         whose = "each node once"
         if state.suffix_rows:
             nodes = self.layer.storage.segments
             whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
-        self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
+        self.layer.report("prefill", f"{whose}, causal attention by {by}, merged with its context")
         tokens = out.transpose(0, 1)
         if places is None:
             return tokens.unsqueeze(0)

@@ -18,7 +18,7 @@ from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from ..attention.torch_operators.prefill_ops import PackedRuns, Run
+from ..attention.runs import PackedRuns, Run
 from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.step_tables import DividedStepTables
