@@ -111,8 +111,11 @@ class PackedRuns:
 
 
 def _lengths(run: Run, stored: Stored) -> list[int]:
-    """Tokens of each context of a run."""
-    return [stored(name)[0].shape[1] for name in run.context]
+    """Tokens of each context of a run; those that know their length are not read for it."""
+    known = (getattr(name, "length", None) for name in run.context)
+    return [
+        stored(name)[0].shape[1] if length is None else length for name, length in zip(run.context, known, strict=True)
+    ]
 
 
 def _grouped(pairs: Iterable[tuple[Name, int]]) -> dict[Name, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,9 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
+from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
+from ..parallel.sequence import SequenceParallel
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -219,18 +222,14 @@ class PrefillKV(SharedKV):
         if places is not None:
             query = packed(query, places)
 
-        if state.parallel is not None and scoring.window is not None:
-            raise window_is_not_divided(scoring.window)
+        stored: Callable[[Any], Segment] = self._stored
+        if (parallel := state.parallel) is not None:
+            if scoring.window is not None:
+                raise window_is_not_divided(scoring.window)
+            gathered = self._gathered(parallel)
 
-        def stored(span: Any) -> Segment:
-            if isinstance(span, InPass):
-                return self.whole.view(Span(0, span.start, span.stop - span.start))
-            if (row := state.suffix_rows.get(span.segment)) is not None:
-                first = self.layer.forest.context_lengths[row]
-                return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)
-            storage = self.layer.storage
-            segment = storage.keys_and_values(storage.segments[span.segment])
-            return segment.view(span) if state.parallel is None else state.parallel.whole(segment, span)
+            def stored(name: Any) -> Segment:
+                return self._in_pass(name) if isinstance(name, InPass) else gathered(name)
 
         assert state.runs is not None  # inside `prefilling`
         out, by = None, "triton"
@@ -250,6 +249,8 @@ class PrefillKV(SharedKV):
                 sinks=scoring.sinks,
                 backend=state.torch_backend,
             )
+        if parallel is not None:
+            gathered.finish()
         whose = "each node once"
         if state.suffix_rows:
             nodes = self.layer.storage.segments
@@ -260,6 +261,29 @@ class PrefillKV(SharedKV):
             return tokens.unsqueeze(0)
         spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, places, tokens).unflatten(0, (count, width))
+
+    def _stored(self, span: Span) -> Segment:
+        """Keys and values of a context that this process stores."""
+        storage, state = self.layer.storage, self.layer.state
+        if (row := state.suffix_rows.get(span.segment)) is not None:
+            first = self.layer.forest.context_lengths[row]
+            return storage.suffix_as_node(row, span, first, self.keys.dtype)
+        return storage.keys_and_values(storage.segments[span.segment]).view(span)
+
+    def _in_pass(self, name: InPass) -> Segment:
+        """Keys and values of tokens of the pass that other processes compute."""
+        return self.whole.view(Span(0, name.start, name.length))
+
+    def _gathered(self, parallel: SequenceParallel) -> GatheredContexts:
+        """Gathers contexts that are divided between processes."""
+        storage, state = self.layer.storage, self.layer.state
+        assert state.runs is not None
+        read_here = {name for run in state.runs.runs for name in run.context if isinstance(name, Span)}
+
+        def gather(span: Span) -> Segment:
+            return parallel.whole(storage.keys_and_values(storage.segments[span.segment]), span)
+
+        return GatheredContexts(state.contexts, read_here, gather)
 
 
 def window_is_not_divided(window: int) -> Unsupported:

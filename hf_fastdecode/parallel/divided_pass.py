@@ -32,6 +32,10 @@ class InPass(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class DividedPass:

@@ -99,7 +99,7 @@ def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> Proc
         return dividing
     crossing = set(split) & set(divided) == {distributed.get_rank()}
     if crossing and len(split) * len(divided) == distributed.get_world_size():
-        whole: ProcessGroup = distributed.group.WORLD
+        assert (whole := distributed.group.WORLD) is not None
         return whole
     raise Unsupported(
         f"its parameters are split between the processes {split}, and contexts would be divided between {divided}",
