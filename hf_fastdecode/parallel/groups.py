@@ -98,9 +98,9 @@ def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> Proc
     if split == divided:
         return dividing
     crossing = set(split) & set(divided) == {distributed.get_rank()}
-    if crossing and len(split) * len(divided) == distributed.get_world_size():
-        assert (whole := distributed.group.WORLD) is not None
-        return whole
+    world = distributed.group.WORLD
+    if crossing and world is not None and len(split) * len(divided) == world.size():
+        return world
     raise Unsupported(
         f"its parameters are split between the processes {split}, and contexts would be divided between {divided}",
         "take both from one device mesh of two dimensions, or use sequence_parallel=False",
