@@ -26,6 +26,7 @@ from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.parallel.groups import splitting_group
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
+from .processes import Models, scenario
 from .scenarios import (
     GREEDY,
     PROMPT,
@@ -37,7 +38,6 @@ from .scenarios import (
     same_value,
     values,
 )
-from .two_ranks import Models, scenario
 
 
 @scenario
