@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.kv import Segment
-from ..attention.torch_operators.prefill_ops import PackedRuns, Run
+from ..attention.runs import PackedRuns, Run
 from .collectives import gathered
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ class InPass(NamedTuple):
 
     start: int
     stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class DividedPass:
         for rank, own in enumerate(places):
             order[own] = rank * longest + torch.arange(len(own), device="cpu")
         own = places[group.rank()]
-        return cls(group, tokens, own, PackedRuns(list(_cut(runs, own))), order, longest)
+        return cls(group, tokens, own, PackedRuns(cut_runs(runs, own)), order, longest)
 
     def whole(self, own: Segment) -> Segment:
         """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
@@ -101,7 +105,7 @@ def places_of(tokens: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([torch.arange(ends[piece], ends[piece + 1], device="cpu") for piece in pieces])
 
 
-def _cut(runs: Sequence[Run], places: Tensor) -> list[Run]:
+def cut_runs(runs: Sequence[Run], places: Tensor) -> list[Run]:
     """The runs of some tokens of a pass, each with what comes before it."""
     found, start = [], 0
     for run in runs:

@@ -47,6 +47,13 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
     return largest
 
 
+def splits_between(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
+    """Whether the processes of this group split parameters, so that each of their passes has the same tokens."""
+    splitting = splitting_group(parameters)
+    ranks_of = torch.distributed.get_process_group_ranks
+    return splitting is not None and ranks_of(splitting) == ranks_of(group)
+
+
 SEQUENCE_PARALLEL_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"
 
 
@@ -81,6 +88,30 @@ def sequence_group(option: object) -> ProcessGroup | None:
         return torch.distributed.group.WORLD if in_several_processes() else None
     group: ProcessGroup = option.get_group() if hasattr(option, "get_group") else option  # type: ignore[assignment]
     return group if group.size() > 1 else None
+
+
+def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> ProcessGroup:
+    """The processes that run the same calls, where some split a model and some divide contexts.
+
+    They are either the same ones, or those of a mesh of two dimensions, one for each, which has all processes.
+
+    Raises:
+        Unsupported: They are neither.
+    """
+    if splitting is None:
+        return dividing
+    distributed = torch.distributed
+    split, divided = (distributed.get_process_group_ranks(group) for group in (splitting, dividing))
+    if split == divided:
+        return dividing
+    crossing = set(split) & set(divided) == {distributed.get_rank()}
+    world = distributed.group.WORLD
+    if crossing and world is not None and len(split) * len(divided) == world.size():
+        return world
+    raise Unsupported(
+        f"its parameters are split between the processes {split}, and contexts would be divided between {divided}",
+        "take both from one device mesh of two dimensions, or use sequence_parallel=False",
+    )
 
 
 def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+GATHERED_TOKENS = 1 << 16
+"""Tokens of stored context that a prefill pass gathers at once, at most."""
+
+
 class OwnTokens(NamedTuple):
     """Which of the new tokens of a pass this process stores.
 

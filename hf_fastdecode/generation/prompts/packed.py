@@ -16,7 +16,7 @@ from ...attention.autocast import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
-from ...parallel.groups import splitting_group
+from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
@@ -159,9 +159,9 @@ def packed_passes(
     parallel, stop = cache.state.parallel, 0
     # Further arguments may ask for outputs of every token; processes that split weights compute the same tokens.
     divide = parallel is not None and not arguments and not cache.state.suffix_rows
-    divide = divide and splitting_group(model.parameters()) is None
     if parallel is not None and divide:
-        max_tokens *= parallel.ranks
+        divide = not splits_between(model.parameters(), parallel.group)
+        max_tokens *= parallel.ranks if divide else 1
     for items_of_pass in _passes(items, max_tokens):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
