@@ -15,7 +15,8 @@ from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import gathers_parameters, splitting_group
+from ..parallel.failure import watch_of
+from ..parallel.groups import gathers_parameters, splitting_groups
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 from .model_watch import ModelWatch
@@ -58,10 +59,12 @@ class Structure:
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
         try:
-            group = splitting_group(self.walk.parameters)
+            groups = splitting_groups(self.walk.parameters)
         except Unsupported:  # for which `check_state` refuses the model
             return ALONE
-        return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
+        if not groups or self.gathers_parameters:
+            return ALONE
+        return Together(groups[0], self._model.device, watch_of(groups))
 
     @property
     def gathers_parameters(self) -> bool:

@@ -21,7 +21,7 @@ from ..attention.interface import ATTENTION_NAME
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from ..parallel.groups import in_several_processes, splitting_group
+from ..parallel.groups import in_several_processes, splitting_groups
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk, attributes
@@ -199,7 +199,7 @@ def check_state(walk: ModelWalk) -> None:
     """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code."""
     if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
         raise Unsupported("its layers are divided between processes (pipeline parallelism)")
-    splitting_group(walk.parameters)  # raises for several
+    splitting_groups(walk.parameters)  # raises for several
     training = [module for module in walk.modules if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
-    """The process group over which parameters are split, as by tensor or expert parallelism; None without one.
+def splitting_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    """The process groups over which parameters are split, as by tensor or expert parallelism; empty without one.
 
-    Of several groups, the one of most processes, which must include those of the others. All of its processes run the
-    same passes, in each of which they communicate. The group of a model whose parameters are gathered before use is
-    found too, see `gathers_parameters`.
+    The first is one of most processes, which must include those of the others. All of its processes run the same
+    passes, in each of which they communicate. The groups of a model whose parameters are gathered before use are found
+    too, see `gathers_parameters`.
 
     Raises:
         Unsupported: No group has all processes, as with two dimensions of a mesh.
     """
     if not in_several_processes() or "torch.distributed.tensor" not in sys.modules:
-        return None
+        return []
     from torch.distributed.tensor import DTensor
 
     found: dict[tuple[object, int], ProcessGroup] = {}
@@ -38,13 +38,13 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
         for dimension, placement in enumerate(parameter.placements):
             if placement.is_shard() and mesh.size(dimension) > 1 and (mesh, dimension) not in found:
                 found[mesh, dimension] = mesh.get_group(dimension)
-    largest = max(found.values(), key=lambda group: group.size(), default=None)
-    if len(found) > 1:
-        members = set(torch.distributed.get_process_group_ranks(largest))
-        if not all(members.issuperset(torch.distributed.get_process_group_ranks(group)) for group in found.values()):
+    groups = sorted(found.values(), key=lambda group: -group.size())
+    if len(groups) > 1:
+        members = set(torch.distributed.get_process_group_ranks(groups[0]))
+        if not all(members.issuperset(torch.distributed.get_process_group_ranks(group)) for group in groups):
             sizes = " and ".join(str(group.size()) for group in found.values())
             raise Unsupported(f"its parameters are split over several groups of processes, of {sizes}")
-    return largest
+    return groups
 
 
 def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:
