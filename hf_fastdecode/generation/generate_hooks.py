@@ -46,7 +46,7 @@ from .._compat import (
 from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
-from ..errors import PeerFailedError, Unsupported
+from ..errors import Unsupported
 from ..parallel.failure import UNWATCHED, Unwatched
 from ..parallel.groups import in_several_processes
 from .call_context import CallContext, CallScope
@@ -236,8 +236,6 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             if call.report is None:  # failed before the path was chosen
                 model_state.last_call = call.report = CallReport()
             call.report.fail(error)
-            if isinstance(error, PeerFailedError) and _watch(model_state, model, may_share).failed:
-                model_state.captures.clear()  # a captured graph holds the communicator
             raise
         finally:
             call.scope.close()
@@ -248,7 +246,11 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
 
 def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:
     """What ends this call when another process of the model fails."""
-    return _structure(model_state, model).ranks.watch if may_share and in_several_processes() else UNWATCHED
+    if not may_share or not in_several_processes():
+        return UNWATCHED
+    watch = _structure(model_state, model).ranks.watch
+    watch.frees(model_state.captures)
+    return watch
 
 
 def _begin_prefill(

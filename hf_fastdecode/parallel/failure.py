@@ -16,14 +16,15 @@ import atexit
 import logging
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock, Thread
 from time import monotonic
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, ref
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import distributed
 
@@ -38,11 +39,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_fastdecode")
 
-_GRACE = 2.0
-"""Seconds for a peer's error to be raised here too, or for its silence to tell which peer closed a connection."""
+_GRACE = 1.0
+"""Seconds for a peer's error to be raised here too, and for a call to end whose store's process has ended."""
+
+_SILENT = 2.0
+"""Seconds of silence that tell which peer closed a connection."""
+
+_RECENT = 64
+"""Collectives and passes that a process tells: more than one is ahead of another, whose device still computes."""
 
 _EXITS = 4
 """Exits that a process tells; the others are behind by one call at most."""
+
+
+class Holder(Protocol):
+    """What holds captured graphs, and with them the communicators of NCCL."""
+
+    def clear(self) -> None: ...
 
 
 class Unwatched:
@@ -57,6 +70,8 @@ class Unwatched:
         return nullcontext()
 
     def enter_foreign_loop(self) -> None: ...
+
+    def frees(self, holder: Holder) -> None: ...
 
     def at(self, place: str) -> None: ...
 
@@ -81,12 +96,13 @@ class PeerWatch(Unwatched):
         self._groups = [ref(group) for group in groups]
         self._rank, self._pid = groups[0].rank(), os.getpid()
         self.failed: tuple[int, str] | None = None
-        self._at = 0, ""  # how much was counted, and the last of it
-        self._call, self._place, self._in_call = "", "", False
+        self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
+        self._place, self._in_call = "", False
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
         self._vain: dict[int, float] = {}  # since when a peer that left is waited for, by rank
         self._is_ending = False
+        self._holders: WeakSet[Holder] = WeakSet()
         size = groups[0].size()
         self._heartbeat = Heartbeat(store, self._rank, size, Lock(), self._standing, self._has_told_enough)
         self._news = self._heartbeat.news
@@ -123,18 +139,22 @@ class PeerWatch(Unwatched):
     def running_pass(self, timeout: float) -> Iterator[None]:
         """Context of a forward pass, in which the processes communicate; a call of its own outside of one."""
         if not self._in_call:
-            with self.call("a forward pass", timeout), self.running_pass(timeout):
+            with self.call("forward", timeout), self.running_pass(timeout):
                 yield
             return
         self._raise_if_failed()
-        odd = self._at[0] % 2 == 1
+        odd = self._recent[-1][0] % 2 == 1
         self._advance("a forward pass", odd=True)
         yield
-        self._advance("a forward pass", odd=odd)
+        self._advance("the end of a forward pass", odd=odd)
 
     def enter_foreign_loop(self) -> None:
         """The rest of the call is passes that are not counted."""
         self._advance("a loop of transformers", odd=True)
+
+    def frees(self, holder: Holder) -> None:
+        """Clear this when the groups are given up."""
+        self._holders.add(holder)
 
     def at(self, place: str) -> None:
         """Tell in which part of the call this process is."""
@@ -149,24 +169,27 @@ class PeerWatch(Unwatched):
         """End the threads, at the end of the process."""
         with self._news:
             self._is_ending = True
-            self._heartbeat.end()
             self._news.notify_all()
+            self._heartbeat.ask()
         self._heartbeat.join()
 
     def _advance(self, doing: str, *, odd: bool = False) -> None:
-        count = self._at[0] + 1
-        self._at = count + (count % 2 != odd), doing  # in one assignment, as other threads read both
+        count = self._recent[-1][0] + 1
+        self._recent.append((count + (count % 2 != odd), doing))
 
     def _raise_if_failed(self) -> None:
         if self.failed is not None:
             raise PeerFailedError(*self.failed)
 
     def _standing(self) -> Standing:
-        count, doing = self._at
-        return Standing(0, self._in_call, count, f"{self._call}: {doing}", self._place, self._exits, self.failed)
+        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed)
 
-    def _has_told_enough(self, told: Standing) -> bool:
-        return told.failed is not None or self._groups[0]() is None
+    def _has_told_enough(self) -> bool:
+        group = self._groups[0]()
+        if group is None or group not in distributed.distributed_c10d._world.pg_map:  # destroyed
+            self._is_ending = True
+            self._news.notify_all()
+        return self._is_ending
 
     def _last_seen(self, rank: int) -> str:
         peer = self._heartbeat.peers.get(rank, Standing())
@@ -187,9 +210,8 @@ class PeerWatch(Unwatched):
                     "start them anew)",
                 )
             self._vain.clear()
-            self._call = self._place = name
-            self._timeout, self._entered = timeout, monotonic()
-            self._advance("the start")
+            self._timeout, self._entered, self._place = timeout, monotonic(), name
+            self._advance(f"a call of {name}")
             self._in_call = True
             self._heartbeat.ask()
             self._news.notify_all()
@@ -204,14 +226,25 @@ class PeerWatch(Unwatched):
             by_peer = self.failed
             if by_peer is None and text is not None and _of_communication(error):
                 self._fail(self._rank, text)
-            self._exits = (*self._exits[1 - _EXITS :], Exit(self._at[0], text))
+            self._exits = (*self._exits[1 - _EXITS :], Exit(self._recent[-1][0], text))
             self._in_call = False
             self._heartbeat.ask()
-            if by_peer is not None and (error is None or isinstance(error, Exception)):
-                raise PeerFailedError(*by_peer) from error
-            if error is not None:
+            if by_peer is None and error is not None:
                 last = self._heartbeat.rounds + 3 if self._rank == 0 else 0  # rank 0 may end, and the store with it
                 self._heartbeat.until_written(lambda: self._heartbeat.rounds >= last or self._left_alike() is not None)
+        if by_peer is not None:
+            if error is not None:
+                clear_frames(error.__traceback__)  # which may hold captured steps
+            self._free()
+            if error is None or isinstance(error, Exception):
+                raise PeerFailedError(*by_peer) from error
+
+    def _free(self) -> None:
+        for holder in list(self._holders):
+            try:
+                holder.clear()
+            except RuntimeError:  # of a device whose last kernel failed
+                logger.warning("captured steps cannot be freed", exc_info=True)
 
     def _left_alike(self) -> bool | None:
         """Whether all processes left the last call like this one; None if that is not known yet."""
@@ -221,8 +254,8 @@ class PeerWatch(Unwatched):
 
     def _settle(self) -> None:
         """After an error, wait until all processes have left that call, and give up the group if not all did alike."""
-        while self.failed is None and self._heartbeat.lost is None and not (alike := self._left_alike()):
-            if alike is False:
+        while self.failed is None and not (alike := self._left_alike()):
+            if alike is False or self._heartbeat.lost is not None:
                 self._fail(self._rank, str(self._exits[-1].error))
             self._look_at_peers()
             if self.failed is None:
@@ -230,11 +263,11 @@ class PeerWatch(Unwatched):
 
     def _find_who_closed(self) -> None:
         """Find the peer because of which communication failed: it says so, or falls silent."""
-        end, heartbeat = monotonic() + 1.5 * _GRACE, self._heartbeat
+        end, heartbeat = monotonic() + 1.5 * _SILENT, self._heartbeat
         while self.failed is None and monotonic() < end:
             self._look_at_peers()
             silent = max(heartbeat.others, key=lambda rank: heartbeat.silence.get(rank, 0.0))
-            if heartbeat.silence.get(silent, 0.0) > _GRACE:
+            if heartbeat.silence.get(silent, 0.0) > _SILENT:
                 self._fail(silent, f"its connections were closed, and it is silent ({self._last_seen(silent)})")
             elif heartbeat.lost is not None and self._rank != 0:
                 self._fail(0, "its connections were closed, and the store of the process group with them")
@@ -248,13 +281,23 @@ class PeerWatch(Unwatched):
             self._heartbeat.ask()
             self._news.notify_all()
 
+    def _is_known(self) -> bool:
+        """Whether all peers that live have given up the groups."""
+        peers, silence = self._heartbeat.peers, self._heartbeat.silence
+        return all(peer.failed is not None or silence[rank] > _SILENT for rank, peer in peers.items())
+
+    def _adopt(self) -> None:
+        """Give up the groups if a peer did."""
+        for peer in self._heartbeat.peers.values():
+            if peer.failed is not None:
+                self._fail(*peer.failed)
+
     def _look_at_peers(self) -> None:
         """Give up the groups if a peer did, or cannot take part in this call any more."""
+        self._adopt()
         mine, now, heartbeat = self._standing(), monotonic(), self._heartbeat
         for rank, theirs in heartbeat.peers.items():
-            if theirs.failed is not None:
-                self._fail(*theirs.failed)
-            elif (cause := parted(mine, theirs)) is not None:
+            if (cause := parted(mine, theirs)) is not None:
                 self._fail(rank, cause)
             elif (cause := waits_in_vain(mine, theirs)) is not None:
                 if now - self._vain.setdefault(rank, now) > _GRACE:
@@ -269,11 +312,13 @@ class PeerWatch(Unwatched):
         rounds, unanswered, last, heartbeat = 0, 0.0, monotonic(), self._heartbeat
         with self._news:
             while self.failed is None:
-                if not self._in_call:
-                    self._news.wait_for(lambda: self._in_call or self.failed is not None or self._is_ending)
-                    unanswered, last = 0.0, monotonic()
                 if self._is_ending:
                     return
+                self._adopt()
+                if not self._in_call:
+                    self._news.wait()
+                    unanswered, last = 0.0, monotonic()
+                    continue
                 self._look_at_peers()
                 now = monotonic()
                 unanswered = 0.0 if heartbeat.rounds != rounds else unanswered + min(now - last, LONGEST)
@@ -286,7 +331,11 @@ class PeerWatch(Unwatched):
                     self._tell_who_is_away()
                 if self.failed is None:
                     self._news.wait(IN_CALLS)
-            heartbeat.until_written()  # before connections close, which others notice at once
+            # Before connections close, which others notice at once, and before this process ends with the store in it.
+            heartbeat.until_written(lambda: self._rank != 0 or self._is_known())
+            self._is_ending, in_call = True, self._in_call
+        if not in_call:  # else, `abort` lets the call end, which frees what it holds
+            self._free()
         for group in self._groups:
             if (one := group()) is not None:
                 try:

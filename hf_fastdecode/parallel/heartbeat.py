@@ -32,7 +32,7 @@ class Heartbeat:
         size: Number of processes.
         lock: Held by those who read attributes or call methods, but `join`.
         tell: Where this process stands.
-        is_over: Whether the heartbeat ends, now that this was written.
+        is_over: Whether the heartbeat ends.
 
     Attributes:
         news: Notified after each exchange.
@@ -49,7 +49,7 @@ class Heartbeat:
         size: int,
         lock: Lock,
         tell: Callable[[], Standing],
-        is_over: Callable[[Standing], bool],
+        is_over: Callable[[], bool],
     ):
         self.others = [one for one in range(size) if one != rank]
         self.peers: dict[int, Standing] = {}
@@ -59,7 +59,6 @@ class Heartbeat:
         self._store, self._rank, self._tell, self._is_over = store, rank, tell, is_over
         self.news, self._request = Condition(lock), Condition(lock)
         self._wanted = self._written = 0
-        self._is_ending = False
         self._thread: Thread | None = None
 
     def start(self) -> None:
@@ -76,14 +75,7 @@ class Heartbeat:
     def until_written(self, and_then: Callable[[], bool] = lambda: True) -> None:
         """Wait until the others can read what was asked to be written, and for a condition; for a second at most."""
         wanted = self._wanted
-        self.news.wait_for(
-            lambda: self.lost is not None or self._is_ending or (self._written >= wanted and and_then()), 1.0
-        )
-
-    def end(self) -> None:
-        """Let the thread end soon."""
-        self._is_ending = True
-        self._request.notify()
+        self.news.wait_for(lambda: self.lost is not None or (self._written >= wanted and and_then()), 1.0)
 
     def join(self) -> None:
         """Wait for the thread to end, for a second at most; without the lock."""
@@ -112,11 +104,11 @@ class Heartbeat:
                 self._written = wanted
                 self.rounds += 1
                 self.news.notify_all()
-                if self._is_ending or self._is_over(mine):
+                if self._is_over():
                     return
-                seconds = IN_CALLS if mine.in_call or mine.error_exit is not None else BETWEEN_CALLS
+                soon = mine.in_call or mine.error_exit is not None or mine.failed is not None
                 if self._wanted == wanted:
-                    self._request.wait(seconds)
+                    self._request.wait(IN_CALLS if soon else BETWEEN_CALLS)
 
     def _exchange(self, mine: Standing, known: set[int]) -> dict[int, Standing]:
         """Write this process's standing and read the others'; `known` are those that wrote theirs before."""

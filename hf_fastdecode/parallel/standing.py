@@ -36,8 +36,7 @@ class Standing:
     Attributes:
         beat: Increases with each heartbeat.
         in_call: Whether a call is in progress.
-        count: Collectives, passes and calls begun so far; see `Exit`.
-        doing: The last of these.
+        recent: The last collectives, passes and calls that were begun, each with how many there were then.
         place: The part of the call, for errors.
         exits: How the last calls were left, the latest last.
         failed: The rank that failed, and its cause, if this process gave up the group.
@@ -45,8 +44,7 @@ class Standing:
 
     beat: int = 0
     in_call: bool = False
-    count: int = 0
-    doing: str = ""
+    recent: tuple[tuple[int, str], ...] = ()
     place: str = ""
     exits: tuple[Exit, ...] = ()
     failed: tuple[int, str] | None = None
@@ -56,9 +54,15 @@ class Standing:
 
     @classmethod
     def of_text(cls, text: bytes | str) -> Standing:
-        beat, in_call, count, doing, place, exits, failed = json.loads(text)
+        beat, in_call, recent, place, exits, failed = json.loads(text)
         gave_up = None if failed is None else (failed[0], failed[1])
-        return cls(beat, in_call, count, doing, place, tuple(Exit(*one) for one in exits), gave_up)
+        begun = tuple((count, what) for count, what in recent)
+        return cls(beat, in_call, begun, place, tuple(Exit(*one) for one in exits), gave_up)
+
+    @property
+    def count(self) -> int:
+        """How many collectives, passes and calls were begun; see `Exit`."""
+        return self.recent[-1][0] if self.recent else 0
 
     @property
     def error_exit(self) -> Exit | None:
@@ -76,8 +80,11 @@ def parted(mine: Standing, theirs: Standing) -> str | None:
     left = theirs.error_exit
     if left is not None and mine.count > left.count and not mine.left_like(left):
         return left.error
-    if mine.in_call and theirs.in_call and mine.count == theirs.count and mine.doing != theirs.doing:
-        return f"it is in {theirs.doing} where others are in {mine.doing}: the processes took different ways"
+    if mine.in_call and theirs.in_call:
+        begun = dict(mine.recent)
+        for count, what in theirs.recent:
+            if what != begun.get(count, what):
+                return f"it began {what} where another process began {begun[count]}"
     return None
 
 
