@@ -31,6 +31,9 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
 
 _REUSED_BYTES = 2 * 2**30
 
+_SHORTEST_TIMEOUT = 3
+"""Seconds within which a process that lives tells its peers so, with all its cores busy."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -49,6 +52,7 @@ class Options:
     max_prefill_tokens: int = 16384
     reuse_prefix: bool | int = False
     sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False
+    peer_timeout: float = 60
 
     @property
     def reused_bytes(self) -> int:
@@ -94,3 +98,6 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        seconds = self.peer_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= _SHORTEST_TIMEOUT:
+            raise ValueError(f"peer_timeout must be a number of at least {_SHORTEST_TIMEOUT} seconds, got {seconds!r}")
