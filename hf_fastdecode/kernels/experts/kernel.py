@@ -60,7 +60,7 @@ def list_pairs(
     tl.store(items + 3 * spare + 2, 0, mask=left)
 
 
-@triton.jit(do_not_specialize=["pairs", "part_width"])
+@triton.jit(do_not_specialize=["pairs"])
 def products(
     x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
