@@ -1,0 +1,133 @@
+"""Experts of a mixture, by transformers' interface for them: their products, and the gate between.
+
+transformers' own implementations copy the weights of each row's experts, or sort and gather rows by some fifty
+launches. The kernels of `kernels.experts` serve the few rows of decode steps; passes of more keep transformers'.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat import EXPERTS_FIELD, uncompiled_call
+from ...kernels.experts import reference
+from ...kernels.experts.api import experts
+from ...kernels.experts.config import refusal
+from ...kernels.experts.forms import Gate, Weights
+from ...kernels.failures import KernelFailedError
+from ...kernels.pointwise.forms import Activation
+from .runs import is_plain, runs_fused
+from .trial import function_key, names_in, random, settings, twin
+
+WHAT = "mixtures of experts"
+
+_COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
+_SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
+"""Of tokens: large numbers show limits of gates."""
+_WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+_OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
+"""Implementations that are replaced: transformers' choices, of which it takes one by default."""
+
+
+class Form(NamedTuple):
+    """What a module computes.
+
+    Attributes:
+        transposed: As of `Weights`.
+        interleaved: Likewise.
+        gate: What stands between the products.
+    """
+
+    transposed: bool
+    interleaved: bool
+    gate: Gate
+
+
+def may_be(module: type[nn.Module]) -> bool:
+    """Whether modules of a class may be experts of transformers' interface."""
+    return hasattr(module, "_apply_gate") and names_in(module) and "down_proj" in names_in(module)
+
+
+def kind(module: nn.Module) -> Hashable | None:
+    """What tells modules apart that compute differently; None for a module of other parts."""
+    flags = tuple(getattr(module, name, None) for name in _FLAGS)
+    gated, biased, normed, _, _, parallel = flags
+    names = _WEIGHTS | (_BIASES if biased else set())
+    if not gated or normed or parallel or module._parameters.keys() != names or module._buffers:
+        return None
+    activation = module._modules.get("act_fn", vars(module).get("act_fn"))
+    if module._modules.keys() - {"act_fn"} or isinstance(activation, nn.Module) and not is_plain(activation):
+        return None
+    of_module = settings(module)
+    of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+    if of_module is None or activation is not None and of_activation is None:
+        return None
+    gate = function_key(getattr(type(module), "_apply_gate"))  # noqa: B009 - which classes of others lack
+    return of_module, flags, of_activation, gate
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Which gate the module's experts have, if they compute nothing else."""
+    transposed, interleaved = bool(module.is_transposed), not module.is_concatenated
+    shapes = [(_COUNT, 2 * _INNER, _HIDDEN), (_COUNT, _HIDDEN, _INNER)]
+    if transposed:
+        shapes = [(count, width, columns) for count, columns, width in shapes]
+    tensors = [random(*shape, seed=seed, dtype=torch.float32) / 4 for seed, shape in enumerate(shapes)]
+    names = ["gate_up_proj", "down_proj"]
+    if module.has_bias:
+        names += ["gate_up_proj_bias", "down_proj_bias"]
+        tensors += [random(_COUNT, width, seed=width, dtype=torch.float32) for width in (2 * _INNER, _HIDDEN)]
+    parts: dict[str, nn.Module | Tensor] = dict(zip(names, tensors, strict=True))
+    small = twin(module, **parts, **{name: part for name, part in module._modules.items() if part is not None})
+    small.num_experts = _COUNT
+    x = random(_ROWS, _HIDDEN, seed=6, dtype=torch.float32) * _SCALES
+    shares, chosen = random(_ROWS, _COUNT, seed=7, dtype=torch.float32).topk(2)
+    weights = Weights(*tensors, transposed=transposed, interleaved=interleaved)
+    found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
+    for gate in _gates(module):
+        expected = reference.experts(x, weights, chosen, shares, gate)
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+            return Form(transposed, interleaved, gate)
+    return None
+
+
+def replacement(module: nn.Module, form: Form) -> Any:
+    """What runs in the place of the module."""
+    return partial(_run, module, form)
+
+
+def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
+    own = vars(getattr(module, "config", None) or object)
+    served = own.get(EXPERTS_FIELD) in _OF_TRANSFORMERS and is_plain(module)
+    if not served or len(args) != 3 or kwargs or not runs_fused(args[0]):
+        return uncompiled_call(module, *args, **kwargs)
+    x, chosen, shares = args
+    parts: Any = module
+    biases = (parts.gate_up_proj_bias, parts.down_proj_bias) if parts.has_bias else (None, None)
+    weights = Weights(parts.gate_up_proj, parts.down_proj, *biases, form.transposed, form.interleaved)
+    if refusal(x, weights, chosen, shares) is not None:
+        return uncompiled_call(module, *args)
+    try:
+        return experts(x, weights, chosen, shares, form.gate)
+    except KernelFailedError:
+        return uncompiled_call(module, *args)
+
+
+def _gates(module: nn.Module) -> Iterator[Gate]:
+    """What may stand between the products, with the module's own numbers."""
+    limits, alphas = (
+        dict.fromkeys([default, *(number for name in names if type(number := vars(module).get(name)) in (int, float))])
+        for default, names in ((inf, _LIMITS), (1.0, _ALPHAS))
+    )
+    for activation, limit, offset in product(Activation, limits, (0.0, 1.0)):
+        for alpha in alphas if activation is Activation.SILU else (1.0,):
+            yield Gate(activation, alpha, limit, offset)
