@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.experts import reference
 from hf_fastdecode.kernels.experts.api import experts
-from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, choose_configs, most_items, refusal
+from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal
 from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.pointwise.forms import Activation
 

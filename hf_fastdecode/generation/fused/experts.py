@@ -54,7 +54,7 @@ class Form(NamedTuple):
 
 def may_be(module: type[nn.Module]) -> bool:
     """Whether modules of a class may be experts of transformers' interface."""
-    return hasattr(module, "_apply_gate") and names_in(module) and "down_proj" in names_in(module)
+    return hasattr(module, "_apply_gate") and "down_proj" in names_in(module)
 
 
 def kind(module: nn.Module) -> Hashable | None:
@@ -65,14 +65,14 @@ def kind(module: nn.Module) -> Hashable | None:
     if not gated or normed or parallel or module._parameters.keys() != names or module._buffers:
         return None
     activation = module._modules.get("act_fn", vars(module).get("act_fn"))
-    if module._modules.keys() - {"act_fn"} or isinstance(activation, nn.Module) and not is_plain(activation):
+    if module._modules.keys() - {"act_fn"} or (isinstance(activation, nn.Module) and not is_plain(activation)):
         return None
     of_module = settings(module)
     of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
-    if of_module is None or activation is not None and of_activation is None:
+    if of_module is None or (activation is not None and of_activation is None):
         return None
-    gate = function_key(getattr(type(module), "_apply_gate"))  # noqa: B009 - which classes of others lack
-    return of_module, flags, of_activation, gate
+    own: Any = type(module)
+    return of_module, flags, of_activation, function_key(own._apply_gate)
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -82,17 +82,16 @@ def form_of(module: nn.Module) -> Form | None:
     if transposed:
         shapes = [(count, width, columns) for count, columns, width in shapes]
     tensors = [random(*shape, seed=seed, dtype=torch.float32) / 4 for seed, shape in enumerate(shapes)]
-    names = ["gate_up_proj", "down_proj"]
     if module.has_bias:
-        names += ["gate_up_proj_bias", "down_proj_bias"]
         tensors += [random(_COUNT, width, seed=width, dtype=torch.float32) for width in (2 * _INNER, _HIDDEN)]
-    parts: dict[str, nn.Module | Tensor] = dict(zip(names, tensors, strict=True))
-    small = twin(module, **parts, **{name: part for name, part in module._modules.items() if part is not None})
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    parts: dict[str, nn.Module | Tensor] = dict(zip(names, tensors, strict=False))
+    small: Any = twin(module, **parts, **{name: part for name, part in module._modules.items() if part is not None})
     small.num_experts = _COUNT
     x = random(_ROWS, _HIDDEN, seed=6, dtype=torch.float32) * _SCALES
     shares, chosen = random(_ROWS, _COUNT, seed=7, dtype=torch.float32).topk(2)
-    weights = Weights(*tensors, transposed=transposed, interleaved=interleaved)
     found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
+    weights = _weights(small, transposed=transposed, interleaved=interleaved)
     for gate in _gates(module):
         expected = reference.experts(x, weights, chosen, shares, gate)
         if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
@@ -111,9 +110,7 @@ def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
     if not served or len(args) != 3 or kwargs or not runs_fused(args[0]):
         return uncompiled_call(module, *args, **kwargs)
     x, chosen, shares = args
-    parts: Any = module
-    biases = (parts.gate_up_proj_bias, parts.down_proj_bias) if parts.has_bias else (None, None)
-    weights = Weights(parts.gate_up_proj, parts.down_proj, *biases, form.transposed, form.interleaved)
+    weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)
     if refusal(x, weights, chosen, shares) is not None:
         return uncompiled_call(module, *args)
     try:
@@ -122,12 +119,16 @@ def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
         return uncompiled_call(module, *args)
 
 
+def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    return Weights(module.gate_up_proj, module.down_proj, *biases, transposed, interleaved)
+
+
 def _gates(module: nn.Module) -> Iterator[Gate]:
     """What may stand between the products, with the module's own numbers."""
-    limits, alphas = (
-        dict.fromkeys([default, *(number for name in names if type(number := vars(module).get(name)) in (int, float))])
-        for default, names in ((inf, _LIMITS), (1.0, _ALPHAS))
-    )
+    own = {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+    limits = {inf, *(own[name] for name in _LIMITS if name in own)}
+    alphas = {1.0, *(own[name] for name in _ALPHAS if name in own)}
     for activation, limit, offset in product(Activation, limits, (0.0, 1.0)):
         for alpha in alphas if activation is Activation.SILU else (1.0,):
             yield Gate(activation, alpha, limit, offset)

@@ -65,7 +65,9 @@ def choose_configs(pairs: int, weights: Weights, multiprocessors: int) -> Config
     """
     each = -(-2 * pairs // weights.experts)
     block_pairs = min(64, max(16, 1 << (each - 1).bit_length()))
-    at_once = [next(numbers for numbers in _AT_ONCE if width % numbers == 0) for width in (weights.hidden, weights.inner)]
+    at_once = [
+        next(numbers for numbers in _AT_ONCE if width % numbers == 0) for width in (weights.hidden, weights.inner)
+    ]
     gate_up = Config(64, at_once[0], 4, 4, 1)
     tiles = min(weights.experts, pairs) * -(-weights.hidden // 64)
     iterations = weights.inner // at_once[1]
