@@ -36,7 +36,8 @@ class CallReport:
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
-        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations; empty if none did.
+        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations,
+            in captured passes mixtures of experts; empty if none did.
         sampler: Sampling code used: ``hf`` or ``fast``.
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.

@@ -1,7 +1,8 @@
 """Experts of a mixture, by transformers' interface for them: their products, and the gate between.
 
 transformers' own implementations copy the weights of each row's experts, or sort and gather rows by some fifty
-launches. The kernels of `kernels.experts` serve the few rows of decode steps; passes of more keep transformers'.
+launches. The kernels of `kernels.experts` serve the few rows of captured passes, unless these leave products to
+PyTorch (``fuse_projections=False``); other passes keep transformers'.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from ...kernels.experts.config import refusal
 from ...kernels.experts.forms import Gate, Weights
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise.forms import Activation
+from ...kernels.row_products.config import fuses_products
 from .runs import is_plain, runs_fused
 from .trial import function_key, names_in, random, settings, twin
 
-WHAT = "mixtures of experts"
+WHAT = "mixtures of experts in captured passes"
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
@@ -107,7 +109,7 @@ def replacement(module: nn.Module, form: Form) -> Any:
 def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
     own = vars(getattr(module, "config", None) or object)
     served = own.get(EXPERTS_FIELD) in _OF_TRANSFORMERS and is_plain(module)
-    if not served or len(args) != 3 or kwargs or not runs_fused(args[0]):
+    if not (served and fuses_products()) or len(args) != 3 or kwargs or not runs_fused(args[0]):
         return uncompiled_call(module, *args, **kwargs)
     x, chosen, shares = args
     weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)

@@ -22,6 +22,7 @@ from hf_fastdecode.kernels.experts.config import MOST_PAIRS
 from hf_fastdecode.kernels.experts.forms import Gate
 from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.kernels.pointwise.forms import Activation
+from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ragged_prompts, tiny_model
 from .test_modules import DEVICE, Counted, half, logits
@@ -100,7 +101,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def test_an_implementation_that_was_asked_for_runs(launches: Counted) -> None:
     model = half("mixtral-window")
     model.set_experts_implementation("eager")
-    with FusedModules(model).installed():
+    with FusedModules(model).installed(), fusing_products():
         logits(model)
         assert launches.count == 0
         model.set_experts_implementation("batched_mm")
@@ -108,11 +109,18 @@ def test_an_implementation_that_was_asked_for_runs(launches: Counted) -> None:
     assert launches.count == 2
 
 
+def test_products_that_are_left_to_pytorch(launches: Counted) -> None:
+    model = half("mixtral-window")
+    with FusedModules(model).installed():
+        logits(model)
+    assert launches.count == 0
+
+
 def test_many_pairs_keep_the_models_code(launches: Counted) -> None:
     model = half("mixtral-window")
     x = torch.ones(MOST_PAIRS, 64, dtype=torch.float16, device=DEVICE)
     block = model.model.layers[0].mlp
-    with torch.no_grad(), FusedModules(model).installed():
+    with torch.no_grad(), FusedModules(model).installed(), fusing_products():
         block(x[None])
         assert launches.count == 0
         block(x[None, : MOST_PAIRS // 2])
@@ -129,7 +137,7 @@ def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "experts", fail)
     with torch.no_grad():
         expected = block(x)
-        with FusedModules(model).installed():
+        with FusedModules(model).installed(), fusing_products():
             torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
 
 
