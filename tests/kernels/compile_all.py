@@ -36,7 +36,7 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.kernels.experts.api import experts
+from hf_fastdecode.kernels.experts.api import experts, largest
 from hf_fastdecode.kernels.experts.config import MOST_PAIRS
 from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
@@ -411,6 +411,7 @@ def run_experts() -> None:
             layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
             for layout, activation in product(layouts, Activation):
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+        largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from transformers.integrations.moe import batched_mm_experts_forward
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.experts import reference
-from hf_fastdecode.kernels.experts.api import experts
+from hf_fastdecode.kernels.experts.api import experts, largest
 from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal
 from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.pointwise.forms import Activation
@@ -144,6 +144,24 @@ def test_every_pair_has_a_place(rows: int, count: int, per_row: int) -> None:
         assert sorted(place for _, place in listed) == list(range(pairs))
         assert all(flat[order[place]] == expert for expert, place in listed)
         assert all(end - begin <= block for _, begin, end in items.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 4, 2), (5, 33, 8), (3, 128, 8), (2, 1, 1)])
+def test_largest(rows: int, columns: int, count: int, dtype: torch.dtype) -> None:
+    scores = random(rows, columns, seed=1, dtype=dtype)
+    scores[0, 0] = -0.5
+    values, places = largest(scores, count)
+    expected, where = scores.sort(dim=-1, descending=True, stable=True)
+    assert (values.dtype, places.dtype) == (dtype, torch.int64)
+    assert torch.equal(values, expected[:, :count])
+    assert torch.equal(places, where[:, :count])
+
+
+def test_largest_of_equal_and_other_numbers() -> None:
+    inf = float("inf")
+    scores = torch.tensor([[1.0, 2.0, 2.0, -inf], [float("nan"), inf, 0.0, 3.0], [-inf] * 4], device=DEVICE)
+    assert largest(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 3], [0, 1, 2]]
 
 
 def test_what_is_not_served() -> None:

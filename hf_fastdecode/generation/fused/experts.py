@@ -122,8 +122,15 @@ def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
 
 
 def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    return Weights(module.gate_up_proj, module.down_proj, *biases, transposed, interleaved)
+    biased = module.has_bias
+    return Weights(
+        module.gate_up_proj,
+        module.down_proj,
+        module.gate_up_proj_bias if biased else None,
+        module.down_proj_bias if biased else None,
+        transposed=transposed,
+        interleaved=interleaved,
+    )
 
 
 def _gates(module: nn.Module) -> Iterator[Gate]:

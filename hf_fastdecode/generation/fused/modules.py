@@ -66,6 +66,11 @@ class FusedModules:
         kinds = {one.kind for one in self.found}
         return {norms, rotary} <= kinds and not kinds.isdisjoint({gated, experts})
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether mixtures of experts are among them, whose routers look for the largest numbers of short rows."""
+        return any(one.kind is experts for one in self.found)
+
     def __str__(self) -> str:
         counts = Counter(one.kind.WHAT for one in self.found)
         return ", ".join(f"{count} {what}" for what, count in counts.items())

@@ -145,3 +145,35 @@ def _multiply(
 def _power_of_two(number: int) -> int:
     """The least power of two that is no smaller."""
     return 1 << (number - 1).bit_length()
+
+
+def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`torch.topk` along the last axis, which of equal numbers takes the first.
+
+    Args:
+        scores: ``[rows, columns]``, contiguous, fp32, fp16 or bf16, of at most `MOST_EXPERTS` columns.
+        count: At most `MOST_LARGEST`.
+
+    Returns:
+        The largest numbers ``[rows, count]`` in falling order, and their columns, int64.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, columns), device = scores.shape, scores.device
+    values = torch.empty(rows, count, dtype=scores.dtype, device=device)
+    places = torch.empty(rows, count, dtype=torch.int64, device=device)
+    with launching(Kernel.EXPERTS, device):
+        launch(
+            kernel.largest,
+            (rows,),
+            scores,
+            values,
+            places,
+            COLUMNS=columns,
+            COUNT=count,
+            BLOCK=_power_of_two(columns),
+            num_warps=1,
+            **overlap_options(device),
+        )
+    return values, places

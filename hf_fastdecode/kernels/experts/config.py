@@ -17,6 +17,9 @@ MOST_PAIRS: Final = 512
 
 MOST_EXPERTS: Final = 512
 
+MOST_LARGEST: Final = 16
+"""Numbers that `largest` finds in a row."""
+
 WIDTHS: Final = 32
 """What the widths of products are multiples of."""
 

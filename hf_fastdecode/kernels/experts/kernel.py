@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..pointwise.kernel import SILU, activated
 
+LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
+
 
 @triton.jit(do_not_specialize=["pairs", "most_items"])
 def list_pairs(
@@ -172,3 +174,33 @@ def add_up(
         total += tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
     result = tl.sum(total * share[:, None], 0)
     tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def largest(
+    scores,  # [rows, COLUMNS], contiguous
+    values,  # [rows, COUNT]: the largest of each row, in falling order
+    columns,  # [rows, COUNT] int64: where they are; of equal ones the first comes first
+    COLUMNS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least COLUMNS
+    PDL: tl.constexpr,
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # A number's bits, as an integer of the same order, before its column from behind: no two are equal, and NaN is
+    # larger than any number.
+    score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    bits = score.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = bits.to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
+    key = tl.where(column < COLUMNS, key, LEAST)
+    for place in tl.static_range(COUNT):
+        most = tl.max(key, 0)
+        bits = (most >> 32).to(tl.int32)
+        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        tl.store(values + row * COUNT + place, value.to(values.dtype.element_ty))
+        tl.store(columns + row * COUNT + place, BLOCK - 1 - (most & 0xFFFFFFFF))
+        key = tl.where(key == most, LEAST, key)

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.fused import experts
+from hf_fastdecode.generation.fused import largest as module_of_largest
 from hf_fastdecode.generation.fused.experts import Form, form_of, kind
+from hf_fastdecode.generation.fused.largest import LargestOfFew
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.trial import tried
 from hf_fastdecode.kernels.experts.config import MOST_PAIRS
@@ -139,6 +141,21 @@ def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = block(x)
         with FusedModules(model).installed(), fusing_products():
             torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
+
+
+def test_routers_look_for_few_of_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(module_of_largest.largest)
+    monkeypatch.setattr(module_of_largest, "largest", counted)
+    scores = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with LargestOfFew():
+        found = [torch.topk(scores, 2), scores.topk(k=2, dim=1), torch.topk(scores, 2, dim=-1, sorted=False)]
+        assert counted.count == 3
+        others = scores.topk(2, dim=0), scores.topk(2, largest=False), scores[0].topk(2), scores.mT.topk(2)
+    assert counted.count == 3
+    for one in found:
+        assert torch.equal(one.values, scores.topk(2).values)
+        assert torch.equal(one.indices, scores.topk(2).indices)
+    assert torch.equal(others[0].values, scores.topk(2, dim=0).values)
 
 
 @pytest.mark.gpu
