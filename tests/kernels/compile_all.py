@@ -37,7 +37,7 @@ from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.kernels.experts.api import experts, largest
-from hf_fastdecode.kernels.experts.config import MOST_PAIRS
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
 from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
@@ -403,8 +403,8 @@ def run_experts() -> None:
             shapes = [(first, third, second) for first, second, third in shapes]
         parts = [torch.empty(shape, dtype=dtype, device=CUDA) for shape in shapes]
         biases = [torch.empty(count, width, dtype=dtype, device=CUDA) for width in (2 * inner, hidden)]
-        for rows in (1, 8, 32, 128, MOST_PAIRS // per_row):
-            rows = min(rows, MOST_PAIRS // per_row)
+        most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * count) // per_row
+        for rows in (1, 8, most // 4, most // 2, most):
             x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
             chosen = torch.empty(rows, per_row, dtype=torch.int64, device=CUDA)
             shares = torch.empty(rows, per_row, dtype=dtype, device=CUDA)

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ..ahead import launch
 from ..failures import Kernel, launching
-from ..forest_decode.limits import multiprocessors, overlap_options
+from ..forest_decode.limits import overlap_options, shared_memory
 from ..installed import interpreted
 from ..pointwise.forms import Activation
 from . import kernel
 from .config import Config, Configs, choose_configs, most_items
 from .forms import Gate, Weights
 
+_PLACES = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
 
 
@@ -45,46 +46,42 @@ def experts(
     """
     device, pairs, per_row = x.device, chosen.numel(), chosen.shape[1]
     if configs is None:
-        configs = choose_configs(pairs, weights, multiprocessors(device))
+        configs = choose_configs(pairs, weights, shared_memory(device))
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
     count = most_items(pairs, weights.experts, configs.block_pairs)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     items = torch.empty(count, 3, dtype=torch.int32, device=device)
     hidden = torch.empty(pairs, weights.inner, dtype=x.dtype, device=device)
-    parts = torch.empty(configs.down.parts, pairs, weights.hidden, dtype=torch.float32, device=device)
+    results = torch.empty(pairs, weights.hidden, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
     overlap = overlap_options(device)
     with launching(Kernel.EXPERTS, device):
-        block = max(16, _power_of_two(pairs))
         launch(
             kernel.list_pairs,
-            (1,),
+            (-(-pairs // _PLACES),),
             chosen,
             order,
             items,
             pairs,
             count,
             EXPERTS=weights.experts,
-            BLOCK_P=block,
-            BLOCK_Q=min(64, block),
+            BLOCK_P=max(_PLACES, _power_of_two(pairs)),
+            BLOCK_Q=_PLACES,
             BLOCK_E=_power_of_two(weights.experts),
             BLOCK_I=_power_of_two(count),
             BLOCK_M=configs.block_pairs,
-            num_warps=min(16, max(4, block // 16)),
             **overlap,
         )
-        lists = (order, items, pairs)
+        lists = (order, items)
         _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate)
-        _multiply(hidden, weights.down, weights.down_bias, parts, lists, 1, weights, configs, None)
+        _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None)
         launch(
             kernel.add_up,
             (len(x), -(-weights.hidden // _COLUMNS)),
-            parts,
+            results,
             chosen,
             shares,
             out,
-            pairs,
-            configs.down.parts,
             EXPERTS=weights.experts,
             COLUMNS=weights.hidden,
             PAIRS_PER_ROW=per_row,
@@ -100,7 +97,7 @@ def _multiply(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    lists: tuple[Tensor, Tensor, int],
+    lists: tuple[Tensor, Tensor],
     per_row: int,
     weights: Weights,
     configs: Configs,
@@ -108,20 +105,17 @@ def _multiply(
 ) -> None:
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
-    order, items, pairs = lists
-    iterations = width // config.at_once
+    order, items = lists
     form = gate or Gate(next(iter(Activation)))
     launch(
         kernel.products,
-        (-(-columns // config.columns), len(items), config.parts),
+        (-(-columns // config.columns), len(items)),
         x,
         weight,
         out if bias is None else bias,
         out,
         order,
         items,
-        pairs,
-        -(-iterations // config.parts) * config.at_once,
         form.alpha,
         form.limit,
         form.offset,
@@ -137,7 +131,6 @@ def _multiply(
         BLOCK_N=config.columns,
         BLOCK_K=config.at_once,
         STAGES=config.stages if not interpreted() else 1,
-        num_warps=config.warps,
         **overlap_options(x.device),
     )
 

@@ -12,8 +12,11 @@ from ..forest_decode.limits import HALF_PRECISION, compute_capability
 from ..installed import interpreted
 from .forms import Weights
 
-MOST_PAIRS: Final = 512
-"""Pairs of a row and an expert. Of more, each expert has so many that its products take longer than its weights."""
+MOST_PAIRS: Final = 1024
+"""Pairs of a row and an expert."""
+
+MOST_OF_AN_EXPERT: Final = 32
+"""Pairs of an expert, on average. Of more, products take longer than reading weights."""
 
 MOST_EXPERTS: Final = 512
 
@@ -23,7 +26,8 @@ MOST_LARGEST: Final = 16
 WIDTHS: Final = 32
 """What the widths of products are multiples of."""
 
-_AT_ONCE = (64, 32)
+_AT_ONCE = (128, 64, 32)
+_BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with the largest tiles fit
 
 
 class Config(NamedTuple):
@@ -33,15 +37,11 @@ class Config(NamedTuple):
         columns: Columns of a tile.
         at_once: Numbers of each pair and column per iteration.
         stages: Iterations whose loads are in flight.
-        warps: Warps of a program.
-        parts: Parts of the width, each for a program; one where columns are gated.
     """
 
     columns: int
     at_once: int
     stages: int
-    warps: int
-    parts: int
 
 
 class Configs(NamedTuple):
@@ -58,25 +58,25 @@ class Configs(NamedTuple):
     down: Config
 
 
-def choose_configs(pairs: int, weights: Weights, multiprocessors: int) -> Configs:
+def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
     """Launch parameters, measured on an H100.
 
     Args:
         pairs: Pairs of a row and an expert.
         weights: The layer's.
-        multiprocessors: Of the device.
+        shared_memory: Bytes of it that a program can have.
     """
-    each = -(-2 * pairs // weights.experts)
-    block_pairs = min(64, max(16, 1 << (each - 1).bit_length()))
-    at_once = [
-        next(numbers for numbers in _AT_ONCE if width % numbers == 0) for width in (weights.hidden, weights.inner)
-    ]
-    gate_up = Config(64, at_once[0], 4, 4, 1)
-    tiles = min(weights.experts, pairs) * -(-weights.hidden // 64)
-    iterations = weights.inner // at_once[1]
-    parts = max(1, min(3 * multiprocessors // tiles, iterations // 8))
-    parts = -(-iterations // -(-iterations // parts))  # none of which is empty
-    return Configs(block_pairs, gate_up, Config(64, at_once[1], 4, 4, parts))
+    twice = -(-2 * pairs // weights.experts)
+    block_pairs = min(64, max(16, 1 << (twice - 1).bit_length()))
+    few, big = block_pairs == 16, shared_memory >= _BIG_TILES
+
+    def config(width: int, columns: int) -> Config:
+        most = 128 if few and big and not weights.transposed else 64
+        at_once = next(numbers for numbers in _AT_ONCE if numbers <= most and width % numbers == 0)
+        return Config(columns, at_once, 7 if few and big and columns == at_once == 64 else 4)
+
+    gate_up = config(weights.hidden, 128 if big and weights.transposed else 64)
+    return Configs(block_pairs, gate_up, config(weights.inner, 128 if big and not few else 64))
 
 
 def most_items(pairs: int, experts: int, block_pairs: int) -> int:
@@ -95,8 +95,9 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
         shares: Likewise.
     """
     pairs = chosen.numel()
-    if not 1 <= pairs <= MOST_PAIRS or weights.experts > MOST_EXPERTS:
-        return f"it takes up to {MOST_PAIRS} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
+    most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * weights.experts)
+    if not 1 <= pairs <= most or weights.experts > MOST_EXPERTS:
+        return f"it takes up to {most} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
     if x.dim() != 2 or chosen.shape != shares.shape or chosen.dim() != 2 or len(chosen) != len(x):
         return "it takes rows [rows, hidden], and experts and their shares [rows, experts_per_row]"
     if chosen.dtype not in (torch.int32, torch.int64) or not shares.dtype.is_floating_point:

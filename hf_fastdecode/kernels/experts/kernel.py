@@ -23,7 +23,7 @@ def list_pairs(
     most_items,
     EXPERTS: tl.constexpr,
     BLOCK_P: tl.constexpr,  # at least pairs
-    BLOCK_Q: tl.constexpr,  # pairs that all are compared with at once
+    BLOCK_Q: tl.constexpr,  # pairs whose place a program finds
     BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_I: tl.constexpr,  # at least most_items
     BLOCK_M: tl.constexpr,
@@ -32,46 +32,46 @@ def list_pairs(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    pair, expert = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E)
-    own = tl.load(chosen + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
-    own = tl.where((own >= 0) & (own < EXPERTS), own, EXPERTS)
-    place = tl.zeros([BLOCK_P], tl.int32)
-    first = tl.zeros([BLOCK_E], tl.int32)
-    count = first
-    for start in tl.range(0, pairs, BLOCK_Q):
-        number = start + tl.arange(0, BLOCK_Q)
-        other = tl.load(chosen + number, mask=number < pairs, other=EXPERTS).to(tl.int32)
-        other = tl.where((other >= 0) & (other < EXPERTS), other, EXPERTS)
-        other = tl.where(number < pairs, other, EXPERTS + 1)
-        earlier = (other[None, :] == own[:, None]) & (number[None, :] < pair[:, None])
-        place += tl.sum(((other[None, :] < own[:, None]) | earlier).to(tl.int32), 1)
-        first += tl.sum((other[None, :] < expert[:, None]).to(tl.int32), 1)
-        count += tl.sum((other[None, :] == expert[:, None]).to(tl.int32), 1)
-    tl.store(order + place, pair, mask=pair < pairs)
-    blocks = tl.where(expert < EXPERTS, (count + BLOCK_M - 1) // BLOCK_M, 0)
-    item = tl.cumsum(blocks, 0) - blocks
-    for block in tl.range(0, tl.max(blocks, 0)):
-        at, here = items + 3 * (item + block), block < blocks
-        begin = first + block * BLOCK_M
-        tl.store(at, expert, mask=here)
-        tl.store(at + 1, begin, mask=here)
-        tl.store(at + 2, tl.minimum(begin + BLOCK_M, first + count), mask=here)
-    spare = tl.arange(0, BLOCK_I)
-    left = (spare >= tl.sum(blocks, 0)) & (spare < most_items)
-    tl.store(items + 3 * spare + 1, 0, mask=left)
-    tl.store(items + 3 * spare + 2, 0, mask=left)
+    pair, own_pair = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    expert = expert_of(chosen, pair, pairs, EXPERTS)
+    own = expert_of(chosen, own_pair, pairs, EXPERTS)
+    earlier = (expert[None, :] == own[:, None]) & (pair[None, :] < own_pair[:, None])
+    before = (expert[None, :] < own[:, None]) | earlier
+    tl.store(order + tl.sum(before.to(tl.int32), 1), own_pair, mask=own_pair < pairs)
+    if tl.program_id(0) == 0:
+        number = tl.arange(0, BLOCK_E)
+        count = tl.histogram(expert, BLOCK_E, mask=expert < EXPERTS)
+        first = tl.cumsum(count, 0) - count
+        blocks = (count + BLOCK_M - 1) // BLOCK_M
+        item = tl.cumsum(blocks, 0) - blocks
+        for block in tl.range(0, tl.max(blocks, 0)):
+            at, here = items + 3 * (item + block), block < blocks
+            begin = first + block * BLOCK_M
+            tl.store(at, number, mask=here)
+            tl.store(at + 1, begin, mask=here)
+            tl.store(at + 2, tl.minimum(begin + BLOCK_M, first + count), mask=here)
+        spare = tl.arange(0, BLOCK_I)
+        left = (spare >= tl.sum(blocks, 0)) & (spare < most_items)
+        tl.store(items + 3 * spare + 1, 0, mask=left)
+        tl.store(items + 3 * spare + 2, 0, mask=left)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
+def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
+    """The expert of a pair; behind all experts for others, and behind these beyond the last pair."""
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
+    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
+    return tl.where(pair < pairs, expert, EXPERTS + 1)
+
+
+@triton.jit
 def products(
     x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
     bias,  # [experts, COLUMNS]; not read without BIAS
-    out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [parts, pairs, COLUMNS] fp32
+    out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
     order,  # as `list_pairs` writes it
     items,  # likewise
-    pairs,
-    part_width,  # of each part of the width but the last, a multiple of BLOCK_K
     alpha,  # as in `forms.Gate`; not read without GATED
     limit,
     offset,
@@ -91,7 +91,7 @@ def products(
 ):
     HALF: tl.constexpr = BLOCK_N // 2
     INNER: tl.constexpr = COLUMNS // 2
-    block, item, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, item = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -116,15 +116,13 @@ def products(
         weight += expert * WIDTH * COLUMNS
         here = (pair // PAIRS_PER_ROW)[None, :] * WIDTH + within[:, None]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        first = part * part_width
-        for start in tl.range(first, tl.minimum(first + part_width, WIDTH), BLOCK_K, num_stages=STAGES):
+        for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             numbers = tl.load(x + here + start, mask=there[None, :], other=0.0)
             further = start * COLUMNS if TRANSPOSED else start
             own = tl.load(weight + at + further, mask=kept[:, None], other=0.0, eviction_policy="evict_first")
             total = tl.dot(own, numbers, total)
         if BIAS:
-            shift = tl.load(bias + expert * COLUMNS + column, mask=kept, other=0.0).to(tl.float32)
-            total += tl.where(part == 0, shift, 0.0)[:, None]
+            total += tl.load(bias + expert * COLUMNS + column, mask=kept, other=0.0).to(tl.float32)[:, None]
         if GATED:
             if INTERLEAVED:
                 gates, ups = tl.split(tl.permute(tl.reshape(total, (HALF, 2, BLOCK_M)), (0, 2, 1)))
@@ -140,18 +138,16 @@ def products(
             to = pair[None, :] * INNER + inner[:, None]
             tl.store(out + to, (gates * ups).to(out.dtype.element_ty), mask=there[None, :] & (inner < INNER)[:, None])
         else:
-            to = (part * pairs + pair).to(tl.int64)[None, :] * COLUMNS + column[:, None]
+            to = pair[None, :] * COLUMNS + column[:, None]
             tl.store(out + to, total, mask=there[None, :] & kept[:, None])
 
 
-@triton.jit(do_not_specialize=["pairs", "parts"])
+@triton.jit
 def add_up(
-    products,  # [parts, pairs, COLUMNS] fp32
+    products,  # [pairs, COLUMNS] fp32
     chosen,  # [pairs], as of `list_pairs`: what is left out there is not read here
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
-    pairs,
-    parts,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
@@ -168,11 +164,9 @@ def add_up(
     expert = tl.load(chosen + pair, mask=own < PAIRS_PER_ROW, other=-1)
     there = (expert >= 0) & (expert < EXPERTS)
     share = tl.load(shares + pair, mask=there, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for part in tl.range(0, parts):
-        at = (part * pairs + pair)[:, None] * COLUMNS + column[None, :]
-        total += tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
-    result = tl.sum(total * share[:, None], 0)
+    at = pair[:, None] * COLUMNS + column[None, :]
+    numbers = tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
+    result = tl.sum(numbers * share[:, None], 0)
     tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=kept)
 
 

@@ -20,7 +20,7 @@ from hf_fastdecode.generation.fused.experts import Form, form_of, kind
 from hf_fastdecode.generation.fused.largest import LargestOfFew
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.trial import tried
-from hf_fastdecode.kernels.experts.config import MOST_PAIRS
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT
 from hf_fastdecode.kernels.experts.forms import Gate
 from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.kernels.pointwise.forms import Activation
@@ -120,12 +120,13 @@ def test_products_that_are_left_to_pytorch(launches: Counted) -> None:
 
 def test_many_pairs_keep_the_models_code(launches: Counted) -> None:
     model = half("mixtral-window")
-    x = torch.ones(MOST_PAIRS, 64, dtype=torch.float16, device=DEVICE)
+    most = MOST_OF_AN_EXPERT * 4 // 2  # rows, of which each has two of four experts
+    x = torch.ones(most + 1, 64, dtype=torch.float16, device=DEVICE)
     block = model.model.layers[0].mlp
     with torch.no_grad(), FusedModules(model).installed(), fusing_products():
         block(x[None])
         assert launches.count == 0
-        block(x[None, : MOST_PAIRS // 2])
+        block(x[None, :most])
     assert launches.count == 1
 
 
@@ -177,6 +178,9 @@ def test_captured_steps(name: str, launches: Counted) -> None:
         with torch.no_grad():
             return model(tokens, attention_mask=mask).logits[:, length - 1 : -1].double()
 
+    def error(logits: Tensor) -> Tensor:
+        """Of most tokens: few are sent to other experts, which rounding decides where scores are close."""
+        return (logits - exact).norm(dim=-1).median()
+
     exact = own(deepcopy(model).float())
-    error = (torch.stack(found.logits, 1).double() - exact).norm()
-    assert error <= 2 * (own(model) - exact).norm()
+    assert error(torch.stack(found.logits, 1).double()) <= 2 * error(own(model))
