@@ -123,7 +123,7 @@ class CallReport:
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  computed by {self.ranks} processes, of which rank 0 draws tokens"] if self.ranks > 1 else []),
-                *([f"  one kernel each: {self.fused}"] if self.fused else []),
+                *([f"  as kernels: {self.fused}"] if self.fused else []),
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *self._events(),
                 *_layer_lines(self.layers),
