@@ -92,13 +92,16 @@ def form_of(module: nn.Module) -> Form | None:
     small.num_experts = _COUNT
     x = random(_ROWS, _HIDDEN, seed=6, dtype=torch.float32) * _SCALES
     shares, chosen = random(_ROWS, _COUNT, seed=7, dtype=torch.float32).topk(2)
-    found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
     weights = _weights(small, transposed=transposed, interleaved=interleaved)
-    for gate in _gates(module):
-        expected = reference.experts(x, weights, chosen, shares, gate)
-        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
-            return Form(transposed, interleaved, gate)
-    return None
+    numbers = random(_ROWS, 2 * _INNER, seed=8, dtype=torch.float32) * _SCALES
+    numbers = torch.cat((numbers, numbers * max(_own(module, _LIMITS, 1.0))))
+    opened = small._apply_gate(numbers)
+    fits = (gate for gate in _gates(module) if _close(opened, reference.opened(numbers, weights, gate)))
+    if (gate := next(fits, None)) is None:
+        return None
+    found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
+    expected = reference.experts(x, weights, chosen, shares, gate)
+    return Form(transposed, interleaved, gate) if _close(found, expected) else None
 
 
 def replacement(module: nn.Module, form: Form) -> Any:
@@ -121,6 +124,10 @@ def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
         return uncompiled_call(module, *args)
 
 
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
 def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
     biased = module.has_bias
     return Weights(
@@ -135,9 +142,13 @@ def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
 
 def _gates(module: nn.Module) -> Iterator[Gate]:
     """What may stand between the products, with the module's own numbers."""
-    own = {name: value for name, value in vars(module).items() if type(value) in (int, float)}
-    limits = {inf, *(own[name] for name in _LIMITS if name in own)}
-    alphas = {1.0, *(own[name] for name in _ALPHAS if name in own)}
+    limits, alphas = _own(module, _LIMITS, inf), _own(module, _ALPHAS, 1.0)
     for activation, limit, offset in product(Activation, limits, (0.0, 1.0)):
         for alpha in alphas if activation is Activation.SILU else (1.0,):
             yield Gate(activation, alpha, limit, offset)
+
+
+def _own(module: nn.Module, names: tuple[str, ...], default: float) -> set[float]:
+    """The module's numbers of these names, and a default."""
+    own: list[Any] = [vars(module).get(name) for name in names]
+    return {default, *(number for number in own if type(number) in (int, float))}
