@@ -128,8 +128,9 @@ def products(
                 gates, ups = tl.split(tl.permute(tl.reshape(total, (HALF, 2, BLOCK_M)), (0, 2, 1)))
             else:
                 gates, ups = tl.split(tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0)))
-            gates = tl.minimum(gates, limit)
-            ups = tl.minimum(tl.maximum(ups, -limit), limit) + offset
+            gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
+            ups = tl.maximum(ups, -limit, propagate_nan=tl.PropagateNan.ALL)
+            ups = tl.minimum(ups, limit, propagate_nan=tl.PropagateNan.ALL) + offset
             if ACTIVATION == SILU:
                 gates = gates / (1.0 + tl.exp(-alpha * gates))
             else:
