@@ -19,7 +19,7 @@ from triton.runtime import _async_compile
 from hf_fastdecode.attention.launch.step_tables import Attention, attend_nothing
 from hf_fastdecode.generation.fused.products import RowProducts
 from hf_fastdecode.generation.steps.cuda_graph import bucket
-from hf_fastdecode.generation.steps.early_kernels import launch_other_sizes
+from hf_fastdecode.generation.steps.other_sizes import launch_other_sizes
 from hf_fastdecode.kernels.ahead import Launch, listed
 from hf_fastdecode.kernels.compiling_process import without_tensors
 from hf_fastdecode.kernels.noted import taking_notes

@@ -27,7 +27,7 @@ from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
-from .early_kernels import compile_other_sizes
+from .other_sizes import compile_other_sizes
 from .prefill_ahead import PrefillAhead, Scope
 
 _MOST_STEPS = 32
