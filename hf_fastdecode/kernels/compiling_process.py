@@ -13,23 +13,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib import import_module
+from inspect import getclosurevars
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
 
 from .ahead import Launch
+from .compiling_worker import Source
 from .installed import interpreted, triton_is_installed
-
-_MOST_THREADS = 4
 
 _NICENESS = 10
 """Of the process: calls, also of other programs, go before it."""
@@ -44,8 +38,8 @@ given = socket.socket(fileno=0)
 given.settimeout({_MOST_SECONDS})
 messages = given.makefile("rb")
 sys.path[:] = pickle.load(messages)
-from hf_fastdecode.kernels.compiling_process import compile_given
-compile_given(given, *pickle.load(messages))
+from hf_fastdecode.kernels.compiling_worker import compile_sources
+compile_sources(given, *pickle.load(messages))
 """
 
 
@@ -89,7 +83,8 @@ class CompilingProcess:
         """Begin to compile the kernels of these launches, in their order. It can be asked for once."""
         from triton.runtime import driver
 
-        self._send(pickle.dumps((driver.active.get_current_target(), without_tensors(launches))))
+        sources = [*sources_of(launches).values()]
+        self._send(pickle.dumps((driver.active.get_current_target(), sources)))
 
     def is_running(self) -> bool:
         """Whether it has not ended."""
@@ -129,87 +124,33 @@ def _can_write(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-@dataclass(frozen=True)
-class Pointer:
-    """Stands for a tensor: has what Triton reads of one."""
+def sources_of(launches: Iterable[Launch]) -> dict[str, Source]:
+    """What these launches would compile, by the keys under which Triton stores it; without what is loaded."""
+    from triton import AsyncCompileMode
 
-    dtype: torch.dtype
-    address: int
+    class Asking(AsyncCompileMode):
+        def submit(self, key: str, compile_one: Callable[[], Any], _: Any) -> None:
+            raise _AskedError(key, compile_one)  # so that nothing is kept in the place of a kernel
 
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Given(NamedTuple):
-    """A launch whose kernel can be compiled elsewhere: its module and name, and arguments that compile alike."""
-
-    module: str
-    kernel: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def without_tensors(launches: Iterable[Launch]) -> list[Given]:
-    """The launches, each kernel with arguments that compile alike once."""
-    found: dict[str, Given] = {}
-    for kernel, arguments, options in launches:
-        given = Given(kernel.__module__, kernel.__name__, tuple(map(_that_compiles_alike, arguments)), options)
-        found.setdefault(repr(given), given)
-    return list(found.values())
+    found: dict[str, Source] = {}
+    with Asking(None):
+        for kernel, arguments, options in launches:
+            try:
+                kernel.warmup(*arguments, grid=(1,), **options)
+            except _AskedError as asked:
+                if asked.key not in found:
+                    found[asked.key] = _source(asked.compile_one)
+    return found
 
 
-_MOST_NUMBER = 2**31  # larger ones have another type
+class _AskedError(Exception):
+    def __init__(self, key: str, compile_one: Callable[[], Any]):
+        self.key, self.compile_one = key, compile_one
 
 
-def _that_compiles_alike(argument: Any) -> Any:
-    """What Triton compiles the same kernel for: it tells ones and multiples of 16 from other numbers."""
-    if isinstance(argument, Tensor):
-        return Pointer(argument.dtype, argument.data_ptr() % 16)
-    if type(argument) is int and abs(argument) < _MOST_NUMBER:
-        return argument if argument == 1 else 16 if argument % 16 == 0 else 2
-    if type(argument) is float:
-        return 0.5
-    if hasattr(argument, "block_shape"):  # a descriptor
-        return replace(argument, base=Pointer(argument.base.dtype, 0), shape=list(argument.block_shape))
-    return argument
-
-
-def compile_given(given: socket.socket, target: Any, launches: list[Given]) -> None:
-    """What the process does once it has its work; it ends at once when the other end of the socket is closed."""
-    import triton
-
-    Thread(target=_end_with, args=(given,), daemon=True).start()
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0
-        )
-    )
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
-    with _Threads(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for launch in launches:
-            kernel = getattr(import_module(launch.module), launch.kernel)
-            with suppress(Exception):
-                kernel.warmup(*launch.arguments, grid=(1,), **launch.options)
-
-
-def _end_with(given: socket.socket) -> None:
-    given.settimeout(None)
-    with suppress(OSError):
-        given.recv(1)
-    os._exit(0)
-
-
-class _Threads(ThreadPoolExecutor):
-    """Threads that make the launchers of what they compile too, where these are compiled."""
-
-    def submit(self, compile_one: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        return super().submit(_with_launcher, compile_one, *arguments, **named)
-
-
-def _with_launcher(compile_one: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    kernel = compile_one(*arguments, **named)
-    with suppress(Exception):  # Triton < 3.7
-        from triton.backends.nvidia.driver import CudaLauncher
-
-        CudaLauncher(kernel.src, kernel.metadata)
-    return kernel
+def _source(compile_one: Callable[[], Any]) -> Source:
+    """What a function of Triton's would compile."""
+    named = getclosurevars(compile_one).nonlocals
+    source, kernel = named["src"], named["self"]
+    arguments = source.signature, source.constants, source.attrs
+    return Source(type(source), kernel.__module__, kernel.__name__, arguments, vars(named["options"]))

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it runs on Linu
 
 BEGIN = """
 import os, signal, time
+from contextlib import suppress
 from unittest.mock import patch
 
 import torch
 import triton
-from tests.kernels.compile_all import CUDA, Activation, Claimed, NormForm, gated, gated_product, pretending, rms_norm
+from tests.kernels.compile_all import CUDA, Activation, Claimed, NormForm, gated_product, pretending, rms_norm
 from hf_fastdecode.kernels import compiling_process
 from hf_fastdecode.kernels.ahead import listed
 from hf_fastdecode.kernels.compiling_process import CompilingProcess
@@ -37,7 +38,6 @@ compiling_process._BEGIN = compiling_process._BEGIN.replace("os.nice(10)", "")  
 def launch():
     x = torch.empty(40, 4096, dtype=torch.bfloat16, device=CUDA)
     rms_norm(x, x[0].as_subclass(Claimed), 1e-5, NormForm.ROUNDED)
-    gated(x, x, Activation.SILU)
     gated_product(x, x, x, (None, None), Activation.SILU)  # of descriptors
 """
 
@@ -46,17 +46,17 @@ with pretending((9, 0)):
     launches = listed(launch)
     process = CompilingProcess.start(CUDA)
     process.compile(launches)
-    for _ in range(1200):
-        if not process.is_running():
-            break
-        time.sleep(0.1)
+    while process.is_running():
+        with suppress(FileNotFoundError):
+            assert "libtorch" not in open(f"/proc/{process._process.pid}/maps").read()  # its import takes long
+        time.sleep(0.05)
     assert process._process.returncode == 0, process._process.returncode
     found = []
     triton.knobs.compilation.listener = lambda **told: found.append(told["cache_hit"])
     launches = listed(launch)
     for kernel, arguments, options in launches:
         kernel.warmup(*arguments, grid=(1,), **options)
-assert found == [True] * 3, found
+assert found == [True] * 2, found
 """
 
 ENDS = """

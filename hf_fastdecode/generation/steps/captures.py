@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +22,7 @@ from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
 from ..structure import Known, Structure
+from .call_lock import CallLock, Holder
 from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
@@ -42,8 +42,6 @@ class Captures:
     so together they hold a few times the memory of the largest one.
 
     Attributes:
-        owner: The thread that holds the lock.
-        scope: The call that holds the lock from its start to its end, if one does; see `prefill_ahead`.
         ahead: The prefill pass that this call has begun.
         prefills: The captured prefill passes.
         count: Number of steps captured.
@@ -51,9 +49,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.owner: int | None = None
-        self.scope: object = None
+        self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
         self.compiled = CompiledLayers()
         self.prefills = CapturedPrefills()
@@ -78,6 +74,16 @@ class Captures:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Captures, ()
+
+    @property
+    def owner(self) -> int | None:
+        """The thread that holds the lock."""
+        return None if (holder := self.lock.holder) is None else holder.thread
+
+    @property
+    def scope(self) -> object:
+        """The call that holds the lock from its start to its end, if one does; see `prefill_ahead`."""
+        return None if (holder := self.lock.holder) is None else holder.scope
 
     @property
     def made(self) -> int:
@@ -199,11 +205,12 @@ class Captures:
         size = size_for(inputs.shape[1]) if inputs.numel() else None
         if size is None or torch.is_autocast_enabled(device.type) or not self._may_replay(device):
             return
-        if not self.lock.acquire(blocking=False):
+        if self.lock.holder is not None:
             return
-        self.owner, self.scope = threading.get_ident(), scope
+        scope.callback(self.end_ahead, scope)
         try:
-            scope.callback(self.end_ahead, scope)
+            if not self.lock.acquire(Holder(scope), wait=False):
+                return
             shape, _ = again
             if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
                 self.ahead = PrefillAhead(captured, inputs)
@@ -238,8 +245,8 @@ class Captures:
                 self.prefills.again = None
             self.join_ahead()
         finally:
-            self.ahead = self.scope = self.owner = None
-            self.lock.release()
+            self.ahead = None
+            self.lock.release(self.lock.holder)
 
     def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
         """Record why a capture failed, and whether it ran out of memory."""
