@@ -38,7 +38,8 @@ given = socket.socket(fileno=0)
 given.settimeout({_MOST_SECONDS})
 messages = given.makefile("rb")
 sys.path[:] = pickle.load(messages)
-from hf_fastdecode.kernels.compiling_worker import compile_sources
+from hf_fastdecode.kernels.compiling_worker import compile_sources, prepare
+prepare()
 compile_sources(given, *pickle.load(messages))
 """
 

@@ -36,6 +36,16 @@ class Source(NamedTuple):
     options: dict[str, Any]
 
 
+def prepare() -> None:
+    """What takes a while before the first kernel, and can be done before it is known: imports, and Triton's hash."""
+    with suppress(ImportError):  # internal to Triton
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    for module in ("forest_decode.suffix", "row_products.kernel"):
+        import_module(f".{module}", __package__)
+
+
 def compile_sources(given: socket.socket, target: Any, sources: Sequence[Source]) -> None:
     """Compile for a GPU, in this order; the process ends at once when the other end of the socket is closed."""
     from triton.runtime import driver
