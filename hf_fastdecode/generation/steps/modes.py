@@ -87,7 +87,7 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
         call.set_mode("eager", "it runs inside another generate call of this model")
         yield False
         return
-    holder = Holder()
+    holder, before = Holder(), captures.made
     try:
         acquired = captures.lock.acquire(holder, wait=forced is not None)
         if call.ranks.all(acquired) == [False]:
@@ -97,12 +97,11 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
             yield False
             return
         before = captures.made
-        try:
-            yield True
-        finally:
-            call.report.captures = captures.made - before
+        yield True
     finally:
-        captures.lock.release(holder)
+        if captures.lock.holder is holder:
+            call.report.captures = captures.made - before
+            captures.lock.release(holder)
 
 
 @contextmanager
