@@ -1,11 +1,6 @@
-"""Kernels begin to compile before they are needed: those that other calls need, also where something is missing."""
+"""Kernels that begin to compile while prompts are prefilled: what they are compiled for may be missing."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +9,6 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import modes
 
-from ..fresh_processes import ROOT
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 
@@ -29,13 +23,3 @@ def test_an_output_layer_without_a_weight(monkeypatch: pytest.MonkeyPatch) -> No
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(model, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-
-
-def test_steps_of_every_size_find_their_kernels_begun() -> None:
-    """In an interpreter of its own, where Triton compiles; see `every_size`."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.generation.every_size"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"7b-mha": [], "8b-gqa": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -90,11 +91,11 @@ def runs(number: int) -> bool:
     return state != "Z"
 
 
-def in_a_process(code: str, folder: Path) -> list[int]:
-    """Numbers printed by code that runs where Triton compiles."""
+def in_a_process(folder: Path, *program: str) -> str:
+    """What a program prints that runs where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code],
+        [sys.executable, *program],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
@@ -102,15 +103,22 @@ def in_a_process(code: str, folder: Path) -> list[int]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return list(map(int, done.stdout.split()))
+    return done.stdout
 
 
 def test_launches_find_what_it_compiled(tmp_path: Path) -> None:
-    in_a_process(COMPILES, tmp_path / "to be made")
+    in_a_process(tmp_path / "to be made", "-c", BEGIN + COMPILES)
+
+
+def test_steps_of_every_size_find_their_kernels_begun(tmp_path: Path) -> None:
+    """Of those that begin to compile after the first step; see `every_size`."""
+    missing = json.loads(in_a_process(tmp_path, "-m", "tests.kernels.every_size"))
+    assert missing == {"7b-mha": [], "8b-gqa": []}
 
 
 def test_it_ends_when_asked_to_and_with_who_started_it(tmp_path: Path) -> None:
-    numbers, deadline = in_a_process(ENDS, tmp_path), time.monotonic() + 20
+    numbers = list(map(int, in_a_process(tmp_path, "-c", BEGIN + ENDS).split()))
+    deadline = time.monotonic() + 20
     assert len(numbers) == 2  # the last of a process that was killed
     while any(map(runs, numbers)) and time.monotonic() < deadline:
         time.sleep(0.05)

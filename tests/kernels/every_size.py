@@ -1,6 +1,6 @@
 """Which kernels steps of other sizes need, of those that begin to compile after the first: on a GPU that is pretended.
 
-``python -m tests.generation.every_size`` prints, for each shape of a model, what a step needs that has not begun.
+``python -m tests.kernels.every_size`` prints, for each shape of a model, what a step needs that has not begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hf_fastdecode.kernels.ahead import Launch, listed
 from hf_fastdecode.kernels.compiling_process import sources_of
 from hf_fastdecode.kernels.noted import taking_notes
 from hf_fastdecode.kernels.row_products import config
-from tests.kernels.compile_all import CUDA, Activation, Claimed, Forest, Node, Span, pretending
+
+from .compile_all import CUDA, Activation, Claimed, Forest, Node, Span, pretending
 
 ROWS = (1, 2, 3, 4, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128)
 CONTEXTS = (100, 2048, 5000, 20_000)
