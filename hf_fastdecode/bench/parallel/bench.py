@@ -1,0 +1,54 @@
+"""Measures cases on the processes that torchrun started: rank 0 has the rows, and the others follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .attention import AttentionBench
+from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS, AttentionCase, CollectiveCase, StepCase
+from .collectives import CollectiveBench
+from .ranks import Processes
+from .steps import StepBench
+
+ParallelCase = StepCase | AttentionCase | CollectiveCase
+
+WAYS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
+"""Ways by what is measured."""
+
+
+class ParallelBench:
+    """The measurements of all processes; `measure` of rank 0 has the others do the same, until it says `finish`."""
+
+    def __init__(self, processes: Processes, *, check: bool = True, repeats: int = 2):
+        self.processes = processes
+        self._steps = StepBench(processes, repeats=repeats, check=check)
+        self._attention = AttentionBench(processes, check=check)
+        self._collectives = CollectiveBench(processes)
+
+    def measure(self, case: ParallelCase, way: str) -> dict[str, Any]:
+        """The columns of a way's measurement, see the classes of the three kinds; on rank 0."""
+        self.processes.first((case, way))
+        return self._measure(case, way)
+
+    def finish(self) -> None:
+        """Let the other processes go; on rank 0."""
+        self.processes.first(None)
+
+    def follow(self) -> None:
+        """Measure what rank 0 does, on another rank."""
+        while (asked := self.processes.first(None)) is not None:
+            self._measure(*asked)
+
+    def _measure(self, case: ParallelCase, way: str) -> dict[str, Any]:
+        # What the kind before keeps would be in the way.
+        if not isinstance(case, StepCase):
+            self._steps.drop()
+        if not isinstance(case, AttentionCase):
+            self._attention.drop()
+        measure: Callable[..., dict[str, Any]]
+        if isinstance(case, StepCase):
+            measure = self._steps.measure
+        else:
+            measure = self._attention.measure if isinstance(case, AttentionCase) else self._collectives.measure
+        return measure(case, way)
