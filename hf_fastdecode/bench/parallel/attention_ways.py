@@ -1,7 +1,7 @@
 """The ways of attention over a context that is divided between processes.
 
-All of them attend to what they hold by the same kernels (on a CPU PyTorch's operators), and then to the suffixes, which
-every rank has whole. They differ in what they communicate.
+All of them attend to what they hold by the same kernels (on a CPU PyTorch's operators), and then to the suffixes,
+which every rank has whole. They differ in what they communicate.
 """
 
 from __future__ import annotations
@@ -151,9 +151,7 @@ def ring_partials(own: Partial, processes: Processes) -> Partial:
 class Ring:
     """Ring attention: keys and values go round, into one of two buffers while those before them are attended to."""
 
-    def __init__(
-        self, here: type[ByKernels] | type[ByOperators], stack: Stack, forest: Forest, processes: Processes
-    ):
+    def __init__(self, here: type[ByKernels] | type[ByOperators], stack: Stack, forest: Forest, processes: Processes):
         self._stack, self._processes = stack, processes
         self._buffers = [torch.empty_like(stack.layers[0].held) for _ in range(min(2, processes.count - 1))]
         self._here = here(stack, forest, self._buffers)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .attention import AttentionBench
-from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS, AttentionCase, CollectiveCase, StepCase
+from .cases import AttentionCase, CollectiveCase, StepCase
 from .collectives import CollectiveBench
 from .ranks import Processes
 from .steps import StepBench
 
 ParallelCase = StepCase | AttentionCase | CollectiveCase
-
-WAYS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
-"""Ways by what is measured."""
 
 
 class ParallelBench:
@@ -46,9 +42,8 @@ class ParallelBench:
             self._steps.drop()
         if not isinstance(case, AttentionCase):
             self._attention.drop()
-        measure: Callable[..., dict[str, Any]]
         if isinstance(case, StepCase):
-            measure = self._steps.measure
-        else:
-            measure = self._attention.measure if isinstance(case, AttentionCase) else self._collectives.measure
-        return measure(case, way)
+            return self._steps.measure(case, way)
+        if isinstance(case, AttentionCase):
+            return self._attention.measure(case, way)
+        return self._collectives.measure(case, way)

@@ -1,4 +1,4 @@
-"""Models with random weights, whole on each process or split between them, and contexts with random keys and values."""
+"""Models with random weights, whole on each process or split between all, and contexts of random keys and values."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Processes:
     def __init__(self, device: torch.device):
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
-            own = {"device_id": device} if device.type == "cuda" else {}
-            dist.init_process_group(backend, timeout=timedelta(seconds=_SECONDS), **own)
+            own = device if device.type == "cuda" else None
+            dist.init_process_group(backend, timeout=timedelta(seconds=_SECONDS), device_id=own)
         group = dist.group.WORLD
         assert group is not None
         self.device, self.group, self.rank, self.count = device, group, group.rank(), group.size()
@@ -230,4 +230,3 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-

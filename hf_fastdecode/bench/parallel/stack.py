@@ -82,8 +82,8 @@ def first_layer(case: AttentionCase, device: torch.device) -> OpInputs:
     """The first layer with the whole context, as the oracle takes it."""
     held = _whole(case, device, 0)
     query, suffix = _own(case, device, 0)
-    heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
-    op = OpCase("first layer", case.rows, (NodeSpec(case.context, 0, case.rows),), SUFFIX + 1, **heads, dtype=case.dtype)
+    nodes, heads = (NodeSpec(case.context, 0, case.rows),), (case.heads, case.kv_heads, case.head_dim)
+    op = OpCase("first layer", case.rows, nodes, SUFFIX + 1, *heads, case.dtype)
     forest = Forest(case.rows, [Node(Span(0, 0, case.context), 0, case.rows, 0)])
     new = Segment._make(part[:, :, -1:] for part in suffix)
     return OpInputs(op, forest, Segment(held[0], held[1]), suffix, query, new)

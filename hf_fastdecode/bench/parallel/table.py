@@ -86,8 +86,8 @@ def collectives_table(rows: Sequence[Measurement]) -> str:
         for case in by(rows, "bytes", "ranks")
     ]
     note = (
-        f"{_where(rows[0])}; microseconds of one of 32 in a row (GB/s that a GPU sends), medians of the slower GPU, in "
-        "a CUDA graph where there are GPUs"
+        f"{_where(rows[0])}; microseconds of one of 32 in a row (GB/s that a GPU sends), medians of the slower GPU, "
+        "in a CUDA graph where there are GPUs"
     )
     return markdown(["KiB of each GPU", *ways], lines, f"{note}.")
 

@@ -65,9 +65,7 @@ def parallel(
         ),
     ] = "random",
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each row in a timed call.", min=2)] = 33,
-    layers: Annotated[
-        int | None, typer.Option(help="Layers of attention.", min=1, show_default="the shape's")
-    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of attention.", min=1, show_default="the shape's")] = None,
     most_bytes: Annotated[int, typer.Option(help="Largest collective.", min=1 << 14)] = 4 << 20,
     dtype: ShapeDtype = "bfloat16",
     device: Annotated[str, typer.Option(help="`auto` (a GPU for each process, else the CPU), cpu or cuda.")] = "auto",
@@ -78,10 +76,8 @@ def parallel(
     ] = False,
     nvlink: Annotated[
         str, typer.Option(help="For --simulate: GB/s each way and microseconds of a link within a node.")
-    ] = "450,3",
-    infiniband: Annotated[
-        str, typer.Option(help="For --simulate: the same of a GPU's link between nodes.")
-    ] = "50,10",
+    ] = "450,1",
+    infiniband: Annotated[str, typer.Option(help="For --simulate: the same of a GPU's link between nodes.")] = "50,5",
     show: ListCases = False,
     out: Annotated[Path, typer.Option(help="Folder for a CSV file a kind.")] = Path("runs/parallel"),
 ) -> None:
@@ -93,11 +89,11 @@ def parallel(
     divided between them (`sequence_parallel="auto"`), `tensor` a model split by transformers' tensor parallelism and
     enabled, `stock-tensor` the same without this package. Weights are random.
 
-    Attention (`--kind attention`): the layers of a shape in one CUDA graph. `one-gpu` has the whole context on one GPU;
-    `tree` is this package's; `three-all-reduces` merges as the paper on Tree Attention does; `ring` passes keys and
-    values round, `ring-partials` what each GPU found; `no-communication` leaves the merge out. Each is first checked
-    against fp64: it errs at most twice as much as PyTorch, or its row says `wrong`, and the command ends with exit code
-    1. What a GPU sends and holds is counted, and stands beside the paper's equations.
+    Attention (`--kind attention`): the layers of a shape in one CUDA graph. `one-gpu` has the whole context on one
+    GPU; `tree` is this package's; `three-all-reduces` merges as the paper on Tree Attention does; `ring` passes keys
+    and values round, `ring-partials` what each GPU found; `no-communication` leaves the merge out. Each is first
+    checked against fp64: it errs at most twice as much as PyTorch, or its row says `wrong`, and the command ends with
+    exit code 1. What a GPU sends and holds is counted, and stands beside the paper's equations.
 
     Collectives (`--kind collectives`): all-gather, all-reduce and sends to a neighbour of 16 KiB to 4 MiB.
 
@@ -114,7 +110,7 @@ def parallel(
 
         torchrun --nproc-per-node 4 -m hf_fastdecode bench parallel --kind attention --shape 7b-mha --point 196608x16
 
-        hf-fastdecode bench parallel --simulate --infiniband 100,8
+        hf-fastdecode bench parallel --simulate --infiniband 100,5
     """
     kinds = check_choice("kind", kind or list(KINDS), KINDS)
     ways = check_choice("way", way or _WAYS, _WAYS)
@@ -125,7 +121,9 @@ def parallel(
     check_choice("shape", shape or [], SHAPES)
     check_dtype(dtype, auto=False)
     if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device must be auto, cpu or cuda, since each process has a GPU of its own, got {device!r}")
+        raise InputError(
+            f"--device must be auto, cpu or cuda, since each process has a GPU of its own, got {device!r}"
+        )
     if out.is_file():
         raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a kind")
     if simulate:
