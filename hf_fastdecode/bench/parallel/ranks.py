@@ -78,15 +78,15 @@ class Processes:
         """Do work on rank 0, while the others wait and have None; raises on all of them."""
         return self.together(lambda: work() if self.rank == 0 else None)
 
-    def end(self) -> NoReturn:
-        """Leave, once every process has come to its end.
+    def end(self, code: int = 0) -> NoReturn:
+        """Leave with an exit code, once every process has come to its end.
 
         The process group is not destroyed: where its collectives were captured, that can hang.
         """
         dist.barrier(self._host)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 class OneProcess:
@@ -105,6 +105,11 @@ class OneProcess:
 def launched() -> int:
     """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, which writes files."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def device_of_process(name: str) -> torch.device:

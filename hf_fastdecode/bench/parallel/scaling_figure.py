@@ -65,7 +65,7 @@ def scaling_table(found: Sequence[Prediction], cluster: Cluster, heads: Heads) -
     note = (
         f"Predicted, not measured: microseconds of a layer and row, {_heads(heads)}, 2 bytes a number; memory "
         f"{cluster.memory_bytes_per_s / 1e12:g} TB/s; {cluster.gpus_of_node} GPUs a node, {_link(cluster.within)} "
-        f"within, {_link(cluster.between)} a GPU between nodes; without launches, which add some microseconds to every way"
+        f"within, {_link(cluster.between)} a GPU between nodes; without launches"
     )
     return markdown(names, lines, f"{note}.")
 

@@ -19,15 +19,15 @@ from ...bench.parallel.cases import (
     collective_cases,
 )
 from ...errors import InputError
-from ...measurement.runner import check_out
+from ...measurement.runner import check_out, failed
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import show as show_table
 from ..checks import check_choice, check_dtype
-from ..console import bad_input
+from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import Check, ListCases, Repeats, ShapeDtype, repeatable
 from .generate import parse_point
-from .report import measured, refuse_red, show_cases
+from .report import measured, show_cases
 
 if TYPE_CHECKING:
     from ...bench.parallel.bench import ParallelBench
@@ -129,7 +129,7 @@ def parallel(
     if simulate:
         return _simulate(shape, point, nvlink, infiniband, dtype, out)
     with exit_on_interrupt():
-        from ...bench.parallel.ranks import device_of_process, launched
+        from ...bench.parallel.ranks import device_of_process, is_first, launched
     ranks = launched()
     if ranks == 1 and not show:
         raise InputError(
@@ -153,7 +153,7 @@ def parallel(
                 ]
     if show:
         return show_cases(one for name in kinds for one in cases[name])
-    for name in kinds:
+    for name in kinds if is_first() else ():
         check_out(_file(out, name))
     with exit_on_interrupt():
         from ...bench.parallel.bench import ParallelBench
@@ -167,8 +167,9 @@ def parallel(
         rows = _measure(bench, cases, ways, out)
     finally:
         bench.finish()
-    refuse_red(rows, out)
-    processes.end()
+    if red := failed(rows):
+        note(f"{len(red)} rows in {out} are not right: {red[0]['way']}: {red[0]['status']}")
+    processes.end(1 if red else 0)
 
 
 def _measure(
