@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention.forest import Forest
+from ..attention.forest import Forest, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
@@ -23,6 +22,7 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
+from ..parallel.divided_pass import InPass
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -84,9 +84,7 @@ class StoredLayer:
         state, forest = self.state, self.forest
         stored = forest if state.parallel is None else state.parallel.stored(forest)
         if stored.nodes:
-            part = nodes_attention(
-                query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend
-            )
+            part = nodes_attention(query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend)
         else:
             segment = next(iter(self.segments.values()), None)
             width = query.shape[-1] if segment is None else segment.values.shape[-1]
@@ -201,10 +199,15 @@ class DecodeKV(SharedKV):
 
 
 class PrefillKV(SharedKV):
-    """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds."""
+    """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds.
 
-    def __init__(self, layer: StoredLayer, parts: Segment):
-        self.layer = layer
+    Args:
+        parts: Tokens that this process computes.
+        whole: All tokens of the pass; the same unless processes divide it.
+    """
+
+    def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):
+        self.layer, self.whole = layer, layer.storage.keys_and_values(whole)
         self.keys, self.values = layer.storage.keys_and_values(parts)
         self.stored_window = layer.store.window
 
@@ -218,8 +221,9 @@ class PrefillKV(SharedKV):
         if state.parallel is not None and scoring.window is not None:
             raise window_is_not_divided(scoring.window)
 
-        @functools.cache  # a span that is divided between processes is gathered once
         def stored(span: Any) -> Segment:
+            if isinstance(span, InPass):
+                return self.whole.view(Span(0, span.start, span.stop - span.start))
             if (row := state.suffix_rows.get(span.segment)) is not None:
                 first = self.layer.forest.context_lengths[row]
                 return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)

@@ -19,7 +19,8 @@ from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.torch_operators.prefill_ops import PackedRuns, Run
-from ..parallel.sequence import OwnTokens, SequenceParallel
+from ..parallel.divided_pass import DividedPass
+from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.step_tables import DividedStepTables
 from .origins import SuffixOrigins
 from .storage import TokenStorage
@@ -209,6 +210,7 @@ class SharedState:
         packed: During prefill, the items packed into the forward pass; set by `pack`.
         packed_spans: Their spans, adjacent ones joined.
         own_tokens: Of their tokens, those that this process stores; None for all.
+        divided: What this process computes of the pass; None for all of it.
         runs: The items as runs of tokens; None outside of prefill.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
@@ -230,6 +232,7 @@ class SharedState:
     packed: Sequence[PrefillItem] = ()
     packed_spans: Path = ()
     own_tokens: OwnTokens | None = None
+    divided: DividedPass | None = None
     runs: PackedRuns | None = None
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
@@ -254,11 +257,24 @@ class SharedState:
             return False
         return own_nodes_dominate(self.forest, self.suffixes.longest)
 
-    def pack(self, items: Sequence[PrefillItem]) -> None:
-        """Set the items of a forward pass, and what all layers need to know of them."""
+    def pack(self, items: Sequence[PrefillItem], *, divide: bool = False) -> None:
+        """Set the items of a forward pass, and what all layers need to know of them.
+
+        Args:
+            divide: Whether processes may divide the pass.
+        """
         self.packed, self.packed_spans = items, joined(item.span for item in items)
-        self.runs = PackedRuns([Run(item.span.length, item.context) for item in items]) if items else None
+        runs = [Run(item.span.length, self._read_at_once(item.context)) for item in items]
+        self.divided = DividedPass.of(runs, self.parallel.group) if divide and self.parallel is not None else None
+        self.runs = self.divided.runs if self.divided is not None else PackedRuns(runs) if items else None
         self.own_tokens = None if self.parallel is None else self.parallel.own_tokens(self.packed_spans)
+
+    def _read_at_once(self, context: Path) -> Path:
+        """A context in spans that fit in memory: where it is divided between processes, each is gathered whole."""
+        if self.parallel is None:
+            return context
+        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
+        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
 
     def stored_length(self, segment: int) -> int:
         """Tokens of a segment that this process stores."""

@@ -33,9 +33,7 @@ class Structure:
         parallel: The processes between which the call's context is divided, if it is.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None):
         self._model, self.known, self.parallel = model, known, parallel
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 

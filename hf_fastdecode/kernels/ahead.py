@@ -34,9 +34,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         kernel[grid](*arguments, **options)
 
 
-def compiled_ahead(
-    run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool
-) -> Result:
+def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:
     """The result of `run`, whose missing kernels are compiled all at once.
 
     Args:

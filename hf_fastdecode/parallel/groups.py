@@ -64,8 +64,8 @@ def require_sequence_group(option: object) -> None:
             if option.ndim == 1:
                 return
             raise ValueError(
-                f"sequence_parallel divides contexts along one dimension, got a device mesh of {option.ndim}; give one "
-                f"of its dimensions, such as mesh[{(option.mesh_dim_names or ('sp',))[0]!r}]"
+                f"sequence_parallel takes a device mesh of one dimension, got one of {option.ndim}; give one of its "
+                f"dimensions, such as mesh[{(option.mesh_dim_names or ('sp',))[0]!r}]"
             )
     raise ValueError(f"sequence_parallel must be a group of processes, got {option!r}; {SEQUENCE_PARALLEL_REMEDY}")
 

@@ -12,11 +12,11 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.partial import Partial
 from ..kernels.installed import interpreted, triton_is_installed
+from .collectives import gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,10 +71,8 @@ def merge_over(group: ProcessGroup, buffer: PartialBuffer, into: Partial | None 
         buffer: That over the keys of this rank.
         into: Where to write it, contiguous; newly allocated when None.
     """
-    gathered = buffer.flat.new_empty(group.size() * len(buffer.flat))
-    dist.all_gather_into_tensor(gathered, buffer.flat, group=group)
-    by_rank, like = gathered.view(group.size(), -1), buffer.partial
-    if not (triton_is_installed() and _by_kernel(gathered)):
+    by_rank, like = gathered(buffer.flat, group), buffer.partial
+    if not (triton_is_installed() and _by_kernel(by_rank)):
         found = merged(by_rank, like.out.shape)
         return found if into is None else Partial(into.out.copy_(found.out), into.lse.copy_(found.lse))
     from ..kernels.forest_decode.ranks import merge_ranks
@@ -84,6 +82,6 @@ def merge_over(group: ProcessGroup, buffer: PartialBuffer, into: Partial | None 
     return found
 
 
-def _by_kernel(gathered: Tensor) -> bool:
+def _by_kernel(partials: Tensor) -> bool:
     """Whether a kernel merges: alike on all ranks, which would otherwise differ in the last bits."""
-    return gathered.dtype == torch.float32 and (gathered.is_cuda or interpreted())
+    return partials.dtype == torch.float32 and (partials.is_cuda or interpreted())

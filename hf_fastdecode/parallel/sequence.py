@@ -17,11 +17,16 @@ from torch import Tensor
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Segment
 from ..attention.partial import Partial
+from .collectives import gathered
 from .merge import merge_over, partial_buffer
 from .shards import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+GATHERED_TOKENS = 1 << 16
+"""Tokens of stored context that a prefill pass gathers at once, at most."""
 
 
 class OwnTokens(NamedTuple):
@@ -106,12 +111,9 @@ class SequenceParallel:
             room = part.new_zeros(part.shape[0], longest, part.shape[2])
             room[:, : part.shape[1]] = part
             padded.append(room.flatten())
-        sent = torch.cat(padded)
-        gathered = sent.new_empty(self.ranks * len(sent))
-        dist.all_gather_into_tensor(gathered, sent, group=self.group)
         # The span's first token is on this rank, the next one on the next.
         order = [(span.start + rank) % self.ranks for rank in range(self.ranks)]
-        by_rank = gathered.view(self.ranks, -1)[order]
+        by_rank = gathered(torch.cat(padded), self.group)[order]
         parts = by_rank.split([len(part) for part in padded], dim=1)
         return Segment._make(
             part.reshape(self.ranks, own.shape[0], longest, own.shape[2])

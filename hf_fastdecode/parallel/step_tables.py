@@ -37,7 +37,7 @@ class DividedStepTables(StepTables):
         own_nodes: OwnNodes = NO_OWN_NODES,
     ):
         known = list(layers)
-        super().__init__(rows, known, parallel.without_nodes(forest), device, own_nodes)
+        super().__init__(rows, known, parallel.without_nodes(forest), device, own_nodes, with_nodes=False)
         self.nodes_here = StepTables(rows, known, parallel.stored(forest), device)
         self._parallel = parallel
 
@@ -86,7 +86,5 @@ class DividedStepTables(StepTables):
     ) -> Partial:
         """As `StepTables.attend_nodes`, over the nodes of all processes, with one collective."""
         buffer = partial_buffer(query.shape, query.device)
-        self.nodes_here.attend_nodes(
-            layer, query, scale, kv_heads=kv_heads, soft_cap=soft_cap, into=buffer.partial
-        )
+        self.nodes_here.attend_nodes(layer, query, scale, kv_heads=kv_heads, soft_cap=soft_cap, into=buffer.partial)
         return merge_over(self._parallel.group, buffer, into)

@@ -61,6 +61,8 @@ class _Scheduled:
 
     def load(self, plan: LaunchPlan, suffix_length: int) -> None:
         """Load the schedule of a plan with the same launch parameters, unless it is loaded."""
+        if not self.tables.piece_count:  # made for rows that never have nodes
+            return
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
             self.plan, self.programs = plan, 0  # until the copy is done
@@ -85,6 +87,7 @@ class StepTables:
         forest: The forest that decides the sizes, which are rounded up; launch parameters are chosen for that of the
             first step.
         own_nodes: How to attend to long suffixes.
+        with_nodes: Whether rows may have nodes; without, nothing is launched for them.
     """
 
     def __init__(
@@ -94,9 +97,11 @@ class StepTables:
         forest: Forest,
         device: torch.device,
         own_nodes: OwnNodes = NO_OWN_NODES,
+        *,
+        with_nodes: bool = True,
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
-        self._sized_for = forest
+        self._sized_for, self._launches_nodes = forest, with_nodes or own_nodes.used
         self._places = {layer: place for place, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
@@ -235,6 +240,8 @@ class StepTables:
         depths += self.own_nodes.used
         room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
+        if not self._launches_nodes:
+            return _Scheduled(plan, 0, Capacity(), plan.schedule(1))
         programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
         with torch.inference_mode(False):
             return _Scheduled(plan, programs, room, plan.schedule(programs, room))
@@ -338,7 +345,9 @@ class TablesByShape:
     ):
         self.layers = layers
         self._tables = {
-            alike: make(rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes)
+            alike: make(
+                rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes
+            )
             for alike in dict.fromkeys(layers.values())
         }
 

@@ -252,8 +252,8 @@ def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
     if (held := cache.state.parallel) is not call.structure.parallel:
         whose = "this process alone" if held is None else f"the processes {list(held.global_ranks)}"
         raise ValueError(
-            f"the cache was made for {whose} (sequence_parallel), and this call's contexts are divided otherwise; make "
-            "it again with hf_fastdecode.prefill(model, ...)"
+            f"the cache was made for {whose} (sequence_parallel), and this call divides contexts otherwise; make it "
+            "again with hf_fastdecode.prefill(model, ...)"
         )
     if cache.fingerprint is not None and (other := cache.fingerprint.difference(call.model)):
         raise ValueError(

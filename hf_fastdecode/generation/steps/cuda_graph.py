@@ -138,7 +138,7 @@ class CapturedStep:
         return self.in_place == storages_in_place(cache)
 
     def suits(self, cache: SharedContextCache) -> bool:
-        """Whether a capture for this batch would read the same tables: of the same processes, with the same launches."""
+        """Whether a capture for this batch would read such tables: of the same processes and launch parameters."""
         return self._parallel is cache.state.parallel and self.tables.layers == self._alike(cache)
 
     def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:

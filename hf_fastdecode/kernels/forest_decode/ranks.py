@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Merge of the partials that several devices hold of their keys, in the order of devices (Tree Attention, section 5)."""
+"""Merge of the partials of several devices, each over its own keys, in their order (Tree Attention, section 5)."""
 
 from __future__ import annotations
 
