@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
+from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial, empty_partial, merge
 from ..attention.torch_operators import decode_ops
@@ -22,7 +24,9 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
+from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
+from ..parallel.sequence import SequenceParallel
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -218,42 +222,68 @@ class PrefillKV(SharedKV):
         if places is not None:
             query = packed(query, places)
 
-        if state.parallel is not None and scoring.window is not None:
-            raise window_is_not_divided(scoring.window)
+        stored: Callable[[Any], Segment] = self._stored
+        if (parallel := state.parallel) is not None:
+            if scoring.window is not None:
+                raise window_is_not_divided(scoring.window)
+            gathered = self._gathered(parallel)
 
-        def stored(span: Any) -> Segment:
-            if isinstance(span, InPass):
-                return self.whole.view(Span(0, span.start, span.stop - span.start))
-            if (row := state.suffix_rows.get(span.segment)) is not None:
-                first = self.layer.forest.context_lengths[row]
-                return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)
-            storage = self.layer.storage
-            segment = storage.keys_and_values(storage.segments[span.segment])
-            return segment.view(span) if state.parallel is None else state.parallel.whole(segment, span)
+            def stored(name: Any) -> Segment:
+                return self._in_pass(name) if isinstance(name, InPass) else gathered(name)
 
         assert state.runs is not None  # inside `prefilling`
-        out = causal_attention(
-            query[0],
-            self.keys,
-            self.values,
-            scoring.scale,
-            runs=state.runs,
-            stored=stored,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=state.torch_backend,
-        )
+        out, by = None, "triton"
+        if state.torch_backend == "auto":
+            out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
+        if out is None:
+            by = "PyTorch"
+            out = causal_attention(
+                query[0],
+                self.keys,
+                self.values,
+                scoring.scale,
+                runs=state.runs,
+                stored=stored,
+                softcap=scoring.softcap,
+                window=scoring.window,
+                sinks=scoring.sinks,
+                backend=state.torch_backend,
+            )
+        if parallel is not None:
+            gathered.finish()
         whose = "each node once"
         if state.suffix_rows:
             nodes = self.layer.storage.segments
             whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
-        self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
+        self.layer.report("prefill", f"{whose}, causal attention by {by}, merged with its context")
         tokens = out.transpose(0, 1)
         if places is None:
             return tokens.unsqueeze(0)
         spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, places, tokens).unflatten(0, (count, width))
+
+    def _stored(self, span: Span) -> Segment:
+        """Keys and values of a context that this process stores."""
+        storage, state = self.layer.storage, self.layer.state
+        if (row := state.suffix_rows.get(span.segment)) is not None:
+            first = self.layer.forest.context_lengths[row]
+            return storage.suffix_as_node(row, span, first, self.keys.dtype)
+        return storage.keys_and_values(storage.segments[span.segment]).view(span)
+
+    def _in_pass(self, name: InPass) -> Segment:
+        """Keys and values of tokens of the pass that other processes compute."""
+        return self.whole.view(Span(0, name.start, name.length))
+
+    def _gathered(self, parallel: SequenceParallel) -> GatheredContexts:
+        """Gathers contexts that are divided between processes."""
+        storage, state = self.layer.storage, self.layer.state
+        assert state.runs is not None
+        read_here = {name for run in state.runs.runs for name in run.context if isinstance(name, Span)}
+
+        def gather(span: Span) -> Segment:
+            return parallel.whole(storage.keys_and_values(storage.segments[span.segment]), span)
+
+        return GatheredContexts(state.contexts, read_here, gather)
 
 
 def window_is_not_divided(window: int) -> Unsupported:

@@ -18,7 +18,7 @@ from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from ..attention.torch_operators.prefill_ops import PackedRuns, Run
+from ..attention.runs import PackedRuns, Run
 from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.step_tables import DividedStepTables
@@ -212,6 +212,7 @@ class SharedState:
         own_tokens: Of their tokens, those that this process stores; None for all.
         divided: What this process computes of the pass; None for all of it.
         runs: The items as runs of tokens; None outside of prefill.
+        contexts: Of nodes that are divided between processes, the spans that the pass reads, on any of them.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
@@ -234,6 +235,7 @@ class SharedState:
     own_tokens: OwnTokens | None = None
     divided: DividedPass | None = None
     runs: PackedRuns | None = None
+    contexts: tuple[Span, ...] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
     places_of_pass: Tensor | None = None
@@ -265,6 +267,7 @@ class SharedState:
         """
         self.packed, self.packed_spans = items, joined(item.span for item in items)
         runs = [Run(item.span.length, self._read_at_once(item.context)) for item in items]
+        self.contexts = tuple(dict.fromkeys(span for run in runs for span in run.context if isinstance(span, Span)))
         self.divided = DividedPass.of(runs, self.parallel.group) if divide and self.parallel is not None else None
         self.runs = self.divided.runs if self.divided is not None else PackedRuns(runs) if items else None
         self.own_tokens = None if self.parallel is None else self.parallel.own_tokens(self.packed_spans)

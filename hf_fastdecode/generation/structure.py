@@ -15,7 +15,7 @@ from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import gathers_parameters, splitting_group
+from ..parallel.groups import common_group, gathers_parameters, splitting_group
 from ..parallel.sequence import SequenceParallel
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
@@ -59,12 +59,13 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
-        if self.parallel is not None:  # with whom any other that computes the model is, see `check_sequence_parallel`
-            return Together(self.parallel.group, self._model.device)
+        dividing = None if self.parallel is None else self.parallel.group
         try:
             group = splitting_group(self.walk.parameters)
-        except Unsupported:  # for which `check_state` refuses the model
-            return ALONE
+            if dividing is not None:
+                group = common_group(group, dividing)
+        except Unsupported:  # for which `check_state` or `check_sequence_parallel` refuses the model
+            return ALONE if dividing is None else Together(dividing, self._model.device)
         return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
 
     @property

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_process_group_ranks
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -23,7 +22,7 @@ from ..cache.handles import window_is_not_divided
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from ..parallel.groups import in_several_processes, splitting_group
+from ..parallel.groups import common_group, in_several_processes, splitting_group
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk, attributes
@@ -233,15 +232,9 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)
-    group = splitting_group(structure.walk.parameters)
-    if group is None:
+    splitting = splitting_group(structure.walk.parameters)
+    if common_group(splitting, parallel.group) is not parallel.group or splitting is None:
         return
-    if (splitting := tuple(get_process_group_ranks(group))) != parallel.global_ranks:
-        raise Unsupported(
-            f"its parameters are split between the processes {list(splitting)}, and contexts would be divided between "
-            f"{list(parallel.global_ranks)}",
-            alone,
-        )
     whole = ModelLayout.of(model.config)
     if any(here.kv_heads != every.kv_heads for (_, here), (_, every) in zip(structure.layout, whole, strict=True)):
         raise Unsupported(

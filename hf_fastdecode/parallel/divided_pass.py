@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.kv import Segment
-from ..attention.torch_operators.prefill_ops import PackedRuns, Run
+from ..attention.runs import PackedRuns, Run
 from .collectives import gathered
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ class InPass(NamedTuple):
 
     start: int
     stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)

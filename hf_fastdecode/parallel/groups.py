@@ -83,6 +83,30 @@ def sequence_group(option: object) -> ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
+def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> ProcessGroup:
+    """The processes that run the same calls, where some split a model and some divide contexts.
+
+    They are either the same ones, or those of a mesh of two dimensions, one for each, which has all processes.
+
+    Raises:
+        Unsupported: They are neither.
+    """
+    if splitting is None:
+        return dividing
+    distributed = torch.distributed
+    split, divided = (distributed.get_process_group_ranks(group) for group in (splitting, dividing))
+    if split == divided:
+        return dividing
+    crossing = set(split) & set(divided) == {distributed.get_rank()}
+    world = distributed.group.WORLD
+    if crossing and world is not None and len(split) * len(divided) == world.size():
+        return world
+    raise Unsupported(
+        f"its parameters are split between the processes {split}, and contexts would be divided between {divided}",
+        "take both from one device mesh of two dimensions, or use sequence_parallel=False",
+    )
+
+
 def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:
     """Whether passes gather parameters of these modules (FSDP 2): then processes may have prompts of their own."""
     if "torch.distributed.fsdp" not in sys.modules:

@@ -41,6 +41,7 @@ from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.prefill.api import prefill_attention, prefill_partial
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
@@ -164,6 +165,7 @@ def launches() -> list[Launch]:
 
     with patch.object(JITFunction, "run", record):
         attend_everything()
+        prefill_everything()
         draw_everything()
         attend_to_slim_caches()
         append_to_slim_caches()
@@ -267,6 +269,25 @@ def attend_in_parts(
     merge_ranks(torch.empty(2, query.numel() + query[..., 0].numel(), dtype=torch.float32, device=CUDA), *other)
     parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
     forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
+
+
+def prefill_everything() -> None:
+    """Passes of layers with soft caps, windows and sinks: alone, and over a context, whose partial is merged."""
+    layouts = product((64, 80, 96, 128, 192, 256), ((1, 8), (2, 8), (8, 8)), (torch.bfloat16, torch.float16))
+    for (head_dim, (group, kv_heads), dtype), (softcap, sinks) in product(
+        layouts, product((None, 30.0), (False, True))
+    ):
+        query = torch.empty(group * kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
+        keys = torch.empty(kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
+        intervals = torch.empty(3, 1000, dtype=torch.int32, device=CUDA)
+        earlier = tuple(
+            torch.empty(shape, dtype=torch.float32, device=CUDA) for shape in (query.shape, query.shape[:2])
+        )
+        own = torch.empty(len(query), dtype=torch.float32, device=CUDA) if sinks else None
+        options = {"scale": 0.1, "soft_cap": softcap}
+        prefill_partial(query, keys, keys, intervals, earlier=earlier, **options)
+        for before in (None, earlier):
+            prefill_attention(query, keys, keys, intervals, sinks=own, earlier=before, **options)
 
 
 def draw_everything() -> None:

@@ -37,6 +37,7 @@ from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 from hf_fastdecode.kernels.stored_product.api import Term, stored_product
 
 from ..attention.forests import make_inputs
+from ..attention.test_prefill_kernel import check_pass
 from .operator_runs import check
 from .sampling.cases import ids_of, settings_for
 from .slim_decode.problems import Case as SlimCase
@@ -99,6 +100,14 @@ def attend(config: Config, *, kv_heads: int = 2, head_dim: int = 64, queries: in
         check(*make_inputs(forest, lengths, **options, device="cuda"), config=config)
 
 
+def prefill(head_dim: int, softcap: float | None) -> None:
+    """Runs that end within tiles, after contexts and alone, under a window."""
+    runs = [(70, (0, 2)), (9, ()), (200, (2,))]
+    scores = {"window": 90, "softcap": softcap, "with_sinks": True}
+    with sdpa_kernel(SDPBackend.MATH):
+        check_pass(runs, heads=(6, 2), head_dim=head_dim, dtype=torch.bfloat16, device="cuda", **scores)
+
+
 def draw(**numbers: float) -> None:
     logits = torch.randn(4, 3000, device="cuda").bfloat16()
     tokens, _ = sample(logits, ids_of(4, "cuda"), settings_for(numbers, "cuda", seed=2))
@@ -147,6 +156,8 @@ CASES = {
     "outside": outside,
     "nodes and suffixes": lambda: attend(Config(16)),
     "many queries": lambda: attend(Config(64, stages=2), queries=3),
+    "prefill": lambda: prefill(64, None),
+    "prefill of wide heads, with a soft cap": lambda: prefill(256, 30.0),
     "suffixes beside nodes": lambda: attend(Config(64, overlap_suffix=True)),
     "suffixes of MHA": lambda: attend(Config(64, overlap=False), kv_heads=8),
     "Hopper": lambda: attend(Config(128, 128, stages=2, hopper=True)),

@@ -26,6 +26,7 @@ def test_launches_on_a_pretended_gpu() -> None:
     assert done.stdout.split() == [
         "forest_decode",
         "pointwise",
+        "prefill",
         "row_products",
         "sampling",
         "slim_append",

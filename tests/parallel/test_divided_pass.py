@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.attention.torch_operators.prefill_ops import PackedRuns, Run, causal_attention
+from hf_fastdecode.attention.runs import PackedRuns, Run
+from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
 from hf_fastdecode.parallel.divided_pass import InPass, cut_runs, places_of
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16

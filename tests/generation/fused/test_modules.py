@@ -118,6 +118,20 @@ def test_contexts_that_overlap(launches: Counted) -> None:
     assert "_compiled_call_impl" not in vars(model.model.norm)
 
 
+def test_norms_of_transposed_heads(launches: Counted) -> None:
+    """Gemma 3 transposes queries and keys of many tokens before their norms."""
+    model = half("gemma3_text")
+    norm = model.model.layers[0].self_attn.q_norm
+    x = torch.randn(2, 13, 4, norm.weight.shape[0], device=DEVICE).half().transpose(1, 2)
+    with torch.no_grad(), FusedModules(model).installed():
+        found = norm(x)
+        assert launches.count == 1
+        assert torch.equal(found, norm(x.contiguous()))
+        logits(model)
+        assert launches.count == 2 + 13
+    assert found.stride() == norm(x).stride()
+
+
 def test_other_threads_keep_their_code(launches: Counted) -> None:
     model = half()
     with FusedModules(model).installed(), ThreadPoolExecutor(1) as pool:

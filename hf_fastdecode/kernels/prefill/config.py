@@ -1,0 +1,43 @@
+"""Launch parameters of the prefill kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters.
+
+    Attributes:
+        block_m: Packed queries per tile.
+        block_n: Keys per tile.
+        warps: Warps per program.
+        stages: Key tiles in flight.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Bytes of shared memory for the queries, and the keys and values in flight, of 16 bits each."""
+        columns = max(16, triton.next_power_of_2(head_dim))
+        return 2 * columns * (self.block_m + 2 * self.stages * self.block_n)
+
+
+_CANDIDATES = {
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
+    256: (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+}
+"""By padded head_dim, the fastest first as measured on an H100, smaller ones for GPUs with less shared memory."""
+
+
+def choose_config(head_dim: int, shared_memory: int) -> Config:
+    """Launch parameters for heads of a size, within the bytes of shared memory of a program."""
+    candidates = _CANDIDATES[max(64, triton.next_power_of_2(head_dim))]
+    return next((one for one in candidates if one.shared_bytes(head_dim) <= shared_memory), candidates[-1])
