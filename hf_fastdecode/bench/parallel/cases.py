@@ -27,7 +27,7 @@ STEP_WAYS: dict[str, str] = {
 """Ways of whole decode steps, and what they are."""
 
 COLLECTIVES: dict[str, str] = {
-    "all-gather": "all_gather_into_tensor: each rank gives so many bytes",
+    "all-gather": "each rank gives so many bytes, and gets those of all",
     "all-reduce": "all_reduce of so many bytes in fp32",
     "send-receive": "each rank sends so many bytes to the next",
 }

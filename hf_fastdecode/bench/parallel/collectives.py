@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...measurement.runner import status_of
 from ...measurement.timing import Times
+from ...parallel import collectives
 from .attention_ways import pass_on
 from .cases import CollectiveCase
 from .ranks import Processes, counted_sends, time_together
@@ -52,7 +53,7 @@ class CollectiveBench:
         given = torch.ones(case.bytes // 4, device=processes.device)
         if way == "all-gather":
             gathered = given.new_empty(processes.count * len(given))
-            return lambda: dist.all_gather_into_tensor(gathered, given, group=processes.group)
+            return lambda: collectives.all_gather(gathered, given, group=processes.group)
         if way == "all-reduce":
             given.zero_()  # whose sum stays finite
             return lambda: dist.all_reduce(given, group=processes.group)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from ...errors import InputError
 from ...measurement.runner import status_of
 from ...measurement.timing import Times, idle_time, percentiles
+from ...parallel import collectives
 
 Result = TypeVar("Result")
 
@@ -212,7 +214,7 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
     ``2 (p - 1) / p`` of its bytes (the paper's equation 12).
     """
     sent: list[int] = []
-    all_gather, all_reduce, batch = dist.all_gather_into_tensor, dist.all_reduce, dist.batch_isend_irecv
+    all_gather, all_reduce, batch = collectives.all_gather, dist.all_reduce, dist.batch_isend_irecv
 
     def gather(out: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> Any:
         sent.append((ranks - 1) * given.nbytes)
@@ -226,12 +228,9 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
         sent.extend(one.tensor.nbytes for one in operations if one.op is dist.isend)
         return batch(operations)
 
-    places = {"all_gather_into_tensor": gather, "all_reduce": reduce, "batch_isend_irecv": send}
-    originals = {name: getattr(dist, name) for name in places}
-    try:
-        for name, counting in places.items():
-            setattr(dist, name, counting)
+    with (
+        patch.object(collectives, "all_gather", gather),
+        patch.object(dist, "all_reduce", reduce),
+        patch.object(dist, "batch_isend_irecv", send),
+    ):
         yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

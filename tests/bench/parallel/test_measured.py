@@ -73,7 +73,13 @@ def test_tables_of_each_kind():
     assert "| model | context | rows | sequence | tensor |" in text
     assert "| 8b-gqa | 262,144 | 1 | 12.35 (40.0) | out of memory |" in text
     way = {"us_p50": "100", "us_per_step": "3200", "communication_share": "0.25", "captured": "True", "way": "tree"}
-    way |= {"sent_bytes": "530432", "paper_sent_bytes": "532480", "peak_bytes": "", "paper_bytes": "", "case": "attention-x"}
+    way |= {
+        "sent_bytes": "530432",
+        "paper_sent_bytes": "532480",
+        "peak_bytes": "",
+        "paper_bytes": "",
+        "case": "attention-x",
+    }
     text = parallel_table([where | case | way | {"error_ratio": "1.0"}])
     assert "| 8b-gqa | 262,144 | 1 | tree | 100.0 | 3.20 | 25 % | 0.53 (0.53) |  | 1.00 | yes |" in text
     one = {"case": "collective-16384", "bytes": "16384", "us_p50": "9.5", "gb_per_s": "1.7", "way": "all-gather"}
