@@ -17,6 +17,7 @@ from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, gathers_parameters, splitting_group
 from ..parallel.sequence import SequenceParallel
+from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 from .model_watch import ModelWatch
@@ -65,8 +66,8 @@ class Structure:
             if dividing is not None:
                 group = common_group(group, dividing)
         except Unsupported:  # for which `check_state` or `check_sequence_parallel` refuses the model
-            return ALONE if dividing is None else Together(dividing, self._model.device)
-        return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
+            return ALONE if dividing is None else Together(dividing, input_device(self._model))
+        return ALONE if group is None or self.gathers_parameters else Together(group, input_device(self._model))
 
     @property
     def gathers_parameters(self) -> bool:

@@ -235,8 +235,9 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     splitting = splitting_group(structure.walk.parameters)
     if common_group(splitting, parallel.group) is not parallel.group or splitting is None:
         return
-    whole = ModelLayout.of(model.config)
-    if any(here.kv_heads != every.kv_heads for (_, here), (_, every) in zip(structure.layout, whole, strict=True)):
+    whole = ModelLayout.from_config(model.config)
+    heads = ([(store.query_heads, store.kv_heads) for _, store in layout] for layout in (structure.layout, whole))
+    if next(heads) != next(heads):
         raise Unsupported(
             f"its attention heads are split between the {parallel.ranks} processes that would divide contexts",
             "split its other layers only, see hf_fastdecode.sequence_parallel_plan, or use sequence_parallel=False",

@@ -47,6 +47,13 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
     return largest
 
 
+def splits_between(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
+    """Whether the processes of this group split parameters, so that each of their passes has the same tokens."""
+    splitting = splitting_group(parameters)
+    ranks_of = torch.distributed.get_process_group_ranks
+    return splitting is not None and ranks_of(splitting) == ranks_of(group)
+
+
 SEQUENCE_PARALLEL_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"
 
 

@@ -16,6 +16,7 @@ from ...attention.autocast import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
+from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
@@ -155,10 +156,12 @@ def packed_passes(
     device = input_device(model)
     # Logits of a whole context would take more memory than its keys and values.
     keeps = keeps_logits(model)
-    # Further arguments may ask for outputs of every token.
-    divide, stop = cache.state.parallel is not None and not arguments and not cache.state.suffix_rows, 0
-    if cache.state.parallel is not None and divide:
-        max_tokens *= cache.state.parallel.ranks
+    parallel, stop = cache.state.parallel, 0
+    # Further arguments may ask for outputs of every token; processes that split weights compute the same tokens.
+    divide = parallel is not None and not arguments and not cache.state.suffix_rows
+    if parallel is not None and divide:
+        divide = not splits_between(model.parameters(), parallel.group)
+        max_tokens *= parallel.ranks if divide else 1
     for items_of_pass in _passes(items, max_tokens):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])

@@ -79,12 +79,8 @@ def find_shared(
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    if base is None:
-        origin = SharedContextCache()
-        origin.state.parallel = call.structure.parallel
-    else:
-        origin = base
-    cache = origin.fork(max_suffix=max_suffix, backend=options.backend)
+    cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
+    cache.state.parallel = call.structure.parallel
     least = max(len(group.tokens) for group in groups) + 1 if by_rows else options.min_shared_tokens
     prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
     for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
@@ -249,7 +245,8 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
 def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
     """Reject a cache of another model, by its layers or fingerprint."""
     cache.meet(call.structure.layout)
-    if (held := cache.state.parallel) is not call.structure.parallel:
+    held, asked = cache.state.parallel, call.structure.parallel
+    if (held and held.group) is not (asked and asked.group):
         whose = "this process alone" if held is None else f"the processes {list(held.global_ranks)}"
         raise ValueError(
             f"the cache was made for {whose} (sequence_parallel), and this call divides contexts otherwise; make it "
