@@ -379,7 +379,10 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
         ("parallel --kind attention --point 7x1 --list", "a multiple of the number of processes, 2, so that"),
         ("parallel --simulate --nvlink 3", "--nvlink must be GB/s above 0 and microseconds of at least 0 with"),
         ("parallel --fill full", "--fill must be one of random, prefill, got 'full'"),
-        ("parallel --device cuda:1", "--device must be auto, cpu or cuda, since each process has a GPU of its own, got"),
+        (
+            "parallel --device cuda:1",
+            "--device must be auto, cpu or cuda, since each process has a GPU of its own, got",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):

@@ -13,8 +13,10 @@ from ..ops.accuracy import BOUND, Oracle, make_oracle
 from . import volumes
 from .attention_ways import make_step
 from .cases import AttentionCase
-from .ranks import OneProcess, PeerStatusError, Processes, counted_sends, time_together
+from .processes import OneProcess, PeerStatusError, Processes
+from .sends import counted_sends
 from .stack import Stack, first_layer, make_stack
+from .timing import time_together
 
 _BUDGET_S = 0.4  # of timing a way
 

@@ -24,7 +24,7 @@ from ...parallel.merge import partial_buffer
 from ...parallel.sequence import SequenceParallel
 from ...parallel.step_tables import DividedStepTables
 from .cases import SUFFIX
-from .ranks import Processes
+from .processes import Processes
 from .stack import Stack, StoredLayer
 
 Step = Callable[[], list[Tensor]]

@@ -7,7 +7,7 @@ from typing import Any
 from .attention import AttentionBench
 from .cases import AttentionCase, CollectiveCase, StepCase
 from .collectives import CollectiveBench
-from .ranks import Processes
+from .processes import Processes
 from .steps import StepBench
 
 ParallelCase = StepCase | AttentionCase | CollectiveCase

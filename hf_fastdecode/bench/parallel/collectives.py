@@ -13,7 +13,9 @@ from ...measurement.timing import Times
 from ...parallel import collectives
 from .attention_ways import pass_on
 from .cases import CollectiveCase
-from .ranks import Processes, counted_sends, time_together
+from .processes import Processes
+from .sends import counted_sends
+from .timing import time_together
 
 _IN_A_ROW = 32  # in one graph, as many as a model has layers
 _BUDGET_S = 0.1

@@ -20,7 +20,7 @@ from ...measurement.timing import idle_time
 from ..generate.cases import SAMPLING
 from .cases import StepCase
 from .models import make_model, random_context, random_prompt, random_stock_context
-from .ranks import OneProcess, PeerStatusError, Processes
+from .processes import OneProcess, PeerStatusError, Processes
 
 _CHECKED_CONTEXT, _CHECKED_ROWS, _CHECKED_TOKENS = 200, 4, 12
 

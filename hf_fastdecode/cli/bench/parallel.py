@@ -129,7 +129,7 @@ def parallel(
     if simulate:
         return _simulate(shape, point, nvlink, infiniband, dtype, out)
     with exit_on_interrupt():
-        from ...bench.parallel.ranks import device_of_process, is_first, launched
+        from ...bench.parallel.processes import device_of_process, is_first, launched
     ranks = launched()
     if ranks == 1 and not show:
         raise InputError(
@@ -157,7 +157,7 @@ def parallel(
         check_out(_file(out, name))
     with exit_on_interrupt():
         from ...bench.parallel.bench import ParallelBench
-        from ...bench.parallel.ranks import Processes
+        from ...bench.parallel.processes import Processes
     processes = Processes(device_of_process(device))
     bench = ParallelBench(processes, check=check, repeats=repeats)
     if processes.rank:

@@ -14,7 +14,8 @@ from hf_fastdecode.bench.ops.accuracy import make_oracle
 from hf_fastdecode.bench.parallel.attention_ways import make_step
 from hf_fastdecode.bench.parallel.bench import ParallelBench, ParallelCase
 from hf_fastdecode.bench.parallel.cases import ATTENTION_WAYS, AttentionCase, CollectiveCase, StepCase
-from hf_fastdecode.bench.parallel.ranks import Processes, counted_sends
+from hf_fastdecode.bench.parallel.processes import Processes
+from hf_fastdecode.bench.parallel.sends import counted_sends
 from hf_fastdecode.bench.parallel.stack import first_layer, make_stack
 
 from ...interpreter import make_faster
