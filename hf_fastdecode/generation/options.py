@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..attention.torch_operators import BACKEND_VARIABLE, BACKENDS, backend_of_environment
-from ..parallel.groups import require_sequence_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,7 +92,11 @@ class Options:
             raise ValueError(
                 f"reuse_prefix must be True, False, or the most bytes to keep, at least 0, got {self.reuse_prefix!r}"
             )
-        require_sequence_group(self.sequence_parallel)
+        if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
+            # Its import needs torch, and options are also read where its seconds would be lost.
+            from ..parallel.groups import require_sequence_group
+
+            require_sequence_group(self.sequence_parallel)
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

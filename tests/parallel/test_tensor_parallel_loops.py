@@ -17,7 +17,7 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
-from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
+from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes
 from hf_fastdecode.generation.steps.call_lock import Holder
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.runners import CapturedSteps
