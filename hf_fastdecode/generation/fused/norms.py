@@ -60,8 +60,9 @@ def replacement(module: nn.Module, form: NormForm) -> Any:
 def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     sums, weight, eps = waiting_sums(), module._parameters.get("weight"), _eps(module)
     waits = sums is not None and sums.waits(x)
-    # Of queries and keys of many tokens, which models transpose first: [batch, heads, length, head_dim].
-    transposed = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    # Of queries and keys of many tokens, which models transpose first: [batch, heads, length, head_dim]. A sum that
+    # waits would be computed by looking at it.
+    transposed = not waits and x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
     if (
         args
         or kwargs
