@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,12 @@ def _unwrapped(backend: Any) -> Any:
 
 
 def _close(backend: Any) -> None:
-    """Close gloo's connections: its `abort` ends nothing that is in flight, but a message that is late closes all."""
-    peer = (backend.rank() + 1) % backend.size()
-    for tag in _TAGS:
+    """Close gloo's connections: its `abort` ends nothing that is in flight, but a message that is late closes all.
+
+    One from a peer whose connection was closed before is not late, so that each peer is waited for.
+    """
+    others = (rank for rank in range(backend.size()) if rank != backend.rank())
+    for peer, tag in product(others, _TAGS):
         message = torch.empty(1, device="cpu")
         with suppress(RuntimeError):
             backend.recv([message], peer, tag).wait(timedelta(milliseconds=1))

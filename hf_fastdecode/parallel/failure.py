@@ -166,12 +166,14 @@ class PeerWatch(Unwatched):
         self._advance(doing)
 
     def end(self) -> None:
-        """End the threads, at the end of the process."""
+        """End the threads, at the end of the process; wait for seconds at most."""
         with self._news:
             self._is_ending = True
             self._news.notify_all()
             self._heartbeat.ask()
         self._heartbeat.join()
+        if self._judge is not None:
+            self._judge.join(_SILENT)
 
     def _advance(self, doing: str, *, odd: bool = False) -> None:
         count = self._recent[-1][0] + 1
@@ -334,8 +336,8 @@ class PeerWatch(Unwatched):
             # Before connections close, which others notice at once, and before this process ends with the store in it.
             heartbeat.until_written(lambda: self._rank != 0 or self._is_known())
             self._is_ending, in_call = True, self._in_call
-        if not in_call:  # else, `abort` lets the call end, which frees what it holds
-            self._free()
+        if not in_call:  # else, `abort` lets the call end, which frees what it holds; and waits for that, as here
+            Thread(target=self._free, name="hf_fastdecode-free", daemon=True).start()
         for group in self._groups:
             if (one := group()) is not None:
                 try:
