@@ -9,16 +9,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.parallel import divided_pass
 
 from ..tiny_models import ARCHITECTURES, tiny_model
-from .processes import Models, scenario
+from .processes import Models, add_scenario, scenario
 from .scenarios import by_pytorch, capturing, reason, same_value
 from .sequence_calls import GREEDY, SAMPLING, levels, text
 
@@ -84,6 +86,30 @@ def captured_helix(models: Models) -> Any:
         )
 
 
+def mesh_of_two_dimensions(models: Models) -> Any:
+    """Pairs of processes split the heads and weights of a model, and pairs across them divide contexts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+    alone, model, found = tiny_model("llama-gqa"), tiny_model("llama-gqa"), []
+    apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
+    torch.manual_seed(0)
+    expected = alone.generate(**levels(), **SAMPLES)
+    for fewest in (2, 10**9):
+        with (
+            mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+            fd.enabled(model, sequence_parallel=mesh["sp"]),
+        ):
+            torch.manual_seed(models.rank)
+            same = torch.equal(model.generate(**levels(), **SAMPLES), expected)
+            kept = fd.prefill(model, text()["input_ids"])
+            keys = kept.attention_layers[0].storage.segments[0].keys
+            found.append((same, fd.explain(model).last_call.ranks, list(keys.shape[:2])))
+    return found
+
+
+if hasattr(PreTrainedModel, "_expand_parallel_plan"):  # not in transformers 5.17
+    add_scenario("mesh_of_two_dimensions", by_pytorch(mesh_of_two_dimensions), 4)
+
+
 def test_split_models_divide_their_contexts(seen):
     for rank in (0, 1):
         assert seen["helix"][rank].error == "", seen["helix"][rank].trace
@@ -99,6 +125,14 @@ def test_captured_steps_of_split_models(seen):
     assert same
     assert mode == "graph"
     assert path.startswith("shared: ")
+
+
+def test_meshes_of_two_dimensions(seen_by_four):
+    if "mesh_of_two_dimensions" not in seen_by_four:
+        pytest.skip("needs a newer transformers, to split a model over a part of the processes")
+    for rank, one in enumerate(seen_by_four["mesh_of_two_dimensions"]):
+        assert one.error == "", one.trace
+        assert one.value == [[True, 4, [1, 44 - rank // 2]]] * 2  # one of two heads, every other token
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "olmo3", "gemma4_text", "laguna", "gpt_oss"])
