@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import hf_fastdecode as fd
@@ -21,7 +18,7 @@ from hf_fastdecode.parallel import divided_pass
 
 from ..tiny_models import ARCHITECTURES, tiny_model
 from .processes import Models, add_scenario, scenario
-from .scenarios import by_pytorch, capturing, reason, same_value
+from .scenarios import by_pytorch, capturing, reason, same_value, split_model
 from .sequence_calls import GREEDY, SAMPLING, levels, text
 
 EVEN = {"vocab_size": 98}  # which transformers 5.17 splits in two
@@ -29,21 +26,6 @@ SAMPLES = SAMPLING | {"num_return_sequences": 2}
 WIDE = {"sliding_window": 300}
 SPLIT = {"llama-mqa": {}, "gemma2": WIDE, "mimo_v2_flash": WIDE}
 """Models to be split, with overrides of their configs; two have fewer KV heads than there are processes."""
-
-
-def split_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that both processes compute together, from what rank 0 saved: others save nothing in transformers."""
-    config = DistributedConfig(tp_size=2, tp_plan=fd.sequence_parallel_plan(model.config))
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        saved = [folder]
-        distributed.broadcast_object_list(saved, group_src=0)
-        attention = model.config._attn_implementation
-        load = AutoModelForCausalLM.from_pretrained
-        split = load(saved[0], distributed_config=config, attn_implementation=attention).eval()
-        distributed.barrier()
-    split.generation_config = model.generation_config
-    return split
 
 
 @scenario
