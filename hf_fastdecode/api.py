@@ -26,6 +26,7 @@ from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
 from .generation.same_calls import require_same_prefill
+from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_sequence_parallel, check_state, rope_limit
 from .generation.wrappers import unwrapped
 
@@ -50,6 +51,7 @@ def enable(
     max_prefill_tokens: int = 16384,
     reuse_prefix: bool | int = False,
     sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False,
+    peer_timeout: float = 60,
 ) -> Model:
     """Make `model.generate` prefill, store and read the context that its samples share once.
 
@@ -91,6 +93,9 @@ def enable(
             it; a collective per layer merges what they found. ``"auto"`` divides between those of the default group
             (``torchrun``); a process group or a device mesh of one dimension between its own. Calls then share
             whatever they save. See docs/multi-gpu.md.
+        peer_timeout: Seconds without a sign of life of another process of a model that several compute together, until
+            calls end with `hf_fastdecode.errors.PeerFailedError`; at least 3. A process that is slow gives signs of
+            life.
 
     Returns:
         The same model.
@@ -109,6 +114,7 @@ def enable(
         max_prefill_tokens,
         reuse_prefix,
         sequence_parallel,
+        peer_timeout,
     )
     _install(unwrapped(model), options)
     return model
@@ -234,7 +240,17 @@ def prefill(
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
-    structure, options = model_state.structure_of(inner), model_state.options
+    structure = model_state.structure_of(inner)
+    with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
+        return _prefill(inner, structure, model_state.options, inputs)
+
+
+def _prefill(
+    inner: PreTrainedModel,
+    structure: Structure,
+    options: Options,
+    inputs: Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any],
+) -> SharedContextCache:
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)

@@ -49,10 +49,14 @@ class PackedRuns:
 
     Args:
         runs: At least one, in the order of their tokens.
+
+    Attributes:
+        contexts: The names of all their contexts.
     """
 
     def __init__(self, runs: Sequence[Run]):
         self.runs = runs
+        self.contexts = list(dict.fromkeys(name for run in runs for name in run.context))
         self._starts = list(accumulate((run.length for run in runs), initial=0))
         self._by_length: dict[torch.device, list[tuple[Place, tuple[int, int]]]] = {}
         self._by_context: dict[torch.device, list[tuple[Hashable, Place]]] = {}

@@ -47,6 +47,8 @@ from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from ..parallel.failure import UNWATCHED, Unwatched
+from ..parallel.groups import in_several_processes
 from .call_context import CallContext, CallScope
 from .decoding.loop import decode_shared
 from .model_state import ModelState
@@ -126,7 +128,8 @@ def _forward_shared(
         structure.forget()  # the user's loop may have changed the model since the last pass
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
-        with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+        passing = structure.passing(RowLengths(cache.longest_row(queries)))
+        with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, cache.all_or_nothing():
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
@@ -186,6 +189,7 @@ def _prepare_cache_for_generation(
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
+        call.ranks.watch.enter_foreign_loop()
         return prepare()
     if loop is None:
         assert active_call is not None  # for the loop is ours
@@ -222,9 +226,10 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = _active_call.set(call)
         try:
-            if ours:
-                _begin_prefill(model_state, model, call, args, kwargs)
-            output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+            with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
+                if ours:
+                    _begin_prefill(model_state, model, call, args, kwargs)
+                output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"
                 model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
@@ -239,6 +244,15 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             _active_call.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:
+    """What ends this call when another process of the model fails."""
+    if not may_share or not in_several_processes():
+        return UNWATCHED
+    watch = _structure(model_state, model).ranks.watch
+    watch.frees(model_state.captures)
+    return watch
 
 
 def _begin_prefill(
@@ -353,6 +367,7 @@ def _decode(
             with call.or_stock():
                 if synced_gpus:
                     raise _synced()
+                call.ranks.watch.at("prefill")
                 start = start_shared(call, passes, input_ids)
             if not call.runs_stock:
                 if is_compiled_in_place(model):
@@ -360,10 +375,12 @@ def _decode(
                         "model.compile() does not apply to passes with shared context, which run uncompiled; "
                         "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                     )
+                call.ranks.watch.at("decoding")
                 return decode_shared(
                     call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
                 )
         require_same_draws(call, "transformers")
+        call.ranks.watch.enter_foreign_loop()
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())

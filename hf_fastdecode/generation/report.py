@@ -64,7 +64,8 @@ class CallReport:
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
-        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations; empty if none did.
+        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations,
+            in captured passes mixtures of experts; empty if none did.
         sampler: Sampling code used: ``hf`` or ``fast``.
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.
@@ -161,7 +162,7 @@ class CallReport:
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  {self.parallel}"] if self.parallel else []),
-                *([f"  one kernel each: {self.fused}"] if self.fused else []),
+                *([f"  as kernels: {self.fused}"] if self.fused else []),
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *self._events(),
                 *_layer_lines(self.layers),

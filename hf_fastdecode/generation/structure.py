@@ -15,7 +15,8 @@ from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import common_group, gathers_parameters, splitting_group
+from ..parallel.failure import watch_of
+from ..parallel.groups import common_group, gathers_parameters, splitting_groups
 from ..parallel.sequence import SequenceParallel
 from .forward_pass import input_device
 from .fused.modules import FusedModules
@@ -62,12 +63,15 @@ class Structure:
         """The processes that compute the model together, each with the same calls."""
         dividing = None if self.parallel is None else self.parallel.group
         try:
-            group = splitting_group(self.walk.parameters)
+            groups = splitting_groups(self.walk.parameters)
             if dividing is not None:
-                group = common_group(group, dividing)
+                whole = common_group(groups[0] if groups else None, dividing)
+                groups = [whole, *(group for group in (dividing, *groups) if group is not whole)]
         except Unsupported:  # for which `check_state` or `check_sequence_parallel` refuses the model
-            return ALONE if dividing is None else Together(dividing, input_device(self._model))
-        return ALONE if group is None or self.gathers_parameters else Together(group, input_device(self._model))
+            groups = [] if dividing is None else [dividing]
+        if not groups or (dividing is None and self.gathers_parameters):
+            return ALONE
+        return Together(groups[0], input_device(self._model), watch_of(groups))
 
     @property
     def gathers_parameters(self) -> bool:

@@ -22,7 +22,7 @@ from ..cache.handles import window_is_not_divided
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from ..parallel.groups import common_group, in_several_processes, splitting_group
+from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk, attributes
@@ -200,7 +200,7 @@ def check_state(walk: ModelWalk) -> None:
     """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code."""
     if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
         raise Unsupported("its layers are divided between processes (pipeline parallelism)")
-    splitting_group(walk.parameters)  # raises for several
+    splitting_groups(walk.parameters)  # raises for several
     training = [module for module in walk.modules if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
@@ -232,8 +232,8 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)
-    splitting = splitting_group(structure.walk.parameters)
-    if common_group(splitting, parallel.group) is not parallel.group or splitting is None:
+    splitting = splitting_groups(structure.walk.parameters)
+    if not splitting or common_group(splitting[0], parallel.group) is not parallel.group:
         return
     whole = ModelLayout.from_config(model.config)
     heads = ([(store.query_heads, store.kv_heads) for _, store in layout] for layout in (structure.layout, whole))

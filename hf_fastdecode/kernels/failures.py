@@ -22,6 +22,7 @@ class Kernel(Enum):
     CLUSTER = "the slim decode kernel on clusters", "the one in two launches"
     PRODUCT = "the kernel for products with stored matrices", "PyTorch's operators"
     APPEND = "the kernel that appends to slim caches", "PyTorch's operators"
+    EXPERTS = "the kernels of experts of a few rows", "transformers' implementation"
     ROWS = "the kernel for products of few rows", "PyTorch's operators"
     WIDE_ROWS = "the kernel for products of 33 to 128 rows", "PyTorch's operators"
     POINTWISE = "the kernels for norms, rotary embedding and gated activations", "PyTorch's operators"

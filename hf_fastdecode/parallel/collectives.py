@@ -10,11 +10,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
     """``[ranks, numbers]``: the numbers of each process in order of ranks, of as many on all; `own` is contiguous."""
     found = own.new_empty(group.size() * own.numel())
-    _all_gather(found, own.view(-1), group=group)
+    all_gather(found, own.view(-1), group=group)
     return found.view(group.size(), -1)

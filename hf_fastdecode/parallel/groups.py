@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
-    """The process group over which parameters are split, as by tensor or expert parallelism; None without one.
+def splitting_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    """The process groups over which parameters are split, as by tensor or expert parallelism; empty without one.
 
-    Of several groups, the one of most processes, which must include those of the others. All of its processes run the
-    same passes, in each of which they communicate. The group of a model whose parameters are gathered before use is
-    found too, see `gathers_parameters`.
+    The first is one of most processes, which must include those of the others. All of its processes run the same
+    passes, in each of which they communicate. The groups of a model whose parameters are gathered before use are found
+    too, see `gathers_parameters`.
 
     Raises:
         Unsupported: No group has all processes, as with two dimensions of a mesh.
     """
     if not in_several_processes() or "torch.distributed.tensor" not in sys.modules:
-        return None
+        return []
     from torch.distributed.tensor import DTensor
 
     found: dict[tuple[object, int], ProcessGroup] = {}
@@ -38,20 +38,19 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
         for dimension, placement in enumerate(parameter.placements):
             if placement.is_shard() and mesh.size(dimension) > 1 and (mesh, dimension) not in found:
                 found[mesh, dimension] = mesh.get_group(dimension)
-    largest = max(found.values(), key=lambda group: group.size(), default=None)
-    if len(found) > 1:
-        members = set(torch.distributed.get_process_group_ranks(largest))
-        if not all(members.issuperset(torch.distributed.get_process_group_ranks(group)) for group in found.values()):
+    groups = sorted(found.values(), key=lambda group: -group.size())
+    if len(groups) > 1:
+        members = set(torch.distributed.get_process_group_ranks(groups[0]))
+        if not all(members.issuperset(torch.distributed.get_process_group_ranks(group)) for group in groups):
             sizes = " and ".join(str(group.size()) for group in found.values())
             raise Unsupported(f"its parameters are split over several groups of processes, of {sizes}")
-    return largest
+    return groups
 
 
 def splits_between(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
     """Whether the processes of this group split parameters, so that each of their passes has the same tokens."""
-    splitting = splitting_group(parameters)
-    ranks_of = torch.distributed.get_process_group_ranks
-    return splitting is not None and ranks_of(splitting) == ranks_of(group)
+    splitting, ranks_of = splitting_groups(parameters), torch.distributed.get_process_group_ranks
+    return bool(splitting) and ranks_of(splitting[0]) == ranks_of(group)
 
 
 SEQUENCE_PARALLEL_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"

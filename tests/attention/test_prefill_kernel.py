@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment
 from hf_fastdecode.attention.launch import prefill
 from hf_fastdecode.attention.runs import PackedRuns, Run
+from hf_fastdecode.kernels.failures import Kernel, forget
 
 from .forests import DEVICES, assert_error_rule, make_inputs, pytorch_attention, some_sinks
 
 SPANS = (Span(0, 3, 200), Span(0, 210, 1), Span(0, 220, 90))
 """Contexts that lie in poisoned storage."""
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
 
 
 def check_pass(
@@ -91,7 +95,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "choose_config", lambda *_: api.Config(32, 16, 4, 1))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@without_gpu
 @pytest.mark.parametrize(
     ("runs", "heads", "head_dim", "dtype", "window", "softcap", "with_sinks"),
     [
@@ -172,8 +176,36 @@ def test_other_attention_is_left_to_pytorch(device: str, monkeypatch: pytest.Mon
     assert not attend(window=12), "hides nothing"
     assert device == "cpu" or not attend(torch.float32, window=3)
     assert not attend(value_dim=32, softcap=3.0)
+    query = torch.zeros(2, 12, 16, dtype=torch.float16, device=device)
+    learned = query.clone().requires_grad_()
+    after = PackedRuns([Run(12, ("learned",))])
+    assert prefill.kernel_attention(query, query, query, Scoring(1.0, 3.0), after, lambda _: (learned, query)) is None
     monkeypatch.setattr(prefill, "refusal", lambda *_: "it failed before")
     assert not attend(window=3)
+
+
+@without_gpu
+def test_a_kernel_that_fails_leaves_its_passes_to_pytorch(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_fastdecode.kernels.prefill import api
+
+    tried = []
+
+    def fails(*_: Any, **__: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(api, "launch", fails)
+    query = torch.zeros(2, 5, 16)
+    try:
+        for _ in range(2):
+            runs = PackedRuns([Run(5)])
+            assert (
+                prefill.kernel_attention(query, query, query, Scoring(1.0, 3.0), runs, lambda _: (query, query))
+                is None
+            )
+        assert len(tried) == 1
+    finally:
+        forget(Kernel.PREFILL)
 
 
 def test_intervals_are_those_of_the_definition() -> None:

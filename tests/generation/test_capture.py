@@ -1,41 +1,24 @@
 """Captured decode steps: on a GPU in graphs; here the same steps over the same tables, uncaptured and interpreted."""
 
-import copy
 import gc
-import logging
-import threading
 import weakref
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.interface import RowLengths, active
-from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import cuda_graph, modes
+from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket
-from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .uncaptured import SAMPLING, SMALL, on_the_cpu
 
 pytest.importorskip("triton")
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
-on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
-
-# Interpreting takes time by the program: one for each layer, KV head and row.
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL_GPT2 = {"n_layer": 1, "n_head": 2}
-
-
-@pytest.fixture
-def uncaptured(monkeypatch):
-    """Let captured modes run where kernels are interpreted."""
-    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
 
 
 def test_buckets():
@@ -146,174 +129,6 @@ def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_a_forced_mode_runs_or_raises(mode):
-    model = tiny_model(**SMALL)
-    with (
-        fd.enabled(model, mode=mode),
-        pytest.raises(ValueError, match=f"mode='{mode}' cannot run: .* got cpu; use mode"),
-    ):
-        model.generate(**ragged_prompts(60), **SAMPLING)
-
-
-@on_the_cpu
-def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypatch, caplog):
-    model = tiny_model(**SMALL)
-    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 70}
-
-    def broken(*args, **kwargs):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(CapturedStep, "__init__", broken)
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
-        for _ in range(2):
-            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        report = fd.explain(model).last_call
-        assert (report.mode, report.path) == ("eager", "shared")
-        assert "not permitted" in report.mode_reason
-    assert len(caplog.records) == 1
-    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="mode='graph' cannot run: operation not"):
-        model.generate(**call)
-
-
-@on_the_cpu
-@pytest.mark.parametrize("graph", ["works", "fails"])
-def test_a_compilation_that_fails_falls_back_by_one_stage(uncaptured, monkeypatch, caplog, graph):
-    """To the graph that ran before, in this call and in later ones, and from there to eager steps."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_COMPILATION", 200)
-    make, tried = CapturedStep.__init__, []
-
-    def make_or_fail(self, model, rows, cache, configs, options, *args):
-        tried.append(options.compiled)
-        if options.compiled or graph == "fails":
-            raise RuntimeError("self.stride(-1) must be 1 to view BFloat16 as Byte")
-        make(self, model, rows, cache, configs, options, *args)
-
-    monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
-    model = tiny_model(**SMALL)
-    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 70}
-    stock = seeded(lambda: model.generate(**call))
-    found = []
-    with fd.enabled(model, backend="triton"), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
-        for _ in range(4):
-            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-            found.append(fd.explain(model).last_call.mode)
-        reason = fd.explain(model).last_call.mode_reason
-    if graph == "fails":
-        assert found == ["eager"] * 4
-        return
-    assert found == ["graph"] * 4
-    assert tried.count(True) == 1
-    assert reason == "the layers cannot be compiled (self.stride(-1) must be 1 to view BFloat16 as Byte)"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"decode steps of this model run as a graph: {reason}"
-    ]
-    with fd.enabled(model, mode="compile"), pytest.raises(ValueError, match="mode='compile' cannot run: self"):
-        model.generate(**call)
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    ("message", "again"),
-    [("CUDA error: out of memory", [2, 3]), ("operation not permitted when stream is capturing", [1, 2])],
-    ids=["memory", "other"],
-)
-def test_a_capture_that_failed_is_tried_again(uncaptured, monkeypatch, message, again):
-    """Once more memory is free, if that was missing, and when `enable` is called again."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
-    model, free, tried = tiny_model(**SMALL), [100], []
-    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 2}
-    monkeypatch.setattr(capture, "free_memory", lambda device: free[0])
-
-    def failing(*args, **kwargs):
-        tried.append(1)
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(CapturedStep, "__init__", failing)
-    with fd.enabled(model, backend="triton"):
-        for _ in range(2):
-            model.generate(**call)
-            assert fd.explain(model).last_call.mode == "eager"
-            assert len(tried) == 1
-        free[0] += 1
-        model.generate(**call)
-        assert len(tried) == again[0]
-        fd.enable(model, backend="triton")
-        for _ in range(2):
-            model.generate(**call)
-            assert len(tried) == again[1]
-
-
-@on_the_cpu
-def test_memory_that_ends_within_a_capture_splits_the_batch(uncaptured, monkeypatch):
-    """Ending the capture then raises an error of its own, over the one that says so."""
-    make, sizes = CapturedStep.__init__, []
-
-    def make_or_fail(self, model, rows, *args):
-        sizes.append(rows)
-        if len(sizes) == 1:
-            try:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            finally:
-                raise RuntimeError("operation failed due to a previous error during capture")
-        make(self, model, rows, *args)
-
-    monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
-    model = tiny_model(**SMALL)
-    call = ragged_prompts(41) | SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 2}
-    with fd.enabled(model, mode="graph", backend="triton"):
-        assert model.generate(**call).shape == (4, 43)
-        report = fd.explain(model).last_call
-    assert (report.mode, report.waves) == ("graph", 2)
-    assert sizes == [4, 2]
-
-
-@on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
-    """A call that begins while another one captures: also with the layers of the model compiled meanwhile."""
-    model = tiny_model("llama-gqa", **SMALL)
-    call = ragged_prompts(41) | SAMPLING | {"max_new_tokens": 2}
-    stock = seeded(lambda: model.generate(**call))
-    checked, results = threading.Event(), []
-    monkeypatch.setattr(modes, "capture_reason", lambda *arguments: own_forward(arguments[0]))
-
-    def begins(model, arguments):
-        if threading.current_thread() is not threading.main_thread():
-            checked.set()
-
-    monkeypatch.setattr(modes, "reason_of_call", begins)
-
-    def own_forward(model):
-        own = (module for module in model.modules() if module is not model and "forward" in vars(module))
-        return next((f"{type(module).__name__} carries a forward of its own" for module in own), None)
-
-    def second():
-        try:
-            results.append(model.generate(**call).shape)
-        except ValueError as error:
-            results.append(str(error))
-        finally:
-            checked.set()
-
-    def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
-        if not checked.is_set():
-            thread.start()
-            checked.wait(60)
-        return stock(*args, **kwargs)
-
-    thread = threading.Thread(target=second)
-    monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
-    torch._dynamo.reset()
-    with fd.enabled(model, mode=mode, backend="triton"):
-        state_of(model).captures.compiled = CompiledLayers(backend="eager")
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        thread.join(60)
-        assert results == [stock.shape]
-
-
-@on_the_cpu
 def test_the_steps_that_were_used_last_are_kept(uncaptured, monkeypatch):
     monkeypatch.setattr(capture, "_MOST_STEPS", 2)
     model = tiny_model(**SMALL)
@@ -330,22 +145,6 @@ def test_the_steps_that_were_used_last_are_kept(uncaptured, monkeypatch):
 
 
 @on_the_cpu
-def test_a_call_inside_a_call(uncaptured):
-    """A criterion that generates: in the outer call's forced mode it would wait for itself."""
-    model = tiny_model(**SMALL)
-    call = ragged_prompts(70) | SAMPLING
-
-    def inner(ids, scores):
-        model.generate(**call)
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-    with fd.enabled(model, mode="graph", backend="triton"), pytest.raises(ValueError, match="inside another generate"):
-        model.generate(**call, stopping_criteria=[inner])
-    with fd.enabled(model, mode="graph", backend="triton"):
-        model.generate(**call)  # the lock is free again
-
-
-@on_the_cpu
 def test_captures_are_freed_with_the_option(uncaptured):
     model = tiny_model(**SMALL)
     with fd.enabled(model, mode="graph", backend="triton"):
@@ -354,78 +153,6 @@ def test_captures_are_freed_with_the_option(uncaptured):
     gc.collect()
     assert tables
     assert not any(table() for table in tables)
-
-
-def in_a_nested_dict(model):
-    model.config.rope_parameters["rope_theta"] *= 2
-
-
-def in_a_config_of_its_own(model):
-    model.model.layers[0].self_attn.config = copy.deepcopy(model.config)
-    model.model.layers[0].self_attn.config.final_logit_softcapping = 30.0
-
-
-def in_a_module(model):
-    model.model.layers[0].self_attn.scaling *= 2
-
-
-def in_a_switch(model):
-    model.model.layers[0].mlp.on = False
-
-
-def in_a_tensor_of_a_module(model):
-    model.model.layers[0].mlp.table = torch.zeros(3)
-
-
-def in_a_function_of_a_module(model):
-    model.model.layers[0].mlp.function = torch.nn.functional.relu
-
-
-def in_a_tuple_of_a_module(model):
-    model.model.layers[0].mlp.limits = (0.0, 7.0)
-
-
-def in_a_function_of_a_file(model):
-    """As packages of kernels replace it."""
-    turn = modeling_llama.apply_rotary_pos_emb
-    model.patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args, **kwargs: turn(*args, **kwargs))
-
-
-def in_a_class(model):
-    kind = type(model.model.layers[0].mlp)
-    model.patch.setattr(kind, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-
-
-CHANGES = [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, in_a_tensor_of_a_module]
-
-
-@on_the_cpu
-@pytest.mark.parametrize(
-    "change", [*CHANGES, in_a_tuple_of_a_module, in_a_function_of_a_module, in_a_function_of_a_file, in_a_class]
-)
-def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured, monkeypatch):
-    model = tiny_model(**SMALL)
-    model.model.layers[0].mlp.function = torch.nn.functional.gelu
-    monkeypatch.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # for a class of this file
-    model.model.layers[0].mlp.limits = (0.0, 6.0)
-    model.patch = monkeypatch
-    call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}
-    with fd.enabled(model, mode="graph", backend="triton"):
-        captures = state_of(model).captures
-        for expected in (1, 1, 2, 2):
-            if expected == 2 and captures.count == 1:
-                change(model)
-            model.generate(**call)
-            assert captures.count == expected
-
-
-def test_a_pass_of_another_thread_changes_no_state():
-    model = tiny_model(**SMALL)
-    configs = Structure(model).configs
-    before = captured_state(model, configs)
-    with active(configs, RowLengths(0)):
-        assert captured_state(model, configs) == before
-    assert hash(before) == hash(captured_state(model, configs))
 
 
 @on_the_cpu

@@ -43,8 +43,7 @@ def test_the_next_calls_of_a_captured_one(name, begun):
     with fd.enabled(model, mode="graph", **OPTIONS):
         captured = [first_token(model, prompt) for prompt in prompts]
         captures = state_of(model).captures
-        assert not captures.lock.locked()
-        assert (captures.owner, captures.scope, captures.ahead) == (None, None, None)
+        assert (captures.lock.holder, captures.owner, captures.scope, captures.ahead) == (None, None, None, None)
     for expected, (found, tokens), prompt in zip(eager, captured, prompts, strict=True):
         assert_same_prefill(found, expected)
         assert tokens == prompt["input_ids"].shape[1]
@@ -103,10 +102,10 @@ def test_a_call_that_fails_or_runs_stock_lets_go_of_the_captures(begun):
         captures = state_of(model).captures
         with pytest.raises(ZeroDivisionError):
             first_token(model, prompt, use_cache=True, logits_processor=[lambda ids, scores: 1 / 0])
-        assert (captures.lock.locked(), captures.owner, captures.ahead) == (False, None, None)
+        assert (captures.lock.holder, captures.ahead) == (None, None)
         first_token(model, prompt, use_cache=False, logits_processor=[])
         assert fd.explain(model).last_call.path == "stock"
-        assert (captures.lock.locked(), captures.owner, captures.prefills.again) == (False, None, None)
+        assert (captures.lock.holder, captures.prefills.again) == (None, None)
     ids = prompt["input_ids"][0].tolist()
     assert begun == [None, ids, ids]
 
@@ -163,7 +162,7 @@ def test_a_guess_that_fails(begun, monkeypatch, error):
         with monkeypatch.context() as patch:
             patch.setattr(CapturedPrefill, "begin", fails)
             assert_same_prefill(first_token(model, prompt)[0], expected)
-        assert not state_of(model).captures.lock.locked()
+        assert state_of(model).captures.lock.holder is None
 
 
 def test_other_loops_and_calls_within(begun):
@@ -187,5 +186,5 @@ def test_other_loops_and_calls_within(begun):
         assert inner[1] == "eager"
         for beams in (1, 2):
             model.generate(**prompt, num_beams=beams, max_new_tokens=2)
-        assert not state_of(model).captures.lock.locked()
+        assert state_of(model).captures.lock.holder is None
         assert state_of(model).captures.prefills.again is None

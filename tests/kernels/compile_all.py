@@ -36,6 +36,9 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
+from hf_fastdecode.kernels.experts.api import experts, largest
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
+from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
@@ -172,6 +175,7 @@ def launches() -> list[Launch]:
         multiply_by_stored_matrices()
         compute_between_products()
         multiply_few_rows()
+        run_experts()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -407,6 +411,30 @@ def multiply_few_rows() -> None:
             row_products(inputs, [weight] * 2, [None] * 2, dtype=torch.float32)
         for activation in Activation:
             gated_product(inputs, weight, weight, (None, None), activation)
+
+
+def run_experts() -> None:
+    """Experts of gpt-oss, Qwen3 and Mixtral, of all numbers of pairs."""
+    models = (
+        (32, 4, 2880, 2880, True),
+        (128, 8, 2048, 768, False),
+        (8, 2, 4096, 14336, False),
+    )
+    for dtype, (count, per_row, hidden, inner, transposed) in product((torch.bfloat16, torch.float16), models):
+        shapes = [(count, 2 * inner, hidden), (count, hidden, inner)]
+        if transposed:
+            shapes = [(first, third, second) for first, second, third in shapes]
+        parts = [torch.empty(shape, dtype=dtype, device=CUDA) for shape in shapes]
+        biases = [torch.empty(count, width, dtype=dtype, device=CUDA) for width in (2 * inner, hidden)]
+        most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * count) // per_row
+        for rows in (1, 8, most // 4, most // 2, most):
+            x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
+            chosen = torch.empty(rows, per_row, dtype=torch.int64, device=CUDA)
+            shares = torch.empty(rows, per_row, dtype=dtype, device=CUDA)
+            layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
+            for layout, activation in product(layouts, Activation):
+                experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+        largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.kernels.experts import reference as experts_reference
+from hf_fastdecode.kernels.experts.api import experts, largest
+from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
 from hf_fastdecode.kernels.pointwise import api as pointwise
@@ -148,6 +151,21 @@ def between_products() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def mix() -> None:
+    """Both orders of weights, columns that end within tiles, experts of several items and of none."""
+    for transposed in (False, True):
+        shapes = [(5, 2 * 160, 96), (5, 96, 160)]
+        if transposed:
+            shapes = [(first, third, second) for first, second, third in shapes]
+        parts = [torch.randn(shape, device="cuda").half() / 10 for shape in shapes]
+        biases = [torch.randn(5, columns, device="cuda").half() for columns in (320, 96)]
+        weights = Weights(*parts, *biases, transposed=transposed, interleaved=transposed)
+        x, scores = torch.randn(40, 96, device="cuda").half(), torch.randn(40, 5, device="cuda").half()
+        shares, chosen = largest(scores - torch.arange(5, device="cuda"), 2)
+        arguments = x, weights, chosen, shares, Gate(Activation.SILU)
+        torch.testing.assert_close(experts(*arguments), experts_reference.experts(*arguments), rtol=0.02, atol=0.02)
+
+
 RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}
 CASES = {
     "least": least,
@@ -170,6 +188,7 @@ CASES = {
     "slim, 8 bits": lambda: attend_slim(SlimCase(**RAGGED, dtype=torch.int8), TwoLaunchConfig(own_heads=2)),
     "clusters of slim": lambda: attend_slim(SlimCase(**RAGGED, heads=8, head_dim=128, rotary=128, consecutive=True)),
     "stored products": multiply,
+    "experts": mix,
 }
 
 

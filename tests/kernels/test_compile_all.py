@@ -24,6 +24,7 @@ def test_launches_on_a_pretended_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
+        "experts",
         "forest_decode",
         "pointwise",
         "prefill",

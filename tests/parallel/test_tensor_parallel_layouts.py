@@ -23,7 +23,7 @@ from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure, support
 from hf_fastdecode.generation.steps.projections import has_projections
-from hf_fastdecode.parallel.groups import splitting_group
+from hf_fastdecode.parallel.groups import splitting_groups
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
 from .processes import Models, scenario
@@ -141,11 +141,11 @@ def several_groups(models: Models) -> Any:
         mock.patch.object(DTensor, "placements", (Shard(0), Shard(0))),
         pytest.raises(Unsupported) as raised,
     ):
-        splitting_group(models.split["llama"].parameters())
+        splitting_groups(models.split["llama"].parameters())
     error = Unsupported("its parameters are split over several groups of processes, of 2 and 2")
     with (
-        mock.patch.object(structure, "splitting_group", side_effect=error),
-        mock.patch.object(support, "splitting_group", side_effect=error),
+        mock.patch.object(structure, "splitting_groups", side_effect=error),
+        mock.patch.object(support, "splitting_groups", side_effect=error),
         fd.enabled(models.split["llama"]) as model,
     ):
         return str(raised.value) == str(error), len(draw(model, 0, PROMPTS, **GREEDY)), reason(model)

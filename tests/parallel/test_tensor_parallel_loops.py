@@ -18,6 +18,7 @@ from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
 from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes
+from hf_fastdecode.generation.steps.call_lock import Holder
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.runners import CapturedSteps
 
@@ -146,13 +147,12 @@ def captures_in_use_on_one_rank(models: Models) -> Any:
         mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
         fd.enabled(models.split["small"], backend="triton") as model,
     ):
-        lock = vars(model)["_hf_fastdecode"].captures.lock
+        lock, other = vars(model)["_hf_fastdecode"].captures.lock, Holder()
         if models.rank:
-            lock.acquire()
+            lock.acquire(other, wait=False)
         tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
-        free = not lock.locked()
-        if models.rank:
-            lock.release()
+        free = lock.holder is None
+        lock.release(other)
         return len(tokens), call.mode, call.mode_reason, free
 
 

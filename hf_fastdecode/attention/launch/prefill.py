@@ -35,7 +35,9 @@ def kernel_attention(
         score options, off a GPU, in other dtypes than half precision, for gradients, or after a failure.
     """
     window = scoring.window if scoring.window is not None and runs.outgrow(scoring.window, stored) else None
-    if not kernel_takes(query, keys, values, scoring, window):
+    if _is_plain(scoring, window) or not on_gpu(query):
+        return None
+    if refusal(query, keys, values, [part for name in runs.contexts for part in stored(name)]) is not None:
         return None
     query, keys, values = _in_rows(query, keys, values)
     own, contexts = runs.intervals(query.device, window, stored)
@@ -66,7 +68,7 @@ def padded_kernel_attention(
     Args:
         intervals: Returns `padded_intervals` of the layer's window.
     """
-    if not kernel_takes(query, keys, values, scoring, scoring.window):
+    if _is_plain(scoring, scoring.window) or not on_gpu(query) or refusal(query, keys, values) is not None:
         return None
     from ...kernels.prefill.api import prefill_attention
 
@@ -91,10 +93,9 @@ def padded_intervals(tokens: int, runs: Tensor | None, window: int | None, devic
     return torch.stack([token, first if window is None else torch.maximum(first, token - window + 1), token])
 
 
-def kernel_takes(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, window: int | None) -> bool:
-    """Whether the kernel computes these scores of such tensors, under a window that hides tokens."""
-    plain = scoring.softcap is None and scoring.sinks is None and window is None
-    return not plain and on_gpu(query) and refusal(query, keys, values) is None
+def _is_plain(scoring: Scoring, window: int | None) -> bool:
+    """Whether PyTorch's fused operators compute such scores, where a window hides tokens if given."""
+    return scoring.softcap is None and scoring.sinks is None and window is None
 
 
 def takes_windows(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

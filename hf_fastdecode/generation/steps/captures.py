@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any
@@ -15,16 +14,20 @@ from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
+from ...kernels.compiling_process import CompilingProcess
 from ...kernels.failures import Kernel, failure
+from ...kernels.noted import taking_notes
 from ..foreign_code import is_capturable, splits_module
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
 from ..structure import Known, Structure
+from .call_lock import CallLock, Holder
 from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
+from .other_sizes import compile_other_sizes
 from .prefill_ahead import PrefillAhead, Scope
 
 _MOST_STEPS = 32
@@ -39,8 +42,6 @@ class Captures:
     so together they hold a few times the memory of the largest one.
 
     Attributes:
-        owner: The thread that holds the lock.
-        scope: The call that holds the lock from its start to its end, if one does; see `prefill_ahead`.
         ahead: The prefill pass that this call has begun.
         prefills: The captured prefill passes.
         count: Number of steps captured.
@@ -48,9 +49,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.owner: int | None = None
-        self.scope: object = None
+        self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
         self.compiled = CompiledLayers()
         self.prefills = CapturedPrefills()
@@ -68,12 +67,23 @@ class Captures:
         self._pool: Any = None
         self._has_workspaces = False
         self._gains_by_compiling: bool | None = None  # None if not known
+        self._others: CompilingProcess | None = None  # compiles kernels of other sizes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a copy of the model has other weights
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Captures, ()
+
+    @property
+    def owner(self) -> int | None:
+        """The thread that holds the lock."""
+        return None if (holder := self.lock.holder) is None else holder.thread
+
+    @property
+    def scope(self) -> object:
+        """The call that holds the lock from its start to its end, if one does; see `prefill_ahead`."""
+        return None if (holder := self.lock.holder) is None else holder.scope
 
     @property
     def made(self) -> int:
@@ -93,6 +103,8 @@ class Captures:
         Fails on all processes of the model alike, but for `PassFailedError`.
         """
         self.join_ahead()
+        if self._others is not None and not self._others.is_running():
+            self._others = None
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         found = self._fitting(rows, cache, options, kind)
         if structure.ranks.all(found is not None) == [True]:  # a capture runs passes, on all processes of the model
@@ -100,12 +112,17 @@ class Captures:
             self._steps.remove(found)
             self._steps.append(found)
             return found
+        others = None if self.count else CompilingProcess.start(model.device)  # which takes time to import
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             with structure.ranks.together():
                 pool = self._pool_on(model.device)
                 step = kind(model, rows, cache, structure, options, self.compiled, pool)
-            step.capture()
+            with taking_notes() as notes:
+                step.capture()
+            if others is not None:
+                compile_other_sizes(others, notes.values(), cache.forest, model.device)
+                self._others = others
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
@@ -188,11 +205,12 @@ class Captures:
         size = size_for(inputs.shape[1]) if inputs.numel() else None
         if size is None or torch.is_autocast_enabled(device.type) or not self._may_replay(device):
             return
-        if not self.lock.acquire(blocking=False):
+        if self.lock.holder is not None:
             return
-        self.owner, self.scope = threading.get_ident(), scope
+        scope.callback(self.end_ahead, scope)
         try:
-            scope.callback(self.end_ahead, scope)
+            if not self.lock.acquire(Holder(scope), wait=False):
+                return
             shape, _ = again
             if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
                 self.ahead = PrefillAhead(captured, inputs)
@@ -227,8 +245,8 @@ class Captures:
                 self.prefills.again = None
             self.join_ahead()
         finally:
-            self.ahead = self.scope = self.owner = None
-            self.lock.release()
+            self.ahead = None
+            self.lock.release(self.lock.holder)
 
     def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
         """Record why a capture failed, and whether it ran out of memory."""
@@ -258,6 +276,9 @@ class Captures:
 
     def release(self) -> None:
         """Drop all captures and free their device memory where possible. Never raises."""
+        if self._others is not None:
+            self._others.end()
+            self._others = None
         self.clear()
         self.compiled = CompiledLayers()
         if self._has_workspaces:

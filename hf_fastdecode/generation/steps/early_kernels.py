@@ -6,7 +6,6 @@ are compiled when a step is captured.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...attention.forest import Forest
-from ...attention.kv import Scoring
-from ...attention.launch.kernel_call import run_kernels
-from ...attention.launch.plan import HeadShape, LaunchPlan
-from ...cache.layout import Store
+from ...attention.launch.step_tables import Attention, attend_nothing
 from ...kernels.ahead import compile_in_background
 from ..decoding.sampling import compile_sampler
 from .cuda_graph import bucket
@@ -49,21 +45,11 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
     def launch() -> None:
         for store in stores:
             if store.kv_heads and store.head_dim == store.value_dim:
-                _attend(store, forest, model.dtype, model.device)
+                asked = Attention(store.kv_heads, store.group_size, 1, store.head_dim, model.dtype)
+                attend_nothing(asked, bucket(forest.rows), forest, device=model.device)
 
     compile_in_background(launch, model.device)
 
 
 def _is_first_capture(call: CallContext) -> bool:
     return call.mode != "eager" and not call.state.captures.made
-
-
-def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
-    rows, heads = bucket(forest.rows), store.kv_heads * store.group_size
-    empty = partial(torch.empty, device=device)
-    query = empty(rows, heads, 1, store.head_dim, dtype=dtype)
-    new = empty(rows, store.kv_heads, 1, store.head_dim, dtype=dtype)
-    plan = LaunchPlan(forest, HeadShape(store.kv_heads, store.group_size, store.head_dim, False), device, rows=rows)
-    addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
-    of_rows = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
-    run_kernels(query, new, new, *addresses, *of_rows, plan.schedule(plan.programs(0)), plan.config, Scoring(1.0))

@@ -16,6 +16,7 @@ from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.agreement import ALONE, PassFailedError, Ranks, error_text
+from ..fused.largest import LargestOfFew
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -49,6 +50,8 @@ def pass_context(
             stack.enter_context(structure.passing(lengths))
             if fused_rows and rows <= max(fused_rows, MOST_ROWS):
                 stack.enter_context(FusedProjections(model, concurrent=rows <= fused_rows))
+            if fused_rows and structure.fused is not None and structure.fused.has_experts:
+                stack.enter_context(LargestOfFew())
             if structure.fused is not None:
                 stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
         yield

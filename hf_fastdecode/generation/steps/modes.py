@@ -16,6 +16,7 @@ from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..support import step_arguments
+from .call_lock import Holder
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
 from .prefill_passes import PrefillPasses
@@ -86,21 +87,21 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
         call.set_mode("eager", "it runs inside another generate call of this model")
         yield False
         return
-    acquired = captures.lock.acquire(blocking=forced is not None)
-    if call.ranks.all(acquired) == [False]:
-        if acquired:
-            captures.lock.release()
-        whose = "another process of the model cannot use its captured steps now"
-        call.set_mode("eager", whose if acquired else "another thread is using this model's captured steps")
-        yield False
-        return
-    before, captures.owner = captures.made, threading.get_ident()
+    holder, before = Holder(), captures.made
     try:
+        acquired = captures.lock.acquire(holder, wait=forced is not None)
+        if call.ranks.all(acquired) == [False]:
+            captures.lock.release(holder)
+            whose = "another process of the model cannot use its captured steps now"
+            call.set_mode("eager", whose if acquired else "another thread is using this model's captured steps")
+            yield False
+            return
+        before = captures.made
         yield True
     finally:
-        call.report.captures = captures.made - before
-        captures.owner = None
-        captures.lock.release()
+        if captures.lock.holder is holder:
+            call.report.captures = captures.made - before
+            captures.lock.release(holder)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ sliding window in time that follows the window, and sinks.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ..ahead import launch
@@ -15,7 +14,7 @@ from ..failures import Kernel, launching
 from ..forest_decode.arguments import check_numbers, check_table
 from ..forest_decode.limits import MAX_HEAD_DIM, shared_memory
 from ..installed import interpreted
-from .config import Config, choose_config
+from .config import Config, choose_config, padded
 from .kernel import attend_intervals
 
 
@@ -111,7 +110,7 @@ def _launch(
     with launching(Kernel.PREFILL, query.device):
         launch(
             attend_intervals,
-            (triton.cdiv(count * group, config.block_m) * kv_heads,),
+            (-(-count * group // config.block_m) * kv_heads,),
             query,
             keys,
             values,
@@ -131,7 +130,7 @@ def _launch(
             *merged[1].stride()[:2],
             GROUP=group,
             HEAD_DIM=head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_D=padded(head_dim),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.stages,

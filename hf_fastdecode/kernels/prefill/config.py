@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import triton
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Config:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Bytes of shared memory for the queries, and the keys and values in flight, of 16 bits each."""
-        columns = max(16, triton.next_power_of_2(head_dim))
-        return 2 * columns * (self.block_m + 2 * self.stages * self.block_n)
+        return 2 * padded(head_dim) * (self.block_m + 2 * self.stages * self.block_n)
 
 
 _CANDIDATES = {
@@ -37,7 +35,13 @@ _CANDIDATES = {
 """By padded head_dim, the fastest first as measured on an H100, smaller ones for GPUs with less shared memory."""
 
 
+def padded(head_dim: int) -> int:
+    """Columns of a tile: a power of two that matrix products take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@lru_cache
 def choose_config(head_dim: int, shared_memory: int) -> Config:
     """Launch parameters for heads of a size, within the bytes of shared memory of a program."""
-    candidates = _CANDIDATES[max(64, triton.next_power_of_2(head_dim))]
+    candidates = _CANDIDATES[max(64, padded(head_dim))]
     return next((one for one in candidates if one.shared_bytes(head_dim) <= shared_memory), candidates[-1])

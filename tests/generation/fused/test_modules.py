@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.generation.fused import gated, norms
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ARCHITECTURES, tiny_model
 
@@ -34,7 +35,7 @@ FOUND = {
     "phi3": "Phi3Attention 2, Phi3MLP 2, Phi3RMSNorm 5",
     "gpt_neox": "GPTNeoXAttention 2",
     "cohere2": "Cohere2MLP 2",
-    "gpt_oss": "GptOssAttention 2, GptOssRMSNorm 5",
+    "gpt_oss": "GptOssAttention 2, GptOssExperts 2, GptOssRMSNorm 5",
     "gpt2": "",
 }
 
@@ -86,7 +87,7 @@ def test_same_logits(name: str) -> None:
     """Error against fp32 at most twice that of the model's own code, in every architecture."""
     model = half(name)
     own, fused = logits(model), FusedModules(model)
-    with fused.installed():
+    with fused.installed(), fusing_products():
         found = logits(model)
     exact = logits(deepcopy(model).float())
     assert (found - exact).abs().max() <= 2 * (own - exact).abs().max()

@@ -156,8 +156,7 @@ def test_threads_take_turns_or_run_eagerly():
         expected = model.generate(**call)
         with ThreadPoolExecutor(4) as pool:
             outs = list(pool.map(lambda _: model.generate(**call), range(8)))
-        assert state_of(model).captures.lock.acquire(blocking=False)
-        state_of(model).captures.lock.release()
+        assert state_of(model).captures.lock.holder is None
     assert all(out.shape == expected.shape for out in outs)
     assert all((out[:, 300:320] == expected[:, 300:320]).float().mean() > 0.9 for out in outs)
 
