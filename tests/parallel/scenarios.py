@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
+from torch import distributed
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import modes, runners
@@ -28,6 +31,21 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8}
 def draw(model: PreTrainedModel, seed: int, ids: torch.Tensor = PROMPT, **arguments: Any) -> list[list[int]]:
     torch.manual_seed(seed)
     return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **arguments}).tolist()
+
+
+def split_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that both processes compute together, from what rank 0 saved: others save nothing in transformers."""
+    config = DistributedConfig(tp_size=2, tp_plan=fd.sequence_parallel_plan(model.config))
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = [folder]
+        distributed.broadcast_object_list(saved, group_src=0)
+        attention = model.config._attn_implementation
+        load = AutoModelForCausalLM.from_pretrained
+        split = load(saved[0], distributed_config=config, attn_implementation=attention).eval()
+        distributed.barrier()
+    split.generation_config = model.generation_config
+    return split
 
 
 def reason(model: PreTrainedModel) -> str:

@@ -21,8 +21,8 @@ ENDS = list(range(5, 25))
 
 
 def levels() -> dict[str, Tensor]:
-    """Two problems behind one system prompt, the first of them twice: rows share at two levels."""
-    prompts = ragged_prompts(70, 63, shared=40)
+    """Two problems behind one system prompt of an odd length, the first of them twice: rows share at two levels."""
+    prompts = ragged_prompts(70, 63, shared=41)
     return {name: torch.cat([part[:1], part]) for name, part in prompts.items()}
 
 

@@ -48,7 +48,7 @@ def over_forest(query: Tensor, forest: Forest, storage: tuple[Tensor, Tensor], s
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 100])
 def test_merged_shards_keep_the_error_rule(ranks: int, dtype: torch.dtype, sinks: bool) -> None:
     paths = random_forest(random.Random(ranks), rows=6, depth=3, longest=60).paths

@@ -15,6 +15,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 
 from .processes import Models, Seen, run_scenarios, scenario
+from .scenarios import split_model
 
 LONG = 1500
 """Tokens of a prompt whose prefill two GPUs divide."""
@@ -109,6 +110,19 @@ def sequence_errors(models: Models) -> Any:
 
 
 @scenario
+def sequence_and_weights(models: Models) -> Any:
+    """Weights of all but the attention heads are split between the same GPUs, with communications in one graph."""
+    alone = make_model(models, num_key_value_heads=1)
+    given = prompts(models, LONG, 8) | {"do_sample": False, "max_new_tokens": 24}
+    stock, model, found = alone.generate(**given), split_model(alone), []
+    for mode in ("eager", "graph"):
+        with fd.enabled(model, mode=mode, sequence_parallel="auto"):
+            same = [torch.equal(model.generate(**given), stock) for _ in range(2)]
+            found.append([same, fd.explain(model).last_call.mode, fd.explain(model).last_call.parallel.kind])
+    return found
+
+
+@scenario
 def sequence_beams(models: Models) -> Any:
     model = make_model(models)
     given = prompts(models, 300, 2) | {"num_beams": 3, "do_sample": False, "max_new_tokens": 12}
@@ -157,6 +171,11 @@ def test_errors_are_at_most_twice_those_of_pytorch(seen):
     """And logits are the same to the bit on both GPUs."""
     for ours, pytorch, _ in both(seen, "sequence_errors"):
         assert 0 < ours <= 2 * pytorch
+
+
+@pytest.mark.gpu
+def test_weights_split_between_the_same_gpus(seen):
+    assert both(seen, "sequence_and_weights") == [[[True, True], mode, "sequence"] for mode in ("eager", "graph")]
 
 
 @pytest.mark.gpu

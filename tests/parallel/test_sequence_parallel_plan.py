@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers import AutoConfig, PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.parallel import divided_pass
 
 from ..tiny_models import ARCHITECTURES, tiny_model
-from .processes import Models, scenario
-from .scenarios import by_pytorch, capturing, reason, same_value
+from .processes import Models, add_scenario, scenario
+from .scenarios import by_pytorch, capturing, reason, same_value, split_model
 from .sequence_calls import GREEDY, SAMPLING, levels, text
 
+EVEN = {"vocab_size": 98}  # which transformers 5.17 splits in two
 SAMPLES = SAMPLING | {"num_return_sequences": 2}
 WIDE = {"sliding_window": 300}
 SPLIT = {"llama-mqa": {}, "gemma2": WIDE, "mimo_v2_flash": WIDE}
 """Models to be split, with overrides of their configs; two have fewer KV heads than there are processes."""
-
-
-def split_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that both processes compute together, from what rank 0 saved: others save nothing in transformers."""
-    config = DistributedConfig(tp_size=2, tp_plan=fd.sequence_parallel_plan(model.config))
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        saved = [folder]
-        distributed.broadcast_object_list(saved, group_src=0)
-        attention = model.config._attn_implementation
-        load = AutoModelForCausalLM.from_pretrained
-        split = load(saved[0], distributed_config=config, attn_implementation=attention).eval()
-        distributed.barrier()
-    split.generation_config = model.generation_config
-    return split
 
 
 @scenario
@@ -48,7 +33,7 @@ def split_model(model: PreTrainedModel) -> PreTrainedModel:
 def helix(models: Models) -> Any:
     found = {}
     for name, overrides in SPLIT.items():
-        alone = tiny_model(name, **overrides)
+        alone = tiny_model(name, **EVEN, **overrides)
         model = split_model(alone)
         parts = {one.rpartition(".")[0] for one, tensor in model.named_parameters() if isinstance(tensor, DTensor)}
         torch.manual_seed(0)
@@ -71,7 +56,7 @@ def helix(models: Models) -> Any:
 @scenario
 @by_pytorch
 def captured_helix(models: Models) -> Any:
-    alone = tiny_model("llama-mqa", num_hidden_layers=1, num_attention_heads=2)
+    alone = tiny_model("llama-mqa", num_hidden_layers=1, num_attention_heads=2, **EVEN)
     model, few = split_model(alone), SAMPLES | {"max_new_tokens": 4}
     torch.manual_seed(0)
     expected = alone.generate(**text(20), **few)
@@ -82,6 +67,30 @@ def captured_helix(models: Models) -> Any:
             fd.explain(model).last_call.mode,
             reason(model),
         )
+
+
+def mesh_of_two_dimensions(models: Models) -> Any:
+    """Pairs of processes split the heads and weights of a model, and pairs across them divide contexts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+    alone, model, found = tiny_model("llama-gqa"), tiny_model("llama-gqa"), []
+    apply_tensor_parallelism(model, mesh["tp"], model._expand_parallel_plan(model.tp_plan))
+    torch.manual_seed(0)
+    expected = alone.generate(**levels(), **SAMPLES)
+    for fewest in (2, 10**9):
+        with (
+            mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+            fd.enabled(model, sequence_parallel=mesh["sp"]),
+        ):
+            torch.manual_seed(models.rank)
+            same = torch.equal(model.generate(**levels(), **SAMPLES), expected)
+            kept = fd.prefill(model, text()["input_ids"])
+            keys = kept.attention_layers[0].storage.segments[0].keys
+            found.append((same, fd.explain(model).last_call.ranks, list(keys.shape[:2])))
+    return found
+
+
+if hasattr(PreTrainedModel, "_expand_parallel_plan"):  # not in transformers 5.17
+    add_scenario("mesh_of_two_dimensions", by_pytorch(mesh_of_two_dimensions), 4)
 
 
 def test_split_models_divide_their_contexts(seen):
@@ -99,6 +108,14 @@ def test_captured_steps_of_split_models(seen):
     assert same
     assert mode == "graph"
     assert path.startswith("shared: ")
+
+
+def test_meshes_of_two_dimensions(seen_by_four):
+    if "mesh_of_two_dimensions" not in seen_by_four:
+        pytest.skip("needs a newer transformers, to split a model over a part of the processes")
+    for rank, one in enumerate(seen_by_four["mesh_of_two_dimensions"]):
+        assert one.error == "", one.trace
+        assert one.value == [[True, 4, [1, 44 - rank // 2]]] * 2  # one of two heads, every other token
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "olmo3", "gemma4_text", "laguna", "gpt_oss"])

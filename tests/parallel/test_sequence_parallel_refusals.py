@@ -61,6 +61,14 @@ def refused_by_one(models: Models) -> Any:
 
 @scenario
 @by_pytorch
+def failed_on_one(models: Models) -> Any:
+    model = tiny_model()
+    with raising(1, models, start, "check_prompts", KeyError("no prompt")):
+        return compared(model)
+
+
+@scenario
+@by_pytorch
 def windows_in_prefill(models: Models) -> Any:
     with fd.enabled(tiny_model("gpt_oss"), sequence_parallel="auto") as model:
         short = fd.prefill(model, TEXT[:, :30])
@@ -175,6 +183,14 @@ def test_what_one_process_refuses_all_run_stock(seen):
     first, second = values(seen, "refused_by_one")
     assert first == [True, "stock: on rank 1, it cannot share"]
     assert second == [True, "stock: it cannot share"]
+
+
+def test_an_error_of_one_process_ends_the_call_on_all(seen):
+    first, second = seen["failed_on_one"]
+    assert second.error == "KeyError: 'no prompt'"
+    assert first.error.startswith(
+        "PeerFailedError: rank 1, with which this process computes the model, failed: KeyErr"
+    )
 
 
 def test_windows_that_hide_tokens_are_refused(seen):

@@ -43,7 +43,7 @@ def counted(name: str, models: Models) -> Any:
     expected = model.generate(**call.prompts, **call.arguments)
     with (
         capturing(),
-        mock.patch.object(collectives, "_all_gather", side_effect=collectives._all_gather) as gathers,
+        mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gathers,
         fd.enabled(model, sequence_parallel="auto", **call.options),
     ):
         torch.manual_seed(models.rank)
