@@ -381,7 +381,7 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
         ("parallel --fill full", "--fill must be one of random, prefill, got 'full'"),
         (
             "parallel --device cuda:1",
-            "--device must be auto, cpu or cuda, since each process has a GPU of its own, got",
+            "--device must be auto, cpu or cuda, since each process has a GPU of its",
         ),
     ],
 )

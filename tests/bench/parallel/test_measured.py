@@ -66,12 +66,15 @@ def test_rows_of_each_kind(seen):
 
 def test_tables_of_each_kind():
     where = {"device": "GPU", "torch": "1", "transformers": "2", "ranks": "2", "status": "ok", "dtype": "bfloat16"}
+    where["command"] = "bench parallel"
     case = {"shape": "8b-gqa", "context": "262144", "rows": "1", "fill": "random", "case": "steps-x"}
     step = {"ms_per_step": "12.345", "decode_peak_bytes": str(40 << 30), "first_token_s": "", "prefill_peak_bytes": ""}
     rows = [where | case | step | {"way": "sequence"}, where | case | {"way": "tensor", "status": "out of memory"}]
     text = parallel_table(rows)
     assert "| model | context | rows | sequence | tensor |" in text
     assert "| 8b-gqa | 262,144 | 1 | 12.35 (40.0) | out of memory |" in text
+    assert "--no-check" not in text
+    assert "did not compare tokens" in parallel_table([rows[0] | {"command": "bench parallel --no-check"}])
     way = {"us_p50": "100", "us_per_step": "3200", "communication_share": "0.25", "captured": "True", "way": "tree"}
     way |= {
         "sent_bytes": "530432",
