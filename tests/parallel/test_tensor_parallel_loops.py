@@ -156,6 +156,7 @@ def captures_in_use_on_one_rank(models: Models) -> Any:
         fd.enabled(models.split["small"], backend="triton") as model,
     ):
         lock, other = vars(model)["_hf_fastdecode"].captures.lock, Holder()
+        other.thread = -1
         if models.rank:
             lock.acquire(other, wait=False)
         tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
