@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .conversion.to_slim import to_slim
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
+    from .parallel.plans import sequence_parallel_plan
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "load_embedded",
     "measure_sparsity",
     "prefill",
+    "sequence_parallel_plan",
     "to_slim",
 ]
 
@@ -40,6 +42,7 @@ _MODULES = {
     "embedded_folder": "assets",
     "load_embedded": "assets",
     "measure_sparsity": "conversion.sparsity",
+    "sequence_parallel_plan": "parallel.plans",
     "to_slim": "conversion.to_slim",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,8 +26,13 @@ from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
 from .generation.same_calls import require_same_prefill
-from .generation.support import check_model, check_prompts, check_state, rope_limit
+from .generation.structure import Structure
+from .generation.support import check_model, check_prompts, check_sequence_parallel, check_state, rope_limit
 from .generation.wrappers import unwrapped
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -45,6 +50,8 @@ def enable(
     min_saved_tokens: int = 64,
     max_prefill_tokens: int = 16384,
     reuse_prefix: bool | int = False,
+    sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False,
+    peer_timeout: float = 60,
 ) -> Model:
     """Make `model.generate` prefill, store and read the context that its samples share once.
 
@@ -81,6 +88,14 @@ def enable(
             for prompts with a common prefix that arrive one at a time. ``True`` keeps up to 2 GiB, an integer that
             many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts of at
             least `min_saved_tokens` then run shared although nothing is saved yet.
+        sequence_parallel: Divide the context of each call between processes (Tree Attention, paper of Shyam and
+            others): each has the whole model and makes the same calls, stores its part of the nodes, and attends to
+            it; a collective per layer merges what they found. ``"auto"`` divides between those of the default group
+            (``torchrun``); a process group or a device mesh of one dimension between its own. Calls then share
+            whatever they save. See docs/multi-gpu.md.
+        peer_timeout: Seconds without a sign of life of another process of a model that several compute together, until
+            calls end with `hf_fastdecode.errors.PeerFailedError`; at least 3. A process that is slow gives signs of
+            life.
 
     Returns:
         The same model.
@@ -98,6 +113,8 @@ def enable(
         min_saved_tokens,
         max_prefill_tokens,
         reuse_prefix,
+        sequence_parallel,
+        peer_timeout,
     )
     _install(unwrapped(model), options)
     return model
@@ -223,18 +240,31 @@ def prefill(
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
-    structure, options = model_state.structure.of(inner), model_state.options
+    structure = model_state.structure_of(inner)
+    with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
+        return _prefill(inner, structure, model_state.options, inputs)
+
+
+def _prefill(
+    inner: PreTrainedModel,
+    structure: Structure,
+    options: Options,
+    inputs: Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any],
+) -> SharedContextCache:
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
             check_state(structure.walk)
         input_ids, mask = padded_ids(inputs)
+        with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
+            check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
         with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
             check_prompts(inner, structure.layout, input_ids, mask, longest=input_ids.shape[1])
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
         groups = group_prompts(input_ids, mask)
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
+        cache.state.parallel = structure.parallel
         plan, rows = _plan(groups, cache, options.min_shared_tokens)
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)
     with _or_value_error(f"{type(inner).__name__} cannot share context"):

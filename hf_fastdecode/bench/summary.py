@@ -17,6 +17,7 @@ from . import RESULTS
 from .figures import draw_stock_beside_shared, plot
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
+from .parallel.table import parallel_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .sampling.table import sampling_table
 from .slim.table import slim_table
@@ -34,6 +35,8 @@ _MOST_LINES = 16  # of operators; more are summed up
 
 def table(rows: list[Measurement]) -> str:
     """A Markdown table of measurements, by the command that made them."""
+    if "ranks" in rows[0]:
+        return parallel_table(rows)
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
     if "caches" in rows[0]:

@@ -18,6 +18,7 @@ from ..attention.interface import SharedKV
 from ..attention.kv import Scoring, Segment, SuffixLengths
 from ..attention.launch.own_nodes import NO_OWN_NODES
 from ..attention.launch.plan import HeadShape
+from ..attention.launch.prefill import padded_intervals, padded_kernel_attention, takes_windows
 from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
 from ..attention.torch_operators.padded_prefill import padded_causal_attention, separating_bias
@@ -32,7 +33,7 @@ from .storage import TokenStorage
 _LEVELS = 8
 """Levels of nodes that the tables of every captured pass hold, as many as the prefix store keeps unmerged."""
 
-_OPERATORS = "each node once, causal attention by PyTorch, merged with its context, captured"
+_OPERATORS = "each node once, causal attention by {}, merged with its context, captured"
 
 
 class ContextTables:
@@ -93,15 +94,20 @@ def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:
 
 
 def takes_captured_passes(
-    cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device
+    cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device, longest: int
 ) -> bool:
     """Whether all layers store plain keys and values, which a pass over these items in this dtype can add to.
 
-    Stored contexts need one head_dim of keys and values, as the kernels that read them do.
+    Stored contexts need one head_dim of keys and values, as the kernels that read them do, and windows that hide none
+    of the `longest` row's tokens. Without contexts, the prefill kernel computes windows.
     """
     if cache.state.suffix_rows or cache.state.places_of_pass is not None:
         return False
     contexts = any(item.context for item in items)
+    stores = {layer.store for layer in cache.attention_layers}
+    outgrown = [store for store in stores if store.window is not None and longest > store.window]
+    if not all(not contexts and takes_windows(store.head_dim, store.value_dim, dtype, device) for store in outgrown):
+        return False
     for layer in cache.attention_layers:
         held = layer.storage.node_example
         if type(layer.storage) is not TokenStorage:
@@ -168,7 +174,7 @@ class CapturedPrefillCache(Cache):
             layer.storage.write_nodes(spans, made)
         for layer in layers:
             layer.note(self._pass.scorings[layer.index])
-            layer.report("prefill", _OPERATORS)
+            layer.report("prefill", _OPERATORS.format(self._pass.by[layer.index]))
 
 
 class _Pass:
@@ -179,6 +185,7 @@ class _Pass:
             the meta device.
         places: For each part, its buffer and its place there.
         scorings: By layer, the score options of the latest pass.
+        by: By layer, whose operators computed its attention.
     """
 
     def __init__(self, runs: Tensor | None, tables: ContextTables | None):
@@ -186,11 +193,14 @@ class _Pass:
         self.likes: dict[tuple[int, int], Tensor] = {}
         self.places: dict[tuple[int, int], tuple[int, int]] = {}
         self.scorings: dict[int, Scoring] = {}
+        self.by: dict[int, str] = {}
         self._buffers: list[Tensor] = []
         self._bias: Tensor | None = None
+        self._intervals: dict[int | None, Tensor] = {}
 
     def begin(self) -> None:
-        self._bias, alike = None, dict[tuple[torch.Size, torch.dtype], list[tuple[int, int]]]()
+        self._bias, self._intervals = None, {}
+        alike = dict[tuple[torch.Size, torch.dtype], list[tuple[int, int]]]()
         for part, like in self.likes.items():
             alike.setdefault((like.shape, like.dtype), []).append(part)
         self.places = {
@@ -201,7 +211,7 @@ class _Pass:
         ]
 
     def take(self) -> list[Tensor]:
-        buffers, self._buffers, self._bias = self._buffers, [], None
+        buffers, self._buffers, self._bias, self._intervals = self._buffers, [], None, {}
         return buffers
 
     def write(self, layer: int, parts: Segment) -> None:
@@ -221,6 +231,12 @@ class _Pass:
         if self.runs is not None and self._bias is None:
             self._bias = separating_bias(self.runs, dtype)
         return self._bias
+
+    def intervals(self, tokens: int, window: int | None, device: torch.device) -> Tensor:
+        """What the prefill kernel takes for a window, made once for all layers that have it."""
+        if window not in self._intervals:
+            self._intervals[window] = padded_intervals(tokens, self.runs, window, device)
+        return self._intervals[window]
 
 
 class _PrefillLayer(LayerOfACapture):
@@ -244,13 +260,25 @@ class _PaddedKV(SharedKV):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         keys, values = self.parts
         in_pass, index, context = self.layer.in_pass, self.layer.index, None
-        if scoring.window is not None:
-            raise Unsupported(f"rows outgrow the layer's window of {scoring.window} tokens")
+        outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
+        if outgrown and in_pass.tables is not None:
+            raise Unsupported(outgrown)
         in_pass.scorings[index] = scoring
         if in_pass.tables is not None:
             tables = in_pass.tables.by_shape.of(index)
             rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
             part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
             context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
-        out = padded_causal_attention(query[0], keys, values, scoring, bias=in_pass.bias(query.dtype), context=context)
+
+        def intervals() -> Tensor:
+            return in_pass.intervals(query.shape[2], scoring.window, query.device)
+
+        in_pass.by[index] = "triton"
+        out = padded_kernel_attention(query[0], keys, values, scoring, intervals, context)
+        if out is None:
+            if outgrown:
+                raise Unsupported(outgrown)
+            in_pass.by[index] = "PyTorch"
+            bias = in_pass.bias(query.dtype)
+            out = padded_causal_attention(query[0], keys, values, scoring, bias=bias, context=context)
         return out.transpose(0, 1)[None]

@@ -22,7 +22,7 @@ def consolidate(cache: SharedContextCache, copying: AbstractContextManager[None]
 
     A segment that is less than half used is replaced by a copy of the used part. Tokens used by several nodes are not
     merged into one of them, which would store them twice. Protected segments are never copied. Nothing is copied
-    without a gain.
+    without a gain, or where nodes are divided between processes.
 
     Args:
         cache: A cache whose forest is set, with empty suffixes.
@@ -31,6 +31,8 @@ def consolidate(cache: SharedContextCache, copying: AbstractContextManager[None]
     Raises:
         torch.OutOfMemoryError: Not enough memory for the copies; the cache is unchanged.
     """
+    if cache.state.parallel is not None:  # other places would be on other processes
+        return
     used = _UsedTokens(cache.forest)
     moved = [span for merge in _merges(cache, used) for span in merge]
     moved += _sparse(cache, used, set(moved))

@@ -192,14 +192,17 @@ class ForestCache(Cache):
         return len(self.segment_tokens) - 1
 
     @contextmanager
-    def prefilling(self, items: Sequence[PrefillItem], rows: Tensor | None = None) -> Iterator[None]:
+    def prefilling(
+        self, items: Sequence[PrefillItem], rows: Tensor | None = None, *, divide: bool = False
+    ) -> Iterator[None]:
         """Context in which a forward pass over the items' tokens fills their spans.
 
         Args:
             items: The runs of tokens, packed into one row.
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
+            divide: Whether processes may divide the pass, whose part here is then `SharedState.divided`.
         """
-        self.state.pack(items)
+        self.state.pack(items, divide=divide)
         self.state.places_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
         try:
             yield

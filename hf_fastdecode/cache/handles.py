@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..attention.forest import Forest
+from ..attention.forest import Forest, Span
 from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
+from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
+from ..attention.partial import Partial, empty_partial, merge
 from ..attention.torch_operators import decode_ops
+from ..attention.torch_operators.decode_ops import nodes_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
+from ..parallel.contexts import GatheredContexts
+from ..parallel.divided_pass import InPass
+from ..parallel.sequence import SequenceParallel
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -71,6 +80,22 @@ class StoredLayer:
         stored = self.storage.keys_and_values(self.storage.ordered_suffix(suffixes.origins))
         return ForestKV(self.forest, self.segments, stored, suffixes.lengths.plus(appended).on_host())
 
+    def attend_nodes(self, query: Tensor, scale: float, softcap: float | None = None) -> Partial:
+        """Attention ``[rows, heads, queries, head_dim]`` to the nodes alone by PyTorch's operators, in fp32.
+
+        Where they are divided between processes, this process's part is merged with the others' by a collective.
+        """
+        state, forest = self.state, self.forest
+        stored = forest if state.parallel is None else state.parallel.stored(forest)
+        if stored.nodes:
+            part = nodes_attention(query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend)
+        else:
+            segment = next(iter(self.segments.values()), None)
+            width = query.shape[-1] if segment is None else segment.values.shape[-1]
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            part = empty_partial((*query.shape[:-1], width), query.device, dtype)
+        return part if state.parallel is None else state.parallel.merge(part)
+
     def note(self, scoring: Scoring) -> None:
         """Remember the score options of the current pass."""
         self.window, self.report_note = scoring.window, scoring.report_note
@@ -90,6 +115,8 @@ class DecodeKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
+        if self.layer.state.parallel is not None and scoring.window is not None:
+            raise window_is_not_divided(scoring.window)
         while self._by_kernels(query, scoring):
             try:
                 return self._run_kernels(query, scoring).transpose(1, 2)
@@ -121,7 +148,7 @@ class DecodeKV(SharedKV):
         if known is not None and same and known.tables.fits(forest):
             return known.tables
         own_nodes = choose_own_nodes(forest.rows, shape, device, dominate=dominate)
-        tables = StepTables(forest.rows, [self.layer.index], forest, device, own_nodes)
+        tables = state.make_tables(forest.rows, [self.layer.index], forest, device, own_nodes)
         state.tables[device, shape] = MadeTables(tables, dominate)
         return tables
 
@@ -131,16 +158,14 @@ class DecodeKV(SharedKV):
         if self._is_new("pytorch"):
             did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
-        out, _ = decode_ops.forest_attention(
-            query,
-            kv,
-            scoring.scale,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=backend,
-        )
-        return out.to(query.dtype)
+        scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": scoring.sinks}
+        divided = self.layer.state.parallel
+        if divided is not None:
+            kv = replace(kv, forest=divided.without_nodes(kv.forest))
+        merged = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
+        if divided is not None:
+            merged = merge(merged, self.layer.attend_nodes(query, scoring.scale, scoring.softcap))
+        return merged.out.to(query.dtype)
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""
@@ -178,10 +203,15 @@ class DecodeKV(SharedKV):
 
 
 class PrefillKV(SharedKV):
-    """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds."""
+    """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds.
 
-    def __init__(self, layer: StoredLayer, parts: Segment):
-        self.layer = layer
+    Args:
+        parts: Tokens that this process computes.
+        whole: All tokens of the pass; the same unless processes divide it.
+    """
+
+    def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):
+        self.layer, self.whole = layer, layer.storage.keys_and_values(whole)
         self.keys, self.values = layer.storage.keys_and_values(parts)
         self.stored_window = layer.store.window
 
@@ -192,36 +222,76 @@ class PrefillKV(SharedKV):
         if places is not None:
             query = packed(query, places)
 
-        def stored(span: Any) -> Segment:
-            if (row := state.suffix_rows.get(span.segment)) is not None:
-                first = self.layer.forest.context_lengths[row]
-                return self.layer.storage.suffix_as_node(row, span, first, self.keys.dtype)
-            storage = self.layer.storage
-            return storage.keys_and_values(storage.segments[span.segment]).view(span)
+        stored: Callable[[Any], Segment] = self._stored
+        if (parallel := state.parallel) is not None:
+            if scoring.window is not None:
+                raise window_is_not_divided(scoring.window)
+            gathered = self._gathered(parallel)
+
+            def stored(name: Any) -> Segment:
+                return self._in_pass(name) if isinstance(name, InPass) else gathered(name)
 
         assert state.runs is not None  # inside `prefilling`
-        out = causal_attention(
-            query[0],
-            self.keys,
-            self.values,
-            scoring.scale,
-            runs=state.runs,
-            stored=stored,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            sinks=scoring.sinks,
-            backend=state.torch_backend,
-        )
+        out, by = None, "triton"
+        if state.torch_backend == "auto":
+            out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
+        if out is None:
+            by = "PyTorch"
+            out = causal_attention(
+                query[0],
+                self.keys,
+                self.values,
+                scoring.scale,
+                runs=state.runs,
+                stored=stored,
+                softcap=scoring.softcap,
+                window=scoring.window,
+                sinks=scoring.sinks,
+                backend=state.torch_backend,
+            )
+        if parallel is not None:
+            gathered.finish()
         whose = "each node once"
         if state.suffix_rows:
             nodes = self.layer.storage.segments
             whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
-        self.layer.report("prefill", f"{whose}, causal attention by PyTorch, merged with its context")
+        self.layer.report("prefill", f"{whose}, causal attention by {by}, merged with its context")
         tokens = out.transpose(0, 1)
         if places is None:
             return tokens.unsqueeze(0)
         spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, places, tokens).unflatten(0, (count, width))
+
+    def _stored(self, span: Span) -> Segment:
+        """Keys and values of a context that this process stores."""
+        storage, state = self.layer.storage, self.layer.state
+        if (row := state.suffix_rows.get(span.segment)) is not None:
+            first = self.layer.forest.context_lengths[row]
+            return storage.suffix_as_node(row, span, first, self.keys.dtype)
+        return storage.keys_and_values(storage.segments[span.segment]).view(span)
+
+    def _in_pass(self, name: InPass) -> Segment:
+        """Keys and values of tokens of the pass that other processes compute."""
+        return self.whole.view(Span(0, name.start, name.length))
+
+    def _gathered(self, parallel: SequenceParallel) -> GatheredContexts:
+        """Gathers contexts that are divided between processes."""
+        storage, state = self.layer.storage, self.layer.state
+        assert state.runs is not None
+        read_here = {name for run in state.runs.runs for name in run.context if isinstance(name, Span)}
+
+        def gather(span: Span) -> Segment:
+            return parallel.whole(storage.keys_and_values(storage.segments[span.segment]), span)
+
+        return GatheredContexts(state.contexts, read_here, gather)
+
+
+def window_is_not_divided(window: int) -> Unsupported:
+    """The error of rows that outgrow a window, where their context is divided between processes."""
+    return Unsupported(
+        f"a window of {window} tokens hides some of a row, whose context is divided between processes",
+        "use sequence_parallel=False for such models and lengths",
+    )
 
 
 def packed(part: Tensor, places: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
+from ..attention.kv import Segment
 from ..attention.torch_operators import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within
@@ -122,6 +123,9 @@ class SharedContextCache(ForestCache):
                 suffixes = layer.storage.suffixes_as_segment(
                     own, self.state.suffixes.origins, self.forest.context_lengths
                 )
+                if self.state.parallel is not None:
+                    places = self.state.parallel.shard.places(0, suffixes.keys.shape[1]).to(suffixes.keys.device)
+                    suffixes = Segment._make(part.index_select(1, places) for part in suffixes)
                 twin.storage.segments[len(self.segment_tokens)] = suffixes
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
             lengths = self.suffix_lengths.tolist()
@@ -136,6 +140,7 @@ class SharedContextCache(ForestCache):
     ) -> SharedContextCache:
         """Return a cache over another forest of the same segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
+        twin.state.parallel = self.state.parallel
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
         twin.protected_segments = self.protected_segments
@@ -222,10 +227,15 @@ class SharedContextCache(ForestCache):
         return sum(self.state.segment_lengths)
 
     @property
+    def stored_node_tokens(self) -> int:
+        """Of `node_tokens`, those that this process stores."""
+        return sum(map(self.state.stored_length, range(len(self.state.segment_lengths))))
+
+    @property
     def nbytes(self) -> CacheBytes:
-        """Bytes stored, allocated, and held by a stock cache for the same rows."""
+        """Bytes stored, allocated, and held by a stock cache for the same rows; those of this process."""
         storages = self._storages
-        nodes = self.node_tokens * sum(storage.bytes_per_token for storage in storages)
+        nodes = self.stored_node_tokens * sum(storage.bytes_per_token for storage in storages)
         per_token = sum(storage.suffix_bytes_per_token for storage in storages)
         allocated = sum(storage.suffix_bytes for storage in storages)
         return CacheBytes(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,7 +18,10 @@ from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
-from ..attention.torch_operators.prefill_ops import PackedRuns, Run
+from ..attention.runs import PackedRuns, Run
+from ..parallel.divided_pass import DividedPass
+from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
+from ..parallel.step_tables import DividedStepTables
 from .origins import SuffixOrigins
 from .storage import TokenStorage
 
@@ -205,13 +209,18 @@ class SharedState:
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
         packed: During prefill, the items packed into the forward pass; set by `pack`.
         packed_spans: Their spans, adjacent ones joined.
+        own_tokens: Of their tokens, those that this process stores; None for all.
+        divided: What this process computes of the pass; None for all of it.
         runs: The items as runs of tokens; None outside of prefill.
+        contexts: Of nodes that are divided between processes, the spans that the pass reads, on any of them.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
             int64; None when tokens are packed into one row.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
+        parallel: The processes between which nodes are divided; None where this one stores all. `forest` is the whole
+            one on each of them, and what is stored here is `parallel`'s part of it.
     """
 
     forest: Forest | None = None
@@ -223,12 +232,16 @@ class SharedState:
     tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
     packed: Sequence[PrefillItem] = ()
     packed_spans: Path = ()
+    own_tokens: OwnTokens | None = None
+    divided: DividedPass | None = None
     runs: PackedRuns | None = None
+    contexts: tuple[Span, ...] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
     places_of_pass: Tensor | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
+    parallel: SequenceParallel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses are invalid in a copy of the cache, whose tensors are new; weak references cannot be pickled.
@@ -246,10 +259,35 @@ class SharedState:
             return False
         return own_nodes_dominate(self.forest, self.suffixes.longest)
 
-    def pack(self, items: Sequence[PrefillItem]) -> None:
-        """Set the items of a forward pass, and what all layers need to know of them."""
+    def pack(self, items: Sequence[PrefillItem], *, divide: bool = False) -> None:
+        """Set the items of a forward pass, and what all layers need to know of them.
+
+        Args:
+            divide: Whether processes may divide the pass.
+        """
         self.packed, self.packed_spans = items, joined(item.span for item in items)
-        self.runs = PackedRuns([Run(item.span.length, item.context) for item in items]) if items else None
+        runs = [Run(item.span.length, self._read_at_once(item.context)) for item in items]
+        self.contexts = tuple(dict.fromkeys(span for run in runs for span in run.context if isinstance(span, Span)))
+        self.divided = DividedPass.of(runs, self.parallel.group) if divide and self.parallel is not None else None
+        self.runs = self.divided.runs if self.divided is not None else PackedRuns(runs) if items else None
+        self.own_tokens = None if self.parallel is None else self.parallel.own_tokens(self.packed_spans)
+
+    def _read_at_once(self, context: Path) -> Path:
+        """A context in spans that fit in memory: where it is divided between processes, each is gathered whole."""
+        if self.parallel is None:
+            return context
+        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
+        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
+
+    def stored_length(self, segment: int) -> int:
+        """Tokens of a segment that this process stores."""
+        whole = self.segment_lengths[segment]
+        return whole if self.parallel is None else self.parallel.shard.count(whole)
+
+    @property
+    def make_tables(self) -> Callable[..., StepTables]:
+        """Makes kernel tables for this cache's nodes; arguments as for `StepTables`."""
+        return StepTables if self.parallel is None else partial(DividedStepTables, self.parallel)
 
     @property
     def longest_row(self) -> int:

@@ -47,6 +47,8 @@ from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
+from ..parallel.failure import UNWATCHED, Unwatched
+from ..parallel.groups import in_several_processes
 from .call_context import CallContext, CallScope
 from .decoding.loop import decode_shared
 from .model_state import ModelState
@@ -57,7 +59,7 @@ from .same_calls import require_same_call, require_same_draws
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
-from .support import check_call, other_loop
+from .support import check_call, check_sequence_parallel, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
@@ -126,7 +128,8 @@ def _forward_shared(
         structure.forget()  # the user's loop may have changed the model since the last pass
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
-        with structure.passing(RowLengths(cache.longest_row(queries))), cache.all_or_nothing():
+        passing = structure.passing(RowLengths(cache.longest_row(queries)))
+        with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, cache.all_or_nothing():
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
@@ -143,9 +146,9 @@ def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
     call = _active_call.get()
     if call is None or call.model is not model:
-        return model_state.structure.of(model)
+        return model_state.structure_of(model)
     if call.structure is None:
-        call.structure = model_state.structure.of(model)
+        call.structure = model_state.structure_of(model)
     return call.structure
 
 
@@ -172,6 +175,7 @@ def _prepare_cache_for_generation(
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = _structure(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
+    report.ranks = call.ranks.count
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given
@@ -179,11 +183,13 @@ def _prepare_cache_for_generation(
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
+        check_sequence_parallel(model, structure, longest=max_cache_length + 1)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
+        call.ranks.watch.enter_foreign_loop()
         return prepare()
     if loop is None:
         assert active_call is not None  # for the loop is ours
@@ -220,9 +226,10 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
         call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = _active_call.set(call)
         try:
-            if ours:
-                _begin_prefill(model_state, model, call, args, kwargs)
-            output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
+            with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
+                if ours:
+                    _begin_prefill(model_state, model, call, args, kwargs)
+                output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"
                 model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
@@ -237,6 +244,15 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             _active_call.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:
+    """What ends this call when another process of the model fails."""
+    if not may_share or not in_several_processes():
+        return UNWATCHED
+    watch = _structure(model_state, model).ranks.watch
+    watch.frees(model_state.captures)
+    return watch
 
 
 def _begin_prefill(
@@ -351,6 +367,7 @@ def _decode(
             with call.or_stock():
                 if synced_gpus:
                     raise _synced()
+                call.ranks.watch.at("prefill")
                 start = start_shared(call, passes, input_ids)
             if not call.runs_stock:
                 if is_compiled_in_place(model):
@@ -358,10 +375,12 @@ def _decode(
                         "model.compile() does not apply to passes with shared context, which run uncompiled; "
                         "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                     )
+                call.ranks.watch.at("decoding")
                 return decode_shared(
                     call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
                 )
         require_same_draws(call, "transformers")
+        call.ranks.watch.enter_foreign_loop()
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())

@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from ..parallel.groups import sequence_group
+from ..parallel.sequence import SequenceParallel
 from .instance_patch import STATE_ATTRIBUTE, WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
 from .steps.captures import Captures
-from .structure import KeptStructure
+from .structure import KeptStructure, Structure
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -45,6 +47,21 @@ class ModelState:
         self.prefix_store = PrefixStore()
         self.repeated = RepeatedPrompts()
         self._logged: set[str] = set()
+        self._parallel: SequenceParallel | None = None
+
+    @property
+    def parallel(self) -> SequenceParallel | None:
+        """The processes between which contexts are divided; the same object for the same group."""
+        group = sequence_group(self.options.sequence_parallel)
+        if group is None:
+            return None
+        if self._parallel is None or self._parallel.group is not group:
+            self._parallel = SequenceParallel(group)
+        return self._parallel
+
+    def structure_of(self, model: PreTrainedModel) -> Structure:
+        """The structure of the model as it is now, for a call with the current options."""
+        return self.structure.of(model, self.parallel)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # overrides are not pickled: the model loads as before `enable`

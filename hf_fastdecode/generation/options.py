@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..attention.torch_operators import BACKEND_VARIABLE, BACKENDS, backend_of_environment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 MODES = ("auto", "eager", "graph", "compile")
 """Values of ``mode=``."""
@@ -25,6 +30,9 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
 
 _REUSED_BYTES = 2 * 2**30
 
+_SHORTEST_TIMEOUT = 3
+"""Seconds within which a process that lives tells its peers so, with all its cores busy."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,6 +50,8 @@ class Options:
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
     reuse_prefix: bool | int = False
+    sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False
+    peer_timeout: float = 60
 
     @property
     def reused_bytes(self) -> int:
@@ -59,6 +69,9 @@ class Options:
         if self.mode in ("graph", "compile"):
             return f"mode={self.mode!r}"
         return "fuse_projections=True" if self.fuse_projections is True else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        return self  # it may hold a process group
 
     def __post_init__(self) -> None:
         forced = backend_of_environment()
@@ -79,7 +92,15 @@ class Options:
             raise ValueError(
                 f"reuse_prefix must be True, False, or the most bytes to keep, at least 0, got {self.reuse_prefix!r}"
             )
+        if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
+            # Its import needs torch, and options are also read where its seconds would be lost.
+            from ..parallel.groups import require_sequence_group
+
+            require_sequence_group(self.sequence_parallel)
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        seconds = self.peer_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= _SHORTEST_TIMEOUT:
+            raise ValueError(f"peer_timeout must be a number of at least {_SHORTEST_TIMEOUT} seconds, got {seconds!r}")

@@ -12,6 +12,34 @@ from ..cache.accounting import CacheBytes, within
 from ..cache.shared import SharedContextCache
 
 
+@dataclass(frozen=True)
+class ParallelReport:
+    """Report of how processes computed a shared call together.
+
+    Attributes:
+        kind: What they divided: ``sequence`` for the context, also where weights were split, or ``tensor`` for weights
+            alone, as by tensor parallelism.
+        ranks: Number of processes.
+        stored_tokens: Node tokens of which this process stores keys and values, those of its heads.
+        tokens: Node tokens in all.
+        collectives: Communications of each decode step that divided contexts take, beside those of split weights.
+    """
+
+    kind: str
+    ranks: int
+    stored_tokens: int
+    tokens: int
+    collectives: int
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return f"weights are split between {self.ranks} processes"
+        return (
+            f"context is divided between {self.ranks} processes: {self.stored_tokens} of {self.tokens} tokens are "
+            f"stored here, {self.collectives} collectives in each step"
+        )
+
+
 @dataclass
 class CallReport:
     """Report of one `generate` call.
@@ -32,17 +60,19 @@ class CallReport:
         cache: Weak reference to the call's cache.
         own_tokens: Tokens of prompts that are stored in suffixes, because one row alone has them.
         suffix_length: Tokens in each row's suffix, without those of prompts.
-        stored_tokens: Tokens in node storage, including unused ones.
+        stored_tokens: Tokens in node storage of this process, including unused ones.
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
-        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations; empty if none did.
+        fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations,
+            in captured passes mixtures of experts; empty if none did.
         sampler: Sampling code used: ``hf`` or ``fast``.
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.
         compactions: Number of times finished rows were compacted away.
         waves: Number of parts the batch was split into to fit in memory; 0 if not split.
-        ranks: Number of processes that computed the call together, as by tensor parallelism.
+        ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
+        parallel: How they computed it, if it was shared; None for a process of its own.
     """
 
     path: str = "stock"
@@ -71,6 +101,7 @@ class CallReport:
     compactions: int = 0
     waves: int = 0
     ranks: int = 1
+    parallel: ParallelReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cache": None}  # weak references cannot be pickled
@@ -85,6 +116,15 @@ class CallReport:
                 (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.layers
             ]
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
+
+    def observe_nodes(self, cache: SharedContextCache) -> None:
+        """Record the nodes that were prefilled, and how processes divided them."""
+        self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
+        if self.ranks > 1:
+            divided = cache.state.parallel is not None
+            layers = len(cache.attention_layers) if divided and cache.forest.nodes else 0
+            kind = "sequence" if divided else "tensor"
+            self.parallel = ParallelReport(kind, self.ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
     def begin_again(self) -> None:
         """Forget what was prefilled and reused so far in the call."""
@@ -121,8 +161,8 @@ class CallReport:
                 f"  KV bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
-                *([f"  computed by {self.ranks} processes, of which rank 0 draws tokens"] if self.ranks > 1 else []),
-                *([f"  one kernel each: {self.fused}"] if self.fused else []),
+                *([f"  {self.parallel}"] if self.parallel else []),
+                *([f"  as kernels: {self.fused}"] if self.fused else []),
                 f"  sampler: {self.sampler} ({self.sampler_reason})",
                 *self._events(),
                 *_layer_lines(self.layers),

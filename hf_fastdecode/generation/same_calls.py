@@ -7,7 +7,6 @@ the communication library, in a hang, or in tokens that no process would compute
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def require_same_call(call: CallContext, given: Mapping[str, Tensor], loop: str)
         if not name.startswith("_") and name not in _NOT_COMPARED
     }
     fields |= {name: described(value) for name, value in call.arguments.items() if name != CACHE}
-    fields |= {f"enable(..., {name}=)": described(value) for name, value in asdict(call.options).items()}
+    fields |= {f"enable(..., {name}=)": described(value) for name, value in vars(call.options).items()}
     cache = call.arguments.get(CACHE)
     fields[CACHE] = _of_cache(cache) if isinstance(cache, SharedContextCache) else described(cache)
     _require_same(call.model, call.ranks, fields, "generate was called differently")

@@ -15,7 +15,10 @@ from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import gathers_parameters, splitting_group
+from ..parallel.failure import watch_of
+from ..parallel.groups import common_group, gathers_parameters, splitting_groups
+from ..parallel.sequence import SequenceParallel
+from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 from .model_watch import ModelWatch
@@ -29,10 +32,11 @@ class Structure:
     Attributes:
         configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
         known: What holds while the model is untouched; None where nothing tells whether it is.
+        parallel: The processes between which the call's context is divided, if it is.
     """
 
-    def __init__(self, model: PreTrainedModel, known: Known | None = None):
-        self._model, self.known = model, known
+    def __init__(self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None):
+        self._model, self.known, self.parallel = model, known, parallel
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -57,11 +61,17 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
+        dividing = None if self.parallel is None else self.parallel.group
         try:
-            group = splitting_group(self.walk.parameters)
-        except Unsupported:  # for which `check_state` refuses the model
+            groups = splitting_groups(self.walk.parameters)
+            if dividing is not None:
+                whole = common_group(groups[0] if groups else None, dividing)
+                groups = [whole, *(group for group in (dividing, *groups) if group is not whole)]
+        except Unsupported:  # for which `check_state` or `check_sequence_parallel` refuses the model
+            groups = [] if dividing is None else [dividing]
+        if not groups or (dividing is None and self.gathers_parameters):
             return ALONE
-        return ALONE if group is None or self.gathers_parameters else Together(group, self._model.device)
+        return Together(groups[0], input_device(self._model), watch_of(groups))
 
     @property
     def gathers_parameters(self) -> bool:
@@ -136,11 +146,11 @@ class KeptStructure:
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
 
-    def of(self, model: PreTrainedModel) -> Structure:
-        """The structure of the model as it is now."""
+    def of(self, model: PreTrainedModel, parallel: SequenceParallel | None = None) -> Structure:
+        """The structure of the model as it is now, for a call whose context is divided between these processes."""
         known = self._known
         if known is not None and not known.watch.touched():
-            return Structure(model, known)
-        structure = Structure(model)
+            return Structure(model, known, parallel)
+        structure = Structure(model, parallel=parallel)
         structure.known = self._known = Known(structure)
         return structure

@@ -18,10 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
+from ..cache.handles import window_is_not_divided
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from ..parallel.groups import in_several_processes, splitting_group
+from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
 from .model_walk import ModelWalk, attributes
@@ -199,7 +200,7 @@ def check_state(walk: ModelWalk) -> None:
     """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code."""
     if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
         raise Unsupported("its layers are divided between processes (pipeline parallelism)")
-    splitting_group(walk.parameters)  # raises for several
+    splitting_groups(walk.parameters)  # raises for several
     training = [module for module in walk.modules if module.training]
     if any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
@@ -213,6 +214,34 @@ def check_state(walk: ModelWalk) -> None:
                 f"call model.eval(), or load it without dropout: {remedy}",
             )
     check_code(walk)
+
+
+def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, longest: int) -> None:
+    """Raise `Unsupported` where the context of this model's rows, of up to `longest` tokens, cannot be divided."""
+    if (parallel := structure.parallel) is None:
+        return
+    alone = "use sequence_parallel=False"
+    if structure.gathers_parameters or is_deepspeed_zero3_enabled():
+        raise Unsupported(
+            "its parameters are gathered for each pass (FSDP, ZeRO-3) by processes that may have prompts of their own",
+            alone,
+        )
+    if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    window = structure.layout.smallest_window
+    if window is not None and longest > window:
+        raise window_is_not_divided(window)
+    splitting = splitting_groups(structure.walk.parameters)
+    if not splitting or common_group(splitting[0], parallel.group) is not parallel.group:
+        return
+    whole = ModelLayout.from_config(model.config)
+    heads = ([(store.query_heads, store.kv_heads) for _, store in layout] for layout in (structure.layout, whole))
+    if next(heads) != next(heads):
+        raise Unsupported(
+            f"its attention heads are split between the {parallel.ranks} processes that would divide contexts",
+            "split its other layers only, see hf_fastdecode.sequence_parallel_plan, or use sequence_parallel=False",
+        )
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:

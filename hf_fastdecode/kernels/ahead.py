@@ -53,13 +53,15 @@ def listed(run: Callable[[], object]) -> list[Launch]:
     return left_out.found
 
 
-def compiled_ahead(run: Callable[[], Result], device: torch.device) -> Result:
+def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:
     """The result of `run`, whose missing kernels are compiled all at once.
 
     Args:
         run: Launches kernels by `launch`. If one is missing it runs twice, first without that and later launches: what
             it then computes and writes must not matter.
         device: The current CUDA device.
+        agree: Whether to run twice, given whether a kernel was missing here: processes whose runs communicate must
+            run equally often.
     """
     if not _compiles_for(device):
         return run()
@@ -67,7 +69,7 @@ def compiled_ahead(run: Callable[[], Result], device: torch.device) -> Result:
         thread.join()
     with _compiling(_LeftOut(), device) as left_out:
         result = run()
-    return run() if left_out.everything else result
+    return run() if agree(left_out.everything) else result
 
 
 def compile_in_background(run: Callable[[], object], device: torch.device) -> None:

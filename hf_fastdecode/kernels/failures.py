@@ -16,11 +16,13 @@ class Kernel(Enum):
 
     HOPPER = "the kernel for Hopper GPUs", "the portable kernel"
     FOREST = "the decode kernels", "PyTorch's operators"
+    PREFILL = "the prefill kernel", "PyTorch's operators"
     SAMPLING = "the sampling kernel", "transformers' sampler"
     SLIM = "the slim decode kernel", "PyTorch's operators"
     CLUSTER = "the slim decode kernel on clusters", "the one in two launches"
     PRODUCT = "the kernel for products with stored matrices", "PyTorch's operators"
     APPEND = "the kernel that appends to slim caches", "PyTorch's operators"
+    EXPERTS = "the kernels of experts of a few rows", "transformers' implementation"
     ROWS = "the kernel for products of few rows", "PyTorch's operators"
     WIDE_ROWS = "the kernel for products of 33 to 128 rows", "PyTorch's operators"
     POINTWISE = "the kernels for norms, rotary embedding and gated activations", "PyTorch's operators"

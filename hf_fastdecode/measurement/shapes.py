@@ -60,7 +60,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    shape: str, device: torch.device | str, dtype: torch.dtype, slim: SlimLayer | None = None
+    shape: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    slim: SlimLayer | None = None,
+    positions: int = MAX_POSITIONS,
 ) -> PreTrainedModel:
     """A model of one of `SHAPES` with random weights, in eval mode, that never stops by itself.
 
@@ -75,7 +79,9 @@ def random_model(
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     torch.manual_seed(0)
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(_config(shape, dtype, slim), dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config_of(shape, dtype, slim, positions), dtype=dtype
+        )
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers 5.17 chooses sdpa, which leaves the soft cap out
     for module in model.modules():
@@ -84,10 +90,11 @@ def random_model(
     return model.eval()
 
 
-def _config(shape: str, dtype: torch.dtype, slim: SlimLayer | None = None) -> Any:
+def config_of(shape: str, dtype: torch.dtype, slim: SlimLayer | None = None, positions: int = MAX_POSITIONS) -> Any:
+    """The config of one of `SHAPES`; arguments as for `random_model`."""
     from transformers import AutoConfig
 
-    fields = SHAPES[shape] | {"max_position_embeddings": MAX_POSITIONS, "pad_token_id": 0, "eos_token_id": None}
+    fields = SHAPES[shape] | {"max_position_embeddings": positions, "pad_token_id": 0, "eos_token_id": None}
     model_type = fields.pop("model_type")
     if slim is not None:
         model_type = f"slim_{model_type}"
@@ -102,5 +109,5 @@ def parameters(shape: str) -> int:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(shape, torch.bfloat16))
+        model = AutoModelForCausalLM.from_config(config_of(shape, torch.bfloat16))
     return sum(parameter.numel() for parameter in model.parameters())

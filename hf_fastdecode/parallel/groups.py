@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
-    """The process group over which parameters are split, as by tensor or expert parallelism; None without one.
+def splitting_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+    """The process groups over which parameters are split, as by tensor or expert parallelism; empty without one.
 
-    Of several groups, the one of most processes, which must include those of the others. All of its processes run the
-    same passes, in each of which they communicate. The group of a model whose parameters are gathered before use is
-    found too, see `gathers_parameters`.
+    The first is one of most processes, which must include those of the others. All of its processes run the same
+    passes, in each of which they communicate. The groups of a model whose parameters are gathered before use are found
+    too, see `gathers_parameters`.
 
     Raises:
         Unsupported: No group has all processes, as with two dimensions of a mesh.
     """
     if not in_several_processes() or "torch.distributed.tensor" not in sys.modules:
-        return None
+        return []
     from torch.distributed.tensor import DTensor
 
     found: dict[tuple[object, int], ProcessGroup] = {}
@@ -38,13 +38,79 @@ def splitting_group(parameters: Iterable[Tensor]) -> ProcessGroup | None:
         for dimension, placement in enumerate(parameter.placements):
             if placement.is_shard() and mesh.size(dimension) > 1 and (mesh, dimension) not in found:
                 found[mesh, dimension] = mesh.get_group(dimension)
-    largest = max(found.values(), key=lambda group: group.size(), default=None)
-    if len(found) > 1:
-        members = set(torch.distributed.get_process_group_ranks(largest))
-        if not all(members.issuperset(torch.distributed.get_process_group_ranks(group)) for group in found.values()):
+    groups = sorted(found.values(), key=lambda group: -group.size())
+    if len(groups) > 1:
+        members = set(torch.distributed.get_process_group_ranks(groups[0]))
+        if not all(members.issuperset(torch.distributed.get_process_group_ranks(group)) for group in groups):
             sizes = " and ".join(str(group.size()) for group in found.values())
             raise Unsupported(f"its parameters are split over several groups of processes, of {sizes}")
-    return largest
+    return groups
+
+
+def splits_between(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
+    """Whether the processes of this group split parameters, so that each of their passes has the same tokens."""
+    splitting, ranks_of = splitting_groups(parameters), torch.distributed.get_process_group_ranks
+    return bool(splitting) and ranks_of(splitting[0]) == ranks_of(group)
+
+
+SEQUENCE_PARALLEL_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"
+
+
+def require_sequence_group(option: object) -> None:
+    """Raise ValueError unless it is a value of ``sequence_parallel=``."""
+    if option is False or option == "auto":
+        return
+    if torch.distributed.is_available():
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(option, ProcessGroup):
+            return
+        if isinstance(option, DeviceMesh):
+            if option.ndim == 1:
+                return
+            raise ValueError(
+                f"sequence_parallel takes a device mesh of one dimension, got one of {option.ndim}; give one of its "
+                f"dimensions, such as mesh[{(option.mesh_dim_names or ('sp',))[0]!r}]"
+            )
+    raise ValueError(f"sequence_parallel must be a group of processes, got {option!r}; {SEQUENCE_PARALLEL_REMEDY}")
+
+
+def sequence_group(option: object) -> ProcessGroup | None:
+    """The processes that an option ``sequence_parallel=`` names; None where there is one alone.
+
+    ``"auto"`` names those of the default group, once there is one.
+    """
+    if option is False:
+        return None
+    if option == "auto":
+        return torch.distributed.group.WORLD if in_several_processes() else None
+    group: ProcessGroup = option.get_group() if hasattr(option, "get_group") else option  # type: ignore[assignment]
+    return group if group.size() > 1 else None
+
+
+def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> ProcessGroup:
+    """The processes that run the same calls, where some split a model and some divide contexts.
+
+    They are either the same ones, or those of a mesh of two dimensions, one for each, which has all processes.
+
+    Raises:
+        Unsupported: They are neither.
+    """
+    if splitting is None:
+        return dividing
+    distributed = torch.distributed
+    split, divided = (distributed.get_process_group_ranks(group) for group in (splitting, dividing))
+    if split == divided:
+        return dividing
+    crossing = set(split) & set(divided) == {distributed.get_rank()}
+    world = distributed.group.WORLD
+    if crossing and world is not None and len(split) * len(divided) == world.size():
+        return world
+    raise Unsupported(
+        f"its parameters are split between the processes {split}, and contexts would be divided between {divided}",
+        "take both from one device mesh of two dimensions, or use sequence_parallel=False",
+    )
 
 
 def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:

@@ -12,10 +12,11 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.partial import Partial
+from ..kernels.installed import interpreted, triton_is_installed
+from .collectives import gathered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,7 +26,7 @@ class PartialBuffer(NamedTuple):
     """A partial in one piece of memory, to be sent as it is.
 
     Attributes:
-        flat: ``[numbers]`` fp32: all of ``out``, then all of ``lse``.
+        flat: ``[numbers]`` fp32 (fp64 for fp64 partials): all of ``out``, then all of ``lse``.
         partial: Views of it, to be written: ``out`` ``[..., head_dim]`` and ``lse`` ``[...]``.
     """
 
@@ -33,12 +34,14 @@ class PartialBuffer(NamedTuple):
     partial: Partial
 
 
-def partial_buffer(shape: Sequence[int], device: torch.device | str = "cpu") -> PartialBuffer:
+def partial_buffer(
+    shape: Sequence[int], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PartialBuffer:
     """An uninitialized buffer of a partial whose ``out`` has this shape.
 
     Every number of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
     """
-    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=torch.float32, device=device)
+    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=dtype, device=device)
     numbers = prod(shape)
     return PartialBuffer(flat, Partial(flat[:numbers].view(*shape), flat[numbers:].view(*shape[:-1])))
 
@@ -61,8 +64,24 @@ def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
     return Partial(mean, largest + total.log())
 
 
-def merge_over(group: ProcessGroup, buffer: PartialBuffer) -> Partial:
-    """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective."""
-    gathered = buffer.flat.new_empty(group.size() * len(buffer.flat))
-    dist.all_gather_into_tensor(gathered, buffer.flat, group=group)
-    return merged(gathered.view(group.size(), -1), buffer.partial.out.shape)
+def merge_over(group: ProcessGroup, buffer: PartialBuffer, into: Partial | None = None) -> Partial:
+    """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective.
+
+    Args:
+        buffer: That over the keys of this rank.
+        into: Where to write it, contiguous; newly allocated when None.
+    """
+    by_rank, like = gathered(buffer.flat, group), buffer.partial
+    if not (triton_is_installed() and _by_kernel(by_rank)):
+        found = merged(by_rank, like.out.shape)
+        return found if into is None else Partial(into.out.copy_(found.out), into.lse.copy_(found.lse))
+    from ..kernels.forest_decode.ranks import merge_ranks
+
+    found = Partial(torch.empty_like(like.out), torch.empty_like(like.lse)) if into is None else into
+    merge_ranks(by_rank, found.out, found.lse)
+    return found
+
+
+def _by_kernel(partials: Tensor) -> bool:
+    """Whether a kernel merges: alike on all ranks, which would otherwise differ in the last bits."""
+    return partials.dtype == torch.float32 and (partials.is_cuda or interpreted())

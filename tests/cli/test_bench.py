@@ -30,7 +30,7 @@ def run(*words):
     return CliRunner().invoke(app, ["bench", *map(str, words)], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("command", ["ops", "generate", "tables"])
+@pytest.mark.parametrize("command", ["ops", "generate", "parallel", "tables"])
 def test_help_teaches(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -290,6 +290,18 @@ def test_noisy_rows_are_named():
     assert "n2 stock (p80 4.0 times p20) and 2 more; measure" in noisy(many)
 
 
+def test_parallel_lists_and_predicts(tmp_path):
+    listed = run("parallel", "--list", "--kind", "attention", "--shape", "8b-gqa", "--point", "131072x16")
+    assert listed.stdout == (
+        "case=attention-8b-gqa-m131072-n16  shape=8b-gqa  context=131072  rows=16  ranks=2  layers=32  heads=32  "
+        "kv_heads=8  head_dim=128  dtype=bfloat16\n"
+    )
+    done = run("parallel", "--simulate", "--point", "1000000x1", "--out", tmp_path)
+    assert done.exit_code == 0
+    assert "| 1,000,000 | 1,024 |" in done.stdout
+    assert (tmp_path / "simulated.png").is_file()
+
+
 def test_small_rates_keep_their_digits():
     row = next(row for row in read_rows(RESULTS / "ops.csv") if row["way"] == "ours")
     small = row | {"copy_tb_per_s": "0.00213", "matmul_tflop_per_s": "0.0871"}
@@ -362,6 +374,15 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
         ("generate --tree 9+8x5x2 --finish 9", "--finish is for --point: rows of a --tree all run to the end"),
         ("tables --table nosuch", "--table must be one of bifurcated-1,"),
         ("tables --table bifurcated-1 --way ours", "--way must be one of stock,"),
+        ("parallel --device cpu", "2 or more processes, got 1; start it by `torchrun --nproc-per-node 2 -m hf_fast"),
+        ("parallel --kind steps --way ring", "--way ring is not of --kind steps; steps has one-gpu, sequence,"),
+        ("parallel --kind attention --point 7x1 --list", "a multiple of the number of processes, 2, so that"),
+        ("parallel --simulate --nvlink 3", "--nvlink must be GB/s above 0 and microseconds of at least 0 with"),
+        ("parallel --fill full", "--fill must be one of random, prefill, got 'full'"),
+        (
+            "parallel --device cuda:1",
+            "--device must be auto, cpu or cuda, since each process has a GPU of its own, got",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):

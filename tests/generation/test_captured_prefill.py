@@ -9,7 +9,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Span
-from hf_fastdecode.attention.launch import plan
+from hf_fastdecode.attention.launch import plan, prefill
 from hf_fastdecode.cache.state import PrefillItem
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill, modes, runners
@@ -129,6 +129,22 @@ def test_rows_that_outgrow_a_window_are_prefilled_eagerly(uncaptured):
         assert counts == [39, 39, 0]
         model.generate(**ragged_prompts(39), max_new_tokens=2)
         assert fd.explain(model).last_call.captured_prefill_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2"])
+def test_windows_and_soft_caps_by_the_kernel(name, uncaptured, monkeypatch):
+    """Rows that outgrow a window, of one prompt and of several."""
+    model = tiny_model(name, num_hidden_layers=2, sliding_window=20)
+    prompts = [ragged_prompts(30), ragged_prompts(27, 13, 24)]
+    with fd.enabled(model, mode="eager", **OPTIONS):
+        eager = [first_token(model, prompt)[0] for prompt in prompts]
+    monkeypatch.setattr(prefill, "on_gpu", lambda _: True)
+    with fd.enabled(model, mode="graph", **OPTIONS):
+        for prompt, expected in zip(prompts, eager, strict=True):
+            found, count = first_token(model, prompt)
+            assert count == prompt["attention_mask"].sum(), fd.explain(model).last_call.prefill_reason
+            assert_same_prefill(found, expected)
+            assert "causal attention by triton, merged with its context, captured" in str(fd.explain(model))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha"])

@@ -79,6 +79,20 @@ def test_replays_serve_other_prompts(on_a_gpu):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gpt_oss"])
+def test_windows_hide_part_of_a_prompt(name, monkeypatch):
+    """One prompt, and several side by side."""
+    monkeypatch.setattr(captured_prefill, "_PASSES_THAT_PAY_A_CAPTURE", {True: 1})
+    model = tiny_model(name, hidden_size=256, sliding_window=40).bfloat16().cuda()
+    with fd.enabled(model, mode="graph", min_shared_tokens=16):
+        errors = Errors(model)
+        for lengths in ((60,), (300,), (257,), (41, 70, 20)):
+            errors.add(prompts_of(*lengths, seed=lengths[0]))
+        assert "by triton, merged with its context, captured" in str(fd.explain(model))
+    errors.check()
+
+
+@torch.no_grad()
 def test_replays_over_kept_prompts(on_a_gpu):
     model, whole = on_a_gpu, prompts_of(390)
     with fd.enabled(model, mode="graph", reuse_prefix=True, min_shared_tokens=16):

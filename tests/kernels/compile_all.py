@@ -36,10 +36,15 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
+from hf_fastdecode.kernels.experts.api import experts, largest
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
+from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
+from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
 from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.prefill.api import prefill_attention, prefill_partial
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
@@ -163,12 +168,14 @@ def launches() -> list[Launch]:
 
     with patch.object(JITFunction, "run", record):
         attend_everything()
+        prefill_everything()
         draw_everything()
         attend_to_slim_caches()
         append_to_slim_caches()
         multiply_by_stored_matrices()
         compute_between_products()
         multiply_few_rows()
+        run_experts()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())
@@ -263,8 +270,28 @@ def attend_in_parts(
         torch.empty(query.shape, dtype=torch.float32, device=CUDA),
         torch.empty(query.shape[:-1], dtype=torch.float32, device=CUDA),
     )
+    merge_ranks(torch.empty(2, query.numel() + query[..., 0].numel(), dtype=torch.float32, device=CUDA), *other)
     parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
     forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
+
+
+def prefill_everything() -> None:
+    """Passes of layers with soft caps, windows and sinks: alone, and over a context, whose partial is merged."""
+    layouts = product((64, 80, 96, 128, 192, 256), ((1, 8), (2, 8), (8, 8)), (torch.bfloat16, torch.float16))
+    for (head_dim, (group, kv_heads), dtype), (softcap, sinks) in product(
+        layouts, product((None, 30.0), (False, True))
+    ):
+        query = torch.empty(group * kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
+        keys = torch.empty(kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
+        intervals = torch.empty(3, 1000, dtype=torch.int32, device=CUDA)
+        earlier = tuple(
+            torch.empty(shape, dtype=torch.float32, device=CUDA) for shape in (query.shape, query.shape[:2])
+        )
+        own = torch.empty(len(query), dtype=torch.float32, device=CUDA) if sinks else None
+        options = {"scale": 0.1, "soft_cap": softcap}
+        prefill_partial(query, keys, keys, intervals, earlier=earlier, **options)
+        for before in (None, earlier):
+            prefill_attention(query, keys, keys, intervals, sinks=own, earlier=before, **options)
 
 
 def draw_everything() -> None:
@@ -384,6 +411,30 @@ def multiply_few_rows() -> None:
             row_products(inputs, [weight] * 2, [None] * 2, dtype=torch.float32)
         for activation in Activation:
             gated_product(inputs, weight, weight, (None, None), activation)
+
+
+def run_experts() -> None:
+    """Experts of gpt-oss, Qwen3 and Mixtral, of all numbers of pairs."""
+    models = (
+        (32, 4, 2880, 2880, True),
+        (128, 8, 2048, 768, False),
+        (8, 2, 4096, 14336, False),
+    )
+    for dtype, (count, per_row, hidden, inner, transposed) in product((torch.bfloat16, torch.float16), models):
+        shapes = [(count, 2 * inner, hidden), (count, hidden, inner)]
+        if transposed:
+            shapes = [(first, third, second) for first, second, third in shapes]
+        parts = [torch.empty(shape, dtype=dtype, device=CUDA) for shape in shapes]
+        biases = [torch.empty(count, width, dtype=dtype, device=CUDA) for width in (2 * inner, hidden)]
+        most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * count) // per_row
+        for rows in (1, 8, most // 4, most // 2, most):
+            x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
+            chosen = torch.empty(rows, per_row, dtype=torch.int64, device=CUDA)
+            shares = torch.empty(rows, per_row, dtype=dtype, device=CUDA)
+            layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
+            for layout, activation in product(layouts, Activation):
+                experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+        largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

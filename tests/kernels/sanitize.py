@@ -27,6 +27,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.kernels.experts import reference as experts_reference
+from hf_fastdecode.kernels.experts.api import experts, largest
+from hf_fastdecode.kernels.experts.forms import Gate, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
 from hf_fastdecode.kernels.pointwise import api as pointwise
@@ -37,6 +40,7 @@ from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 from hf_fastdecode.kernels.stored_product.api import Term, stored_product
 
 from ..attention.forests import make_inputs
+from ..attention.test_prefill_kernel import check_pass
 from .operator_runs import check
 from .sampling.cases import ids_of, settings_for
 from .slim_decode.problems import Case as SlimCase
@@ -99,6 +103,14 @@ def attend(config: Config, *, kv_heads: int = 2, head_dim: int = 64, queries: in
         check(*make_inputs(forest, lengths, **options, device="cuda"), config=config)
 
 
+def prefill(head_dim: int, softcap: float | None) -> None:
+    """Runs that end within tiles, after contexts and alone, under a window."""
+    runs = [(70, (0, 2)), (9, ()), (200, (2,))]
+    scores = {"window": 90, "softcap": softcap, "with_sinks": True}
+    with sdpa_kernel(SDPBackend.MATH):
+        check_pass(runs, heads=(6, 2), head_dim=head_dim, dtype=torch.bfloat16, device="cuda", **scores)
+
+
 def draw(**numbers: float) -> None:
     logits = torch.randn(4, 3000, device="cuda").bfloat16()
     tokens, _ = sample(logits, ids_of(4, "cuda"), settings_for(numbers, "cuda", seed=2))
@@ -139,6 +151,21 @@ def between_products() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def mix() -> None:
+    """Both orders of weights, columns that end within tiles, experts of several items and of none."""
+    for transposed in (False, True):
+        shapes = [(5, 2 * 160, 96), (5, 96, 160)]
+        if transposed:
+            shapes = [(first, third, second) for first, second, third in shapes]
+        parts = [torch.randn(shape, device="cuda").half() / 10 for shape in shapes]
+        biases = [torch.randn(5, columns, device="cuda").half() for columns in (320, 96)]
+        weights = Weights(*parts, *biases, transposed=transposed, interleaved=transposed)
+        x, scores = torch.randn(40, 96, device="cuda").half(), torch.randn(40, 5, device="cuda").half()
+        shares, chosen = largest(scores - torch.arange(5, device="cuda"), 2)
+        arguments = x, weights, chosen, shares, Gate(Activation.SILU)
+        torch.testing.assert_close(experts(*arguments), experts_reference.experts(*arguments), rtol=0.02, atol=0.02)
+
+
 RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}
 CASES = {
     "least": least,
@@ -147,6 +174,8 @@ CASES = {
     "outside": outside,
     "nodes and suffixes": lambda: attend(Config(16)),
     "many queries": lambda: attend(Config(64, stages=2), queries=3),
+    "prefill": lambda: prefill(64, None),
+    "prefill of wide heads, with a soft cap": lambda: prefill(256, 30.0),
     "suffixes beside nodes": lambda: attend(Config(64, overlap_suffix=True)),
     "suffixes of MHA": lambda: attend(Config(64, overlap=False), kv_heads=8),
     "Hopper": lambda: attend(Config(128, 128, stages=2, hopper=True)),
@@ -159,6 +188,7 @@ CASES = {
     "slim, 8 bits": lambda: attend_slim(SlimCase(**RAGGED, dtype=torch.int8), TwoLaunchConfig(own_heads=2)),
     "clusters of slim": lambda: attend_slim(SlimCase(**RAGGED, heads=8, head_dim=128, rotary=128, consecutive=True)),
     "stored products": multiply,
+    "experts": mix,
 }
 
 

@@ -24,8 +24,10 @@ def test_launches_on_a_pretended_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
+        "experts",
         "forest_decode",
         "pointwise",
+        "prefill",
         "row_products",
         "sampling",
         "slim_append",

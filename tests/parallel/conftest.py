@@ -1,4 +1,4 @@
-"""One start of two processes for the scenarios of all files."""
+"""One start of two processes, and one of four, for the scenarios of all files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .two_ranks import Seen, run_on_two
+from .processes import Seen, run_scenarios
+
+SEQUENCE_PARALLEL = [f"test_sequence_parallel_{part}" for part in ("tokens", "caches", "refusals", "steps", "plan")]
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 8, "max_position_embeddings": 512}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -27,4 +29,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
         folders[name] = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
     files = [f"test_tensor_parallel_{part}" for part in ("calls", "layouts", "loops")]
-    return run_on_two(files, folders, tmp_path_factory.mktemp("seen"))
+    return run_scenarios(files + SEQUENCE_PARALLEL, folders, tmp_path_factory.mktemp("seen"))
+
+
+@pytest.fixture(scope="session")
+def seen_by_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
+    """What three and four processes saw, of contexts divided between them."""
+    return run_scenarios(SEQUENCE_PARALLEL, {}, tmp_path_factory.mktemp("seen"), ranks=(3, 4))

@@ -1,8 +1,9 @@
-"""What scenarios of tensor parallelism (``tp_plan="auto"``) have in common: calls, and what both processes saw."""
+"""What scenarios have in common: calls, and what all processes saw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -11,8 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.parallel import merge
 
-from .two_ranks import Models, Seen
+from .processes import Models, Seen
 
 PROMPT = torch.arange(3, 90).remainder(61)[None] + 3
 PROMPTS = PROMPT.expand(4, -1)
@@ -33,6 +36,27 @@ def reason(model: PreTrainedModel) -> str:
 
 
 @contextmanager
+def capturing() -> Iterator[None]:
+    """Let captured modes run where kernels are interpreted, and pay for few steps."""
+    with (
+        mock.patch.object(modes, "capture_reason", return_value=None),
+        mock.patch.object(runners, "_STEPS_OF_A_CAPTURE", 0),
+    ):
+        yield
+
+
+def by_pytorch(run: Callable[[Models], Any]) -> Callable[[Models], Any]:
+    """A scenario in which PyTorch's operators merge what processes found: interpreted kernels take time."""
+
+    @functools.wraps(run)
+    def patched(models: Models) -> Any:
+        with mock.patch.object(merge, "_by_kernel", return_value=False):
+            return run(models)
+
+    return patched
+
+
+@contextmanager
 def raising(rank: int, models: Models, owner: object, name: str, error: Exception) -> Iterator[None]:
     """Make a function raise once on one rank."""
     original, errors = getattr(owner, name), [error] if models.rank == rank else []
@@ -46,12 +70,12 @@ def raising(rank: int, models: Models, owner: object, name: str, error: Exceptio
         yield
 
 
-def values(seen: dict[str, tuple[Seen, Seen]], name: str) -> tuple[Any, Any]:
-    assert [one.error for one in seen[name]] == ["", ""]
-    return seen[name][0].value, seen[name][1].value
+def values(seen: dict[str, tuple[Seen, ...]], name: str) -> tuple[Any, ...]:
+    assert {one.error for one in seen[name]} == {""}, seen[name][0].trace
+    return tuple(one.value for one in seen[name])
 
 
-def same_value(seen: dict[str, tuple[Seen, Seen]], name: str) -> Any:
-    first, second = values(seen, name)
-    assert first == second
+def same_value(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
+    first, *others = values(seen, name)
+    assert all(one == first for one in others)
     return first

@@ -11,6 +11,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import start
 
+from .processes import Models, scenario
 from .scenarios import (
     GREEDY,
     PROMPT,
@@ -21,7 +22,6 @@ from .scenarios import (
     same_value,
     values,
 )
-from .two_ranks import Models, scenario
 
 
 @scenario

@@ -23,9 +23,10 @@ from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure, support
 from hf_fastdecode.generation.steps.projections import has_projections
-from hf_fastdecode.parallel.groups import splitting_group
+from hf_fastdecode.parallel.groups import splitting_groups
 from hf_fastdecode.parallel.merge import merge_over, merged, partial_buffer
 
+from .processes import Models, scenario
 from .scenarios import (
     GREEDY,
     PROMPT,
@@ -37,7 +38,6 @@ from .scenarios import (
     same_value,
     values,
 )
-from .two_ranks import Models, scenario
 
 
 @scenario
@@ -99,7 +99,7 @@ def projections(models: Models) -> Any:
 
 @scenario
 def merged_partials(models: Models) -> Any:
-    """The bits of a merge on each rank, and what the collective carried."""
+    """Whether a merge is right, its bits on each rank, and the number of collectives."""
     shape = (5, 4, 16)
     buffers = [partial_buffer(shape) for _ in range(2)]
     for rank, buffer in enumerate(buffers):
@@ -107,8 +107,8 @@ def merged_partials(models: Models) -> Any:
     with CommDebugMode() as communicated:
         found = merge_over(torch.distributed.group.WORLD, buffers[models.rank])
     expected = merged(torch.stack([buffer.flat for buffer in buffers]), shape)
-    same = torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
-    return same, found.out.numpy().tobytes().hex(), communicated.get_total_counts()
+    right = all(torch.allclose(*parts, rtol=0, atol=1e-6) for parts in zip(found, expected, strict=True))
+    return right, found.out.numpy().tobytes().hex(), communicated.get_total_counts()
 
 
 @scenario
@@ -141,11 +141,11 @@ def several_groups(models: Models) -> Any:
         mock.patch.object(DTensor, "placements", (Shard(0), Shard(0))),
         pytest.raises(Unsupported) as raised,
     ):
-        splitting_group(models.split["llama"].parameters())
+        splitting_groups(models.split["llama"].parameters())
     error = Unsupported("its parameters are split over several groups of processes, of 2 and 2")
     with (
-        mock.patch.object(structure, "splitting_group", side_effect=error),
-        mock.patch.object(support, "splitting_group", side_effect=error),
+        mock.patch.object(structure, "splitting_groups", side_effect=error),
+        mock.patch.object(support, "splitting_groups", side_effect=error),
         fd.enabled(models.split["llama"]) as model,
     ):
         return str(raised.value) == str(error), len(draw(model, 0, PROMPTS, **GREEDY)), reason(model)
@@ -211,8 +211,8 @@ def test_projections_with_a_forward_of_their_own_are_not_fused(seen):
 
 
 def test_a_merge_is_one_collective_and_the_same_on_all_ranks(seen):
-    same, _, collectives = same_value(seen, "merged_partials")
-    assert same
+    right, _, collectives = same_value(seen, "merged_partials")
+    assert right
     assert collectives == 1
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,31 +16,35 @@ import hf_fastdecode as fd
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
-from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes, runners
+from hf_fastdecode.generation.report import ParallelReport
+from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes
 from hf_fastdecode.generation.steps.call_lock import Holder
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.runners import CapturedSteps
 
+from .processes import Models, scenario
 from .scenarios import (
     ENDS,
     GREEDY,
     PROMPT,
     PROMPTS,
     SAMPLING,
+    capturing,
     draw,
     raising,
     reason,
     same_value,
     values,
 )
-from .two_ranks import Models, scenario
 
 
 @scenario
 def other_seeds(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         tokens, call = draw(model, models.rank, **SAMPLING), fd.explain(model).last_call
-        assert "computed by 2 processes, of which rank 0 draws tokens" in str(fd.explain(model))
+        assert "weights are split between 2 processes" in str(fd.explain(model))
+        assert call.sampler_reason.endswith(", on rank 0 for all processes")
+        assert call.parallel == ParallelReport("tensor", 2, PROMPT.shape[1], PROMPT.shape[1], 0)
         return tokens, draw(alone, 0, **SAMPLING), call.path, call.compactions
 
 
@@ -98,16 +100,6 @@ def waves(models: Models) -> Any:
         with raising(1, models, SharedContextCache, "reserve", torch.OutOfMemoryError("no memory")):
             tokens = draw(model, models.rank, PROMPTS, **GREEDY)
         return tokens, draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
-
-
-@contextmanager
-def capturing() -> Iterator[None]:
-    """Let captured modes run where kernels are interpreted, and pay for few steps."""
-    with (
-        mock.patch.object(modes, "capture_reason", return_value=None),
-        mock.patch.object(runners, "_STEPS_OF_A_CAPTURE", 0),
-    ):
-        yield
 
 
 CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}

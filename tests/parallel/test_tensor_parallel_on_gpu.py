@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_fastdecode as fd
 
-from .two_ranks import Models, Seen, run_on_two, scenario
+from .processes import Models, Seen, run_scenarios, scenario
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 16, "max_new_tokens": 64}
 
@@ -38,7 +38,7 @@ def greedy(models: Models) -> Any:
 
 
 @scenario
-def other_seeds(models: Models) -> Any:
+def other_seeds_on_gpus(models: Models) -> Any:
     """Compaction, and captured steps of fewer rows."""
     ids = prompt(models)
     found = []
@@ -92,7 +92,7 @@ def failed_capture(models: Models) -> Any:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     torch.manual_seed(0)
@@ -102,12 +102,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Seen
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0) * 8)
     folder = tmp_path_factory.mktemp("llama")
     model.to(torch.bfloat16).save_pretrained(folder)
-    return run_on_two(
+    return run_scenarios(
         ["test_tensor_parallel_on_gpu"], {"llama": folder}, tmp_path_factory.mktemp("seen"), backend="nccl"
     )
 
 
-def same_value(seen: dict[str, tuple[Seen, Seen]], name: str) -> Any:
+def same_value(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
     assert [one.error for one in seen[name]] == ["", ""]
     assert seen[name][0] == seen[name][1]
     return seen[name][0].value
@@ -123,10 +123,10 @@ def test_captured_steps_give_the_tokens_of_eager_ones(seen):
 
 @pytest.mark.gpu
 def test_rank_0_draws_for_all(seen):
-    for _, mode, _, compacted in same_value(seen, "other_seeds"):
+    for _, mode, _, compacted in same_value(seen, "other_seeds_on_gpus"):
         assert mode == "graph"
         assert compacted
-    assert [sampler for _, _, sampler, _ in same_value(seen, "other_seeds")] == ["hf", "fast"]
+    assert [sampler for _, _, sampler, _ in same_value(seen, "other_seeds_on_gpus")] == ["hf", "fast"]
 
 
 @pytest.mark.gpu

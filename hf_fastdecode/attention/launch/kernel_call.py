@@ -107,6 +107,7 @@ def run_kernels(
     config: Config,
     scoring: Scoring,
     origins: Tensor | None = None,
+    other: Partial | None = None,
 ) -> Tensor:
     """`forest_decode` on tensors of any strides, on a CUDA device that need not be the current one.
 
@@ -135,6 +136,7 @@ def run_kernels(
         window=scoring.window,
         sinks=scoring.sinks,
         origins=origins,
+        other=other,
     )
     return out
 
@@ -148,6 +150,7 @@ def run_node_kernels(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
+    into: Partial | None = None,
 ) -> Partial:
     """`forest_partial` likewise: the fp32 partial of the nodes."""
     from ...kernels.forest_decode.api import forest_partial
@@ -155,6 +158,6 @@ def run_node_kernels(
     if query.stride(-1) != 1:
         query = query.contiguous()
     parts = forest_partial(
-        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap
+        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap, into=into
     )
     return Partial(*parts)

@@ -63,6 +63,8 @@ class _Scheduled:
 
     def load(self, plan: LaunchPlan, suffix_length: int) -> None:
         """Load the schedule of a plan with the same launch parameters, unless it is loaded."""
+        if not self.tables.piece_count:  # made for rows that never have nodes
+            return
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
             self.plan, self.programs = plan, 0  # until the copy is done
@@ -87,6 +89,7 @@ class StepTables:
         forest: The forest that decides the sizes, which are rounded up; launch parameters are chosen for that of the
             first step.
         own_nodes: How to attend to long suffixes.
+        with_nodes: Whether rows may have nodes; without, nothing is launched for them.
     """
 
     def __init__(
@@ -96,9 +99,11 @@ class StepTables:
         forest: Forest,
         device: torch.device,
         own_nodes: OwnNodes = NO_OWN_NODES,
+        *,
+        with_nodes: bool = True,
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
-        self._sized_for = forest
+        self._sized_for, self._launches_nodes = forest, with_nodes or own_nodes.used
         self._places = {layer: place for place, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
@@ -156,6 +161,7 @@ class StepTables:
         new_values: Tensor,
         scoring: Scoring,
         origins: Tensor | None = None,
+        other: Partial | None = None,
     ) -> Tensor:
         """Append new keys and values to the suffixes, and attend.
 
@@ -163,6 +169,7 @@ class StepTables:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
+            other: When given, the partial of further keys, fp32.
 
         Returns:
             ``[rows, heads, queries, head_dim]`` in the query's dtype.
@@ -177,19 +184,27 @@ class StepTables:
         def run(known: _Scheduled) -> Tensor:
             place = self._places[layer]
             tables = (self.nodes[place], self.suffixes[place], self.slots, self.lengths, known.tables)
-            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins)
+            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins, other)
 
         return self._run(run, query, new_keys, new_values, scoring)
 
     def attend_nodes(
-        self, layer: int, query: Tensor, scale: float, *, kv_heads: int | None = None, soft_cap: float | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        scale: float,
+        *,
+        kv_heads: int | None = None,
+        soft_cap: float | None = None,
+        into: Partial | None = None,
     ) -> Partial:
         """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
 
         Args:
-            query: ``[rows, heads, 1, head_dim]`` in the dtype of the nodes.
+            query: ``[rows, heads, queries, head_dim]`` in the dtype of the nodes.
             kv_heads: KV heads of the nodes; as many as the query has when None.
             soft_cap: As for `forest_partial`.
+            into: Where to write the partial, likewise.
 
         Returns:
             The partial, in fp32; that of no keys for rows without nodes.
@@ -201,7 +216,7 @@ class StepTables:
         def run(known: _Scheduled) -> Partial:
             nodes = self.nodes[self._places[layer]]
             tables = (nodes, self.slots, known.tables, known.plan.config)
-            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap)
+            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap, into)
 
         keys = query[:, :kv_heads]  # of the shape that new keys would have
         return self._run(run, query, keys, keys, Scoring(scale, soft_cap, None, None))
@@ -230,6 +245,8 @@ class StepTables:
         depths += self.own_nodes.used
         room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
+        if not self._launches_nodes:
+            return _Scheduled(plan, 0, Capacity(), plan.schedule(1))
         programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
         with torch.inference_mode(False):
             return _Scheduled(plan, programs, room, plan.schedule(programs, room))
@@ -358,12 +375,23 @@ class Alike(NamedTuple):
 
 
 class TablesByShape:
-    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others."""
+    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others.
 
-    def __init__(self, rows: int, layers: Mapping[int, Alike], forest: Forest, device: torch.device):
+    Args:
+        make: Makes the tables of layers that are alike; arguments as for `StepTables`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        layers: Mapping[int, Alike],
+        forest: Forest,
+        device: torch.device,
+        make: Callable[..., StepTables] = StepTables,
+    ):
         self.layers = layers
         self._tables = {
-            alike: StepTables(
+            alike: make(
                 rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes
             )
             for alike in dict.fromkeys(layers.values())

@@ -84,20 +84,29 @@ def forest_attention(
     return merged if sinks is None else with_sinks(merged, sinks[:, None])
 
 
-def nodes_attention(query: Tensor, forest: Forest, segments: Segments, scale: float, *, backend: str) -> Partial:
+def nodes_attention(
+    query: Tensor,
+    forest: Forest,
+    segments: Segments,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    backend: str,
+) -> Partial:
     """Attend each row's queries to its path of nodes alone, without a causal rule.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``.
         forest: Forest of that many rows, with at least one node.
         segments: Keys and values in the query's dtype, on its device.
+        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
 
     Returns:
         As `forest_attention`; the empty partial for rows without nodes.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = segments[forest.nodes[0].span.segment].keys.shape[0]
-    dense = DenseAttention(scale, None, backend)
+    dense = DenseAttention(scale, softcap, backend)
     packed = query.reshape(rows, kv_heads, heads // kv_heads * queries, head_dim)
     levels = [_level_partial(packed, batches, segments, dense, None) for batches in forest.batches]
     return _per_head(merge(*levels), heads, queries)

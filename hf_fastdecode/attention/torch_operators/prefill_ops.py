@@ -6,82 +6,18 @@ all runs that share a context are packed, so that the context is read once, as i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..partial import Partial, merge
+from ..runs import PackedRuns, Place, Run
 from .operators import DenseAttention, causal_mask, dense_partial, plain_partial, with_sinks
 
 _MASKED_QUERIES = 512
 """Queries per call of a prefill under a window or a soft cap, which reads the keys that any of them sees."""
-
-Name = TypeVar("Name", bound=Hashable)
-
-Place = slice | Tensor
-"""Indices of tokens in a forward pass."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive tokens of one sequence.
-
-    Attributes:
-        length: Number of tokens, at least 1.
-        context: Names of the stored contexts before them, in order.
-    """
-
-    length: int
-    context: tuple[Hashable, ...] = ()
-
-
-class PackedRuns:
-    """The runs of a forward pass, and where their tokens lie in it: the same for all layers.
-
-    Args:
-        runs: At least one, in the order of their tokens.
-    """
-
-    def __init__(self, runs: Sequence[Run]):
-        self.runs = runs
-        self._starts = list(accumulate((run.length for run in runs), initial=0))
-        self._by_length: dict[torch.device, list[tuple[Place, tuple[int, int]]]] = {}
-        self._by_context: dict[torch.device, list[tuple[Hashable, Place]]] = {}
-
-    def by_length(self, device: torch.device) -> list[tuple[Place, tuple[int, int]]]:
-        """Place, count and length of the runs of each length."""
-        if device not in self._by_length:
-            alike = _grouped((run.length, index) for index, run in enumerate(self.runs))
-            self._by_length[device] = [
-                (self._place_of(found, device), (len(found), length)) for length, found in alike.items()
-            ]
-        return self._by_length[device]
-
-    def by_context(self, device: torch.device) -> list[tuple[Hashable, Place]]:
-        """Each context's name, with the place of the runs that it comes before."""
-        if device not in self._by_context:
-            readers = _grouped((name, index) for index, run in enumerate(self.runs) for name in run.context)
-            self._by_context[device] = [(name, self._place_of(found, device)) for name, found in readers.items()]
-        return self._by_context[device]
-
-    def _place_of(self, indices: Sequence[int], device: torch.device) -> Place:
-        """Token indices of some runs, in order; a slice where they are adjacent."""
-        if all(after == before + 1 for before, after in pairwise(indices)):
-            return slice(self._starts[indices[0]], self._starts[indices[-1] + 1])
-        places = [torch.arange(self._starts[index], self._starts[index + 1], device="cpu") for index in indices]
-        return torch.cat(places).to(device)
-
-
-def _grouped(pairs: Iterable[tuple[Name, int]]) -> dict[Name, list[int]]:
-    found: dict[Name, list[int]] = {}
-    for name, index in pairs:
-        found.setdefault(name, []).append(index)
-    return found
 
 
 def causal_attention(
@@ -116,10 +52,8 @@ def causal_attention(
     """
     packed = runs if isinstance(runs, PackedRuns) else PackedRuns(runs)
     dense = DenseAttention(scale, softcap, backend)
-    if window is not None:
-        longest = max(_tokens_before(run, stored) + run.length for run in packed.runs)
-        if longest > window:
-            return _windowed_runs(query, keys, values, packed.runs, stored, window, sinks, dense)
+    if window is not None and packed.outgrow(window, stored):
+        return _windowed_runs(query, keys, values, packed.runs, stored, window, sinks, dense)
     heads, tokens, _ = query.shape
     kv_heads = keys.shape[0]
     contexts = packed.by_context(query.device)
@@ -146,10 +80,6 @@ def causal_attention(
     if sinks is not None:
         own = with_sinks(own, sinks.view(kv_heads, -1, 1))
     return own.out.to(query.dtype).reshape(heads, tokens, -1)
-
-
-def _tokens_before(run: Run, stored: Callable[[Hashable], tuple[Tensor, Tensor]]) -> int:
-    return sum(stored(name)[0].shape[1] for name in run.context)
 
 
 def _causal_out(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -117,13 +117,18 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         if self.state.packed:
             require_dtype(parts[0].dtype, self.storage.node_example)
             new = Segment(parts[0][0], parts[1][0])
-            handle = PrefillKV(self, new)
-            spans = self.state.packed_spans
+            own, spans = new, self.state.packed_spans
+            if (divided := self.state.divided) is not None:
+                new = divided.whole(own)
+            handle = PrefillKV(self, own, new)
             if self.state.suffix_rows:
                 self._fill_suffixes(spans, suffix_parts or parts)
                 return handle, handle
             for span in spans:
-                self.storage.segment(span.segment, self.state.segment_lengths[span.segment], new)
+                self.storage.segment(span.segment, self.state.stored_length(span.segment), new)
+            if (kept := self.state.own_tokens) is not None:
+                places = kept.places.to(new.keys.device)
+                spans, new = kept.spans, Segment._make(part.index_select(1, places) for part in new)
             self.storage.write_nodes(spans, new)
         else:
             require_dtype(parts[0].dtype, self.storage.suffix_example)

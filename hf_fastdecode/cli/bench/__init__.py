@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..options import command_group
-from . import completions, first_calls, generate, ops, tables
+from . import completions, first_calls, generate, ops, parallel, tables
 
 app = command_group()
 
@@ -22,6 +22,6 @@ def main() -> None:
 
 for command in (
     *(ops.ops, generate.generate, completions.completions, first_calls.first_calls),
-    *(ops.sampling, ops.slim, tables.tables),
+    *(ops.sampling, ops.slim, parallel.parallel, tables.tables),
 ):
     app.command(epilog=_NOTE)(command)

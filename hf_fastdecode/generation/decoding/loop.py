@@ -275,7 +275,6 @@ def decode_shared(
 ) -> FastDecodeOutput | Tensor:
     """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
     model, config = call.model, call.config
-    call.report.ranks = call.ranks.count
     call.report.fused = call.structure.fused_names  # found while the device prefills
     input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
@@ -293,7 +292,8 @@ def decode_shared(
         sampler, why = choose(call.options.sampler)
     if call.ranks.all(sampler.name == "fast") == [False] and sampler.name == "fast":
         sampler, why = choose("hf")[0], "another process of the model uses it"
-    call.report.sampler, call.report.sampler_reason = sampler.name, why
+    whose = ", on rank 0 for all processes" if call.ranks.count > 1 else ""
+    call.report.sampler, call.report.sampler_reason = sampler.name, why + whose
 
     with decode_context(model, len(input_ids)):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()

@@ -15,11 +15,11 @@ from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...kernels.installed import triton_is_installed
-from . import gated, norms, rotary
+from . import experts, gated, norms, rotary
 from .runs import fused_here, is_plain
 from .trial import tried
 
-_KINDS: tuple[ModuleType, ...] = (norms, gated, rotary)
+_KINDS: tuple[ModuleType, ...] = (norms, gated, rotary, experts)
 """Each has ``WHAT``, ``may_be(class)``, ``kind(module)``, ``form_of(module)`` and ``replacement(module, form)``."""
 
 # What trials found, by kind; a model's own, since its code may read its config.
@@ -59,8 +59,17 @@ class FusedModules:
 
     @property
     def of_every_kind(self) -> bool:
-        """Whether norms, rotary embedding and gated activations are among them: compiling layers then gains little."""
-        return len({one.kind for one in self.found}) == len(_KINDS)
+        """Whether norms, rotary embedding and gated activations, those of experts at least, are among them.
+
+        Compiling layers then gains little.
+        """
+        kinds = {one.kind for one in self.found}
+        return {norms, rotary} <= kinds and not kinds.isdisjoint({gated, experts})
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether mixtures of experts are among them, whose routers look for the largest numbers of short rows."""
+        return any(one.kind is experts for one in self.found)
 
     def __str__(self) -> str:
         counts = Counter(one.kind.WHAT for one in self.found)

@@ -60,6 +60,9 @@ def replacement(module: nn.Module, form: NormForm) -> Any:
 def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     sums, weight, eps = waiting_sums(), module._parameters.get("weight"), _eps(module)
     waits = sums is not None and sums.waits(x)
+    # Of queries and keys of many tokens, which models transpose first: [batch, heads, length, head_dim]. A sum that
+    # waits would be computed by looking at it.
+    transposed = not waits and x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
     if (
         args
         or kwargs
@@ -67,7 +70,7 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
         or type(weight) is not nn.Parameter
         or eps is None
         or not runs_fused(x)
-        or not (waits or x.is_contiguous())
+        or not (waits or transposed or x.is_contiguous())
         or weight.shape != x.shape[-1:]
         or weight.device != x.device
         or weight.shape[0] > MOST_COLUMNS
@@ -78,6 +81,8 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
         if sums is not None and waits:
             with sums.taken() as (first, plus):
                 return rms_norm(first, weight, eps, form, plus)
+        if transposed:
+            return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
         return rms_norm(x, weight, eps, form)
     except (ValueError, KernelFailedError):  # a weight that is not contiguous, or no kernel
         return uncompiled_call(module, x)

@@ -142,6 +142,8 @@ class FirstPassPrompts:
         if reuse:
             merge_returned(call, cache)
             keep_nodes(call, cache)
+        else:
+            report.observe_nodes(cache)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         logits = torch.cat([done.logits for done in passes])

@@ -16,6 +16,7 @@ from ...attention.autocast import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
+from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
@@ -155,7 +156,12 @@ def packed_passes(
     device = input_device(model)
     # Logits of a whole context would take more memory than its keys and values.
     keeps = keeps_logits(model)
-    stop = 0
+    parallel, stop = cache.state.parallel, 0
+    # Further arguments may ask for outputs of every token; processes that split weights compute the same tokens.
+    divide = parallel is not None and not arguments and not cache.state.suffix_rows
+    if parallel is not None and divide:
+        divide = not splits_between(model.parameters(), parallel.group)
+        max_tokens *= parallel.ranks if divide else 1
     for items_of_pass in _passes(items, max_tokens):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
@@ -165,22 +171,30 @@ def packed_passes(
             if logits is not None:
                 yield PrefillPass(here, logits, None)
                 continue
-        keep = torch.tensor([token - start for token in here] or [stop - start - 1], device=device)
-        ids = tokens[None, start:stop]
-        given = {"input_ids": ids.to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids[0])[None]}
-        with cache.prefilling(items_of_pass):
+        wanted_here = [token - start for token in here]
+        ids, positions = tokens[start:stop], _positions(items_of_pass)
+        with cache.prefilling(items_of_pass, divide=divide):
+            if (divided := cache.state.divided) is not None:
+                ids, positions = ids[divided.places], positions[divided.places]
+                wanted_here, indices = divided.own(wanted_here)
+            keep = torch.tensor(wanted_here or [len(ids) - 1], device=device)
+            given = (
+                {"input_ids": ids[None].to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids)[None]}
+            )
             output = forward_pass(
                 model,
                 cache,
-                _positions(items_of_pass)[None].to(device),
+                positions[None].to(device),
                 **given,
                 use_cache=True,
                 return_dict=True,
                 **arguments,
                 **({"logits_to_keep": keep} if keeps else {}),
             )
-        kept = output.logits[0] if keeps else output.logits[0, keep]
-        yield PrefillPass(here, kept[: len(here)], output)
+        kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
+        if divided is not None and here:
+            kept = divided.together(kept, indices, len(here))
+        yield PrefillPass(here, kept, output)
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:

@@ -48,14 +48,15 @@ class _Kept:
 class PrefixStore:
     """LRU store of nodes prefilled by a model's recent calls, bounded in bytes.
 
-    It is cleared when the model's weights, adapters, modules, autocast or `forward` change.
+    It is cleared when the model's weights, adapters, modules, autocast or `forward` change, or the processes between
+    which contexts are divided.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._kept: deque[_Kept] = deque()
         self._fingerprint: Fingerprint | None = None
-        self._pass_settings: tuple[Any, ...] = ()
+        self._settings: tuple[Any, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixStore:
         return PrefixStore()  # a copy of the model has other weights
@@ -110,10 +111,7 @@ class PrefixStore:
             if found is None or found is not self._fingerprint:
                 self._drop_if_outdated(model, structure, sampled=True)
             if self._fingerprint is None:
-                self._fingerprint, self._pass_settings = (
-                    Fingerprint(model, structure.walk),
-                    pass_settings(model, structure.configs),
-                )
+                self._fingerprint, self._settings = Fingerprint(model, structure.walk), _settings(model, structure)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -132,7 +130,7 @@ class PrefixStore:
             return
         walk = structure.walk
         if (
-            self._pass_settings != pass_settings(model, structure.configs)
+            self._settings != _settings(model, structure)
             or fingerprint.host_difference(model, walk, structure.known) is not None
             or (sampled and fingerprint.sampled_difference(walk) is not None)
         ):
@@ -145,6 +143,11 @@ class PrefixStore:
         for kept in self._kept:
             storages |= kept.storages
         return sum(storages.values())
+
+
+def _settings(model: PreTrainedModel, structure: Structure) -> tuple[Any, ...]:
+    """What kept nodes depend on beyond the model's weights and modules."""
+    return *pass_settings(model, structure.configs), structure.parallel
 
 
 _CALLS_TO_TELL = 3

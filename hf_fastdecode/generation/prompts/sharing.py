@@ -80,6 +80,7 @@ def find_shared(
         if advice is not None:
             call.state.log_once(advice)
     cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
+    cache.state.parallel = call.structure.parallel
     least = max(len(group.tokens) for group in groups) + 1 if by_rows else options.min_shared_tokens
     prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
     for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
@@ -154,7 +155,8 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
     least = max(1, options.min_saved_tokens)
     may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
-    if not call.must_share and call.mode == "eager" and not unshared:
+    divided = call.structure.parallel is not None  # which is to save memory and time of each context
+    if not call.must_share and call.mode == "eager" and not unshared and not divided:
         if may_save < least:
             raise Unsupported(
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
@@ -214,7 +216,7 @@ def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
             call.report.kept_bytes = call.state.prefix_store.keep(
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint
             )
-    call.report.forest, call.report.stored_tokens = repr(cache.forest), cache.node_tokens
+    call.report.observe_nodes(cache)
 
 
 def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
@@ -243,6 +245,13 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
 def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
     """Reject a cache of another model, by its layers or fingerprint."""
     cache.meet(call.structure.layout)
+    held, asked = cache.state.parallel, call.structure.parallel
+    if (held and held.group) is not (asked and asked.group):
+        whose = "this process alone" if held is None else f"the processes {list(held.global_ranks)}"
+        raise ValueError(
+            f"the cache was made for {whose} (sequence_parallel), and this call divides contexts otherwise; make it "
+            "again with hf_fastdecode.prefill(model, ...)"
+        )
     if cache.fingerprint is not None and (other := cache.fingerprint.difference(call.model)):
         raise ValueError(
             f"the cache was made with other {other}, of another model or before these changed; make it again with "

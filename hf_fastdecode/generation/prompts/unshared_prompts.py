@@ -53,9 +53,10 @@ def unshared_prompts(call: CallContext, found: Shared) -> UnsharedPrompts | None
     """Prompt tokens to prefill into suffixes; None if there are none, or nodes store them better.
 
     Nodes are better where later calls are to reuse prompts, where kernels do not read suffixes, and where suffixes,
-    which all have the length of the longest, take no fewer bytes. Of a returned cache the next call makes nodes.
+    which all have the length of the longest, take no fewer bytes; or divided between processes. Of a returned cache
+    the next call makes nodes.
     """
-    reused = found.reuses or call.options.reuse_prefix or call.must_share
+    reused = found.reuses or call.options.reuse_prefix or call.must_share or call.structure.parallel is not None
     layers = _own_layers(call.structure.layout)
     if reused or not layers:
         return None

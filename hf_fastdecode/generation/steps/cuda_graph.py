@@ -83,8 +83,8 @@ class CapturedStep:
     ):
         device, queries = model.device, options.queries
         self.rows, self.options = rows, options
-        self.in_place = storages_in_place(cache)
-        self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device)
+        self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
+        self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device, cache.state.make_tables)
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
         view, tensors_of = self._prepare(model, cache)
@@ -138,8 +138,8 @@ class CapturedStep:
         return self.in_place == storages_in_place(cache)
 
     def suits(self, cache: SharedContextCache) -> bool:
-        """Whether a capture for this batch would have the same launch parameters for own nodes."""
-        return self.tables.layers == self._alike(cache)
+        """Whether a capture for this batch would read such tables: of the same processes and launch parameters."""
+        return self._parallel is cache.state.parallel and self.tables.layers == self._alike(cache)
 
     def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:
         """For each layer, its heads, and how a capture for this batch would attend to long suffixes."""

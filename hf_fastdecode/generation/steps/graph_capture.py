@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.agreement import ALONE, PassFailedError, Ranks, error_text
+from ..fused.largest import LargestOfFew
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
@@ -48,6 +50,8 @@ def pass_context(
             stack.enter_context(structure.passing(lengths))
             if fused_rows and rows <= max(fused_rows, MOST_ROWS):
                 stack.enter_context(FusedProjections(model, concurrent=rows <= fused_rows))
+            if fused_rows and structure.fused is not None and structure.fused.has_experts:
+                stack.enter_context(LargestOfFew())
             if structure.fused is not None:
                 stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
         yield
@@ -67,6 +71,10 @@ def running_pass(ranks: Ranks) -> Iterator[None]:
             f"a forward pass failed before its capture, in which the other processes of the model may wait "
             f"({error_text(error)}); use mode='eager'"
         ) from error
+
+
+def _on_any(ranks: Ranks, holds: bool) -> bool:
+    return ranks.all(not holds) == [False]
 
 
 class CapturedGraph:
@@ -97,7 +105,7 @@ class CapturedGraph:
             stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), running_pass(ranks):
-                sizes = [output.nbytes for output in compiled_ahead(run, device)]
+                sizes = [output.nbytes for output in compiled_ahead(run, device, partial(_on_any, ranks))]
             torch.cuda.current_stream().wait_stream(stream)
             with ranks.together():  # what is recorded communicates at replays only
                 graph = torch.cuda.CUDAGraph()

@@ -47,10 +47,8 @@ class PrefillPasses:
         if not self._takes_little_memory(shape.tokens):
             return None
         cache.meet(call.structure.layout)
-        window, longest = call.structure.layout.smallest_window, cache.longest_row(len(tokens))
-        if not takes_captured_passes(cache, items, call.model.dtype, call.model.device) or (
-            window is not None and longest > window
-        ):
+        longest = cache.longest_row(len(tokens))
+        if not takes_captured_passes(cache, items, call.model.dtype, call.model.device, longest):
             return None
         self._refresh()
         forest = context_forest(items, shape.tokens) if shape.contexts else None

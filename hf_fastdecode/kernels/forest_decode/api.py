@@ -181,6 +181,7 @@ def forest_partial(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to each row's nodes, without a causal rule.
 
@@ -196,6 +197,7 @@ def forest_partial(
         kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
+        into: Where to write the results, contiguous; newly allocated when None.
 
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
@@ -211,8 +213,13 @@ def forest_partial(
     check_table("slots", slots, (rows,), torch.int32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, None)
-    out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
+    if into is None:
+        out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
+    else:
+        out, lse = into
+        check_table("into[0]", out, tuple(query.shape), torch.float32)
+        check_table("into[1]", lse, (rows, heads, queries), torch.float32)
     if not schedule.piece_count or not rows:
         return out.zero_(), lse.fill_(-torch.inf)
     workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)

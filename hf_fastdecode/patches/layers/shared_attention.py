@@ -15,7 +15,6 @@ from ...attention.autocast import no_autocast
 from ...attention.interface import SlidingWindow
 from ...attention.kv import ForestKV, Scoring, Segment
 from ...attention.partial import Partial, merge
-from ...attention.torch_operators.decode_ops import nodes_attention
 from ...attention.torch_operators.operators import cannot_run
 from ...cache.captured import CapturedCache
 from ...cache.handles import DecodeKV, PrefillKV
@@ -77,8 +76,7 @@ def shared_attention(
         by_kernel = _by_kernel(layer, to_suffix, kv, rotation, cache)
         merged = by_kernel or _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
         if kv.forest.nodes:
-            backend = cache.state.torch_backend
-            merged = merge(merged, nodes_attention(to_nodes, kv.forest, kv.segments, layer.scaling, backend=backend))
+            merged = merge(merged, handle.layer.attend_nodes(to_nodes, layer.scaling))
     count, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
     did = f"{count} and slim suffixes by {pytorch}"
     if by_kernel is not None:

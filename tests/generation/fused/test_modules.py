@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.generation.fused import gated, norms
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ARCHITECTURES, tiny_model
 
@@ -34,7 +35,7 @@ FOUND = {
     "phi3": "Phi3Attention 2, Phi3MLP 2, Phi3RMSNorm 5",
     "gpt_neox": "GPTNeoXAttention 2",
     "cohere2": "Cohere2MLP 2",
-    "gpt_oss": "GptOssAttention 2, GptOssRMSNorm 5",
+    "gpt_oss": "GptOssAttention 2, GptOssExperts 2, GptOssRMSNorm 5",
     "gpt2": "",
 }
 
@@ -86,7 +87,7 @@ def test_same_logits(name: str) -> None:
     """Error against fp32 at most twice that of the model's own code, in every architecture."""
     model = half(name)
     own, fused = logits(model), FusedModules(model)
-    with fused.installed():
+    with fused.installed(), fusing_products():
         found = logits(model)
     exact = logits(deepcopy(model).float())
     assert (found - exact).abs().max() <= 2 * (own - exact).abs().max()
@@ -116,6 +117,20 @@ def test_contexts_that_overlap(launches: Counted) -> None:
         model.model.norm(torch.ones(1, 64, dtype=torch.float16, device=DEVICE))
     second.close()
     assert "_compiled_call_impl" not in vars(model.model.norm)
+
+
+def test_norms_of_transposed_heads(launches: Counted) -> None:
+    """Gemma 3 transposes queries and keys of many tokens before their norms."""
+    model = half("gemma3_text")
+    norm = model.model.layers[0].self_attn.q_norm
+    x = torch.randn(2, 13, 4, norm.weight.shape[0], device=DEVICE).half().transpose(1, 2)
+    with torch.no_grad(), FusedModules(model).installed():
+        found = norm(x)
+        assert launches.count == 1
+        assert torch.equal(found, norm(x.contiguous()))
+        logits(model)
+        assert launches.count == 2 + 13
+    assert found.stride() == norm(x).stride()
 
 
 def test_other_threads_keep_their_code(launches: Counted) -> None:

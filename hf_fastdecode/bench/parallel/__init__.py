@@ -1,0 +1,1 @@
+"""Decoding over several GPUs: cases, ways, check, time and table, and a cost model for more GPUs than there are."""

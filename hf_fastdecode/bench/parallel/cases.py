@@ -1,0 +1,135 @@
+"""Cases of decoding over several processes as data: attention of a layer stack, decode steps, collectives.
+
+Nothing here needs torch, so that the command line can list the cases at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ATTENTION_WAYS: dict[str, str] = {
+    "one-gpu": "the whole context on rank 0",
+    "tree": "this package: kernels over each rank's part, one all-gather a layer, one merge",
+    "three-all-reduces": "the same kernels, merged as in algorithm 3 of the paper: maximum, numerator, denominator",
+    "ring": "keys and values passed round, double-buffered while the part before is attended to",
+    "ring-partials": "partials passed round: what passing queries round comes to where every rank has them",
+    "no-communication": "each rank's part alone, which is not the result: the time that communication adds to",
+}
+"""Ways of attention, and what they are."""
+
+STEP_WAYS: dict[str, str] = {
+    "one-gpu": "hf_fastdecode on rank 0 alone",
+    "sequence": 'enable(model, sequence_parallel="auto"): the context divided, weights on every rank',
+    "tensor": 'a model loaded with tp_plan="auto", enabled: heads and weights divided',
+    "stock-tensor": "the same by transformers alone",
+}
+"""Ways of whole decode steps, and what they are."""
+
+COLLECTIVES: dict[str, str] = {
+    "all-gather": "each rank gives so many bytes, and gets those of all",
+    "all-reduce": "all_reduce of so many bytes in fp32",
+    "send-receive": "each rank sends so many bytes to the next",
+}
+"""Collectives that are timed alone."""
+
+FILLS = ("random", "prefill")
+"""Where the keys and values of a context come from: drawn from a normal distribution, or computed."""
+
+SUFFIX = 64
+"""Tokens that each row of an attention case has of its own before the new one; every rank has them whole."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Attention of one decode step of a layer stack over one context that all rows share.
+
+    Attributes:
+        shape: Name of the shape whose layers and heads these are.
+        ranks: Processes that the context is divided between.
+    """
+
+    shape: str
+    context: int
+    rows: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ranks: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.context % self.ranks:
+            raise ValueError(
+                f"the context must be a multiple of the number of processes, {self.ranks}, so that the parts passed "
+                f"round are equal, got {self.context}; give {self.context - self.context % self.ranks}"
+            )
+
+    @property
+    def tokens_here(self) -> int:
+        """Tokens of the context on one rank."""
+        return self.context // self.ranks
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return {
+            "case": f"attention-{self.shape}-m{self.context}-n{self.rows}",
+            "shape": self.shape,
+            "context": self.context,
+            "rows": self.rows,
+            "ranks": self.ranks,
+            "layers": self.layers,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+        }
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Decode steps of a model over one context that all rows share.
+
+    Attributes:
+        new_tokens: Tokens drawn for each row in a timed call.
+        fill: One of `FILLS`.
+    """
+
+    shape: str
+    context: int
+    rows: int
+    ranks: int
+    new_tokens: int
+    fill: str
+    dtype: str = "bfloat16"
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return {
+            "case": f"steps-{self.shape}-m{self.context}-n{self.rows}",
+            "shape": self.shape,
+            "context": self.context,
+            "rows": self.rows,
+            "ranks": self.ranks,
+            "new_tokens": self.new_tokens,
+            "fill": self.fill,
+            "dtype": self.dtype,
+        }
+
+
+@dataclass(frozen=True)
+class CollectiveCase:
+    """A collective in which each rank gives so many bytes."""
+
+    bytes: int
+    ranks: int
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return {"case": f"collective-{self.bytes}", "bytes": self.bytes, "ranks": self.ranks}
+
+
+def collective_cases(ranks: int, *, most: int = 4 << 20) -> list[CollectiveCase]:
+    """From 16 KiB to `most` bytes, each four times the one before."""
+    return [CollectiveCase(size, ranks) for size in (1 << bits for bits in range(14, 40, 2)) if size <= most]

@@ -1,0 +1,154 @@
+"""Experts of a mixture, by transformers' interface for them: their products, and the gate between.
+
+transformers' own implementations copy the weights of each row's experts, or sort and gather rows by some fifty
+launches. The kernels of `kernels.experts` serve the few rows of captured passes, unless these leave products to
+PyTorch (``fuse_projections=False``); other passes keep transformers'.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..._compat import EXPERTS_FIELD, uncompiled_call
+from ...kernels.experts import reference
+from ...kernels.experts.api import experts
+from ...kernels.experts.config import refusal
+from ...kernels.experts.forms import Gate, Weights
+from ...kernels.failures import KernelFailedError
+from ...kernels.pointwise.forms import Activation
+from ...kernels.row_products.config import fuses_products
+from .runs import is_plain, runs_fused
+from .trial import function_key, names_in, random, settings, twin
+
+WHAT = "mixtures of experts in captured passes"
+
+_COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
+_SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
+"""Of tokens: large numbers show limits of gates."""
+_WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+_OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
+"""Implementations that are replaced: transformers' choices, of which it takes one by default."""
+
+
+class Form(NamedTuple):
+    """What a module computes.
+
+    Attributes:
+        transposed: As of `Weights`.
+        interleaved: Likewise.
+        gate: What stands between the products.
+    """
+
+    transposed: bool
+    interleaved: bool
+    gate: Gate
+
+
+def may_be(module: type[nn.Module]) -> bool:
+    """Whether modules of a class may be experts of transformers' interface."""
+    return hasattr(module, "_apply_gate") and "down_proj" in names_in(module)
+
+
+def kind(module: nn.Module) -> Hashable | None:
+    """What tells modules apart that compute differently; None for a module of other parts."""
+    flags = tuple(getattr(module, name, None) for name in _FLAGS)
+    gated, biased, normed, _, _, parallel = flags
+    names = _WEIGHTS | (_BIASES if biased else set())
+    if not gated or normed or parallel or module._parameters.keys() != names or module._buffers:
+        return None
+    activation = module._modules.get("act_fn", vars(module).get("act_fn"))
+    if module._modules.keys() - {"act_fn"} or (isinstance(activation, nn.Module) and not is_plain(activation)):
+        return None
+    of_module = settings(module)
+    of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+    if of_module is None or (activation is not None and of_activation is None):
+        return None
+    own: Any = type(module)
+    return of_module, flags, of_activation, function_key(own._apply_gate)
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """Which gate the module's experts have, if they compute nothing else."""
+    transposed, interleaved = bool(module.is_transposed), not module.is_concatenated
+    shapes = [(_COUNT, 2 * _INNER, _HIDDEN), (_COUNT, _HIDDEN, _INNER)]
+    if transposed:
+        shapes = [(count, width, columns) for count, columns, width in shapes]
+    tensors = [random(*shape, seed=seed, dtype=torch.float32) / 4 for seed, shape in enumerate(shapes)]
+    if module.has_bias:
+        tensors += [random(_COUNT, width, seed=width, dtype=torch.float32) for width in (2 * _INNER, _HIDDEN)]
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    parts: dict[str, nn.Module | Tensor] = dict(zip(names, tensors, strict=False))
+    small: Any = twin(module, **parts, **{name: part for name, part in module._modules.items() if part is not None})
+    small.num_experts = _COUNT
+    x = random(_ROWS, _HIDDEN, seed=6, dtype=torch.float32) * _SCALES
+    shares, chosen = random(_ROWS, _COUNT, seed=7, dtype=torch.float32).topk(2)
+    weights = _weights(small, transposed=transposed, interleaved=interleaved)
+    numbers = random(_ROWS, 2 * _INNER, seed=8, dtype=torch.float32) * _SCALES
+    numbers = torch.cat((numbers, numbers * max(_own(module, _LIMITS, 1.0))))
+    opened = small._apply_gate(numbers)
+    fits = (gate for gate in _gates(module) if _close(opened, reference.opened(numbers, weights, gate)))
+    if (gate := next(fits, None)) is None:
+        return None
+    found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
+    expected = reference.experts(x, weights, chosen, shares, gate)
+    return Form(transposed, interleaved, gate) if _close(found, expected) else None
+
+
+def replacement(module: nn.Module, form: Form) -> Any:
+    """What runs in the place of the module."""
+    return partial(_run, module, form)
+
+
+def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
+    own = vars(getattr(module, "config", None) or object)
+    served = own.get(EXPERTS_FIELD) in _OF_TRANSFORMERS and is_plain(module)
+    if not (served and fuses_products()) or len(args) != 3 or kwargs or not runs_fused(args[0]):
+        return uncompiled_call(module, *args, **kwargs)
+    x, chosen, shares = args
+    weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)
+    if refusal(x, weights, chosen, shares) is not None:
+        return uncompiled_call(module, *args)
+    try:
+        return experts(x, weights, chosen, shares, form.gate)
+    except KernelFailedError:
+        return uncompiled_call(module, *args)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
+    biased = module.has_bias
+    return Weights(
+        module.gate_up_proj,
+        module.down_proj,
+        module.gate_up_proj_bias if biased else None,
+        module.down_proj_bias if biased else None,
+        transposed=transposed,
+        interleaved=interleaved,
+    )
+
+
+def _gates(module: nn.Module) -> Iterator[Gate]:
+    """What may stand between the products, with the module's own numbers."""
+    limits, alphas = _own(module, _LIMITS, inf), _own(module, _ALPHAS, 1.0)
+    for activation, limit, offset in product(Activation, limits, (0.0, 1.0)):
+        for alpha in alphas if activation is Activation.SILU else (1.0,):
+            yield Gate(activation, alpha, limit, offset)
+
+
+def _own(module: nn.Module, names: tuple[str, ...], default: float) -> set[float]:
+    """The module's numbers of these names, and a default."""
+    own: list[Any] = [vars(module).get(name) for name in names]
+    return {default, *(number for number in own if type(number) in (int, float))}

@@ -1,0 +1,172 @@
+"""`experts`: what a layer's experts add to a few rows, in four launches.
+
+Decode steps have few pairs of a row and one of its experts: their products take as long as reading the weights of the
+chosen experts, each of which is read once. Nothing is copied or sorted by operators, and shapes do not depend on
+which experts are chosen, so that a step can be captured. Sums are in fp32, and results bitwise reproducible. There is
+no backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ahead import launch
+from ..failures import Kernel, launching
+from ..forest_decode.limits import overlap_options, shared_memory
+from ..installed import interpreted
+from ..pointwise.forms import Activation
+from . import kernel
+from .config import Config, Configs, choose_configs, most_items
+from .forms import Gate, Weights
+
+_PLACES = 16  # that a program of `list_pairs` finds
+_COLUMNS = 256  # of a program that adds up
+
+
+def experts(
+    x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate, configs: Configs | None = None
+) -> Tensor:
+    """The sum over a row's experts of ``share * down(gate(gate_up(x)))``.
+
+    Args:
+        x: ``[rows, hidden]``; see `config.refusal` for what is served.
+        weights: The layer's.
+        chosen: ``[rows, experts_per_row]`` int32 or int64, the experts of each row; those that the layer does not have
+            add nothing.
+        shares: ``[rows, experts_per_row]``, of any floating-point dtype.
+        gate: What stands between both products.
+        configs: Launch parameters; those of `choose_configs` when None.
+
+    Returns:
+        ``[rows, hidden]`` in the dtype of `x`.
+
+    Raises:
+        KernelFailedError: A kernel cannot be compiled or launched here.
+    """
+    device, pairs, per_row = x.device, chosen.numel(), chosen.shape[1]
+    if configs is None:
+        configs = choose_configs(pairs, weights, shared_memory(device))
+    x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
+    count = most_items(pairs, weights.experts, configs.block_pairs)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    items = torch.empty(count, 3, dtype=torch.int32, device=device)
+    hidden = torch.empty(pairs, weights.inner, dtype=x.dtype, device=device)
+    results = torch.empty(pairs, weights.hidden, dtype=torch.float32, device=device)
+    out = torch.empty_like(x)
+    overlap = overlap_options(device)
+    with launching(Kernel.EXPERTS, device):
+        launch(
+            kernel.list_pairs,
+            (-(-pairs // _PLACES),),
+            chosen,
+            order,
+            items,
+            pairs,
+            count,
+            EXPERTS=weights.experts,
+            BLOCK_P=max(_PLACES, _power_of_two(pairs)),
+            BLOCK_Q=_PLACES,
+            BLOCK_E=_power_of_two(weights.experts),
+            BLOCK_I=_power_of_two(count),
+            BLOCK_M=configs.block_pairs,
+            **overlap,
+        )
+        lists = (order, items)
+        _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate)
+        _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None)
+        launch(
+            kernel.add_up,
+            (len(x), -(-weights.hidden // _COLUMNS)),
+            results,
+            chosen,
+            shares,
+            out,
+            EXPERTS=weights.experts,
+            COLUMNS=weights.hidden,
+            PAIRS_PER_ROW=per_row,
+            BLOCK_P=_power_of_two(per_row),
+            BLOCK_C=_COLUMNS,
+            **overlap,
+        )
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lists: tuple[Tensor, Tensor],
+    per_row: int,
+    weights: Weights,
+    configs: Configs,
+    gate: Gate | None,
+) -> None:
+    config: Config = configs.down if gate is None else configs.gate_up
+    width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
+    order, items = lists
+    form = gate or Gate(next(iter(Activation)))
+    launch(
+        kernel.products,
+        (-(-columns // config.columns), len(items)),
+        x,
+        weight,
+        out if bias is None else bias,
+        out,
+        order,
+        items,
+        float(form.alpha),
+        float(form.limit),
+        float(form.offset),
+        WIDTH=width,
+        COLUMNS=columns,
+        PAIRS_PER_ROW=per_row,
+        TRANSPOSED=weights.transposed,
+        GATED=gate is not None,
+        INTERLEAVED=weights.interleaved and gate is not None,
+        ACTIVATION=form.activation.value,
+        BIAS=bias is not None,
+        BLOCK_M=configs.block_pairs,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.at_once,
+        STAGES=config.stages if not interpreted() else 1,
+        **overlap_options(x.device),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`torch.topk` along the last axis, which of equal numbers takes the first.
+
+    Args:
+        scores: ``[rows, columns]``, contiguous, fp32, fp16 or bf16, of at most `MOST_EXPERTS` columns.
+        count: At most `MOST_LARGEST`.
+
+    Returns:
+        The largest numbers ``[rows, count]`` in falling order, and their columns, int64.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, columns), device = scores.shape, scores.device
+    values = torch.empty(rows, count, dtype=scores.dtype, device=device)
+    places = torch.empty(rows, count, dtype=torch.int64, device=device)
+    with launching(Kernel.EXPERTS, device):
+        launch(
+            kernel.largest,
+            (rows,),
+            scores,
+            values,
+            places,
+            COLUMNS=columns,
+            COUNT=count,
+            BLOCK=_power_of_two(columns),
+            num_warps=1,
+            **overlap_options(device),
+        )
+    return values, places

@@ -1,0 +1,137 @@
+"""What the kernels of experts support, and their launch parameters."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..failures import Kernel, failure
+from ..forest_decode.limits import HALF_PRECISION, compute_capability
+from ..installed import interpreted
+from .forms import Weights
+
+MOST_PAIRS: Final = 1024
+"""Pairs of a row and an expert."""
+
+MOST_OF_AN_EXPERT: Final = 32
+"""Pairs of an expert, on average. Of more, products take longer than reading weights."""
+
+MOST_EXPERTS: Final = 512
+
+MOST_LARGEST: Final = 16
+"""Numbers that `largest` finds in a row."""
+
+WIDTHS: Final = 32
+"""What the widths of products are multiples of."""
+
+_AT_ONCE = (128, 64, 32)
+_BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with the largest tiles fit
+
+
+class Config(NamedTuple):
+    """Launch parameters of `products`.
+
+    Attributes:
+        columns: Columns of a tile.
+        at_once: Numbers of each pair and column per iteration.
+        stages: Iterations whose loads are in flight.
+    """
+
+    columns: int
+    at_once: int
+    stages: int
+
+
+class Configs(NamedTuple):
+    """Launch parameters of a layer's experts.
+
+    Attributes:
+        block_pairs: Pairs of an item.
+        gate_up: Of the first product.
+        down: Of the second.
+    """
+
+    block_pairs: int
+    gate_up: Config
+    down: Config
+
+
+def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
+    """Launch parameters, measured on an H100.
+
+    Args:
+        pairs: Pairs of a row and an expert.
+        weights: The layer's.
+        shared_memory: Bytes of it that a program can have.
+    """
+    twice = -(-2 * pairs // weights.experts)
+    block_pairs = min(64, max(16, 1 << (twice - 1).bit_length()))
+    few, big = block_pairs == 16, shared_memory >= _BIG_TILES
+
+    def config(width: int, columns: int) -> Config:
+        most = 128 if few and big and not weights.transposed else 64
+        at_once = next(numbers for numbers in _AT_ONCE if numbers <= most and width % numbers == 0)
+        return Config(columns, at_once, 7 if few and big and columns == at_once == 64 else 4)
+
+    gate_up = config(weights.hidden, 128 if big and weights.transposed else 64)
+    return Configs(block_pairs, gate_up, config(weights.inner, 128 if big and not few else 64))
+
+
+def most_items(pairs: int, experts: int, block_pairs: int) -> int:
+    """The most items that pairs can make, however they spread over experts."""
+    touched = min(pairs, experts)
+    return touched + (pairs - touched) // block_pairs
+
+
+def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
+    """Why `experts` does not serve these tensors; None when it does.
+
+    Args:
+        x: ``[rows, hidden]``.
+        weights: The layer's.
+        chosen: ``[rows, experts_per_row]``.
+        shares: Likewise.
+    """
+    pairs = chosen.numel()
+    most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * weights.experts)
+    if not 1 <= pairs <= most or weights.experts > MOST_EXPERTS:
+        return f"it takes up to {most} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
+    if x.dim() != 2 or chosen.shape != shares.shape or chosen.dim() != 2 or len(chosen) != len(x):
+        return "it takes rows [rows, hidden], and experts and their shares [rows, experts_per_row]"
+    if chosen.dtype not in (torch.int32, torch.int64) or not shares.dtype.is_floating_point:
+        return f"it takes whole numbers of experts and fractions of each, got {chosen.dtype} and {shares.dtype}"
+    experts, hidden, inner = weights.experts, weights.hidden, weights.inner
+    if hidden % WIDTHS or inner % WIDTHS or x.shape[1] != hidden:
+        return f"it takes widths in multiples of {WIDTHS}, got {hidden} and {inner}"
+    if hidden * 2 * inner >= 1 << 31:
+        return f"it takes experts whose weights have less than 2^31 numbers each, got {hidden} * {2 * inner}"
+    shapes = (hidden, 2 * inner), (inner, hidden)
+    if not weights.transposed:
+        shapes = shapes[0][::-1], shapes[1][::-1]
+    if weights.gate_up.shape != (experts, *shapes[0]) or weights.down.shape != (experts, *shapes[1]):
+        return f"weights have other shapes: {tuple(weights.gate_up.shape)} and {tuple(weights.down.shape)}"
+    biases = (weights.gate_up_bias, 2 * inner), (weights.down_bias, hidden)
+    given = [(bias, columns) for bias, columns in biases if bias is not None]
+    if len(given) == 1 or any(bias.shape != (experts, columns) for bias, columns in given):
+        return "it takes biases [experts, columns] of both products or of none"
+    parts = (weights.gate_up, weights.down, *(bias for bias, _ in given))
+    kinds = {(type(part), part.layout, part.dtype, part.device) for part in (x, *parts)}
+    plain = {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}
+    if not kinds <= plain or type(chosen) is not Tensor or type(shares) is not Tensor:
+        return "it takes plain tensors of one dtype and device"
+    if not chosen.device == shares.device == x.device:
+        return "it takes tensors of one device"
+    if any(not part.is_contiguous() or part.data_ptr() % 16 for part in parts):
+        return "it takes contiguous weights that begin at multiples of 16 bytes"
+    if torch.is_grad_enabled() and any(part.requires_grad for part in (x, shares, *parts)):
+        return "it computes no gradients"
+    if x.dtype not in HALF_PRECISION and not interpreted():
+        return f"it takes fp16 and bf16, got {x.dtype}"
+    if x.device.type == "cuda":
+        if compute_capability(x.device) < (8, 0):
+            return "it needs compute capability 8.0"
+    elif not interpreted():
+        return f"it runs on CUDA devices, got {x.device.type!r}"
+    return failure(Kernel.EXPERTS, x.device)

@@ -1,0 +1,201 @@
+# mypy: ignore-errors
+"""Kernels of experts: pairs of a row and an expert in the order of experts, products with weights, and their sum.
+
+An item is up to BLOCK_M pairs of one expert. Grids depend on the number of pairs alone, so that they can be captured:
+programs of items that are left over end at once. Each pair's numbers are computed and added up in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..pointwise.kernel import SILU, activated
+
+LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
+
+
+@triton.jit(do_not_specialize=["pairs", "most_items"])
+def list_pairs(
+    chosen,  # [pairs] integers, the expert of each pair; pairs of others than the EXPERTS are left out
+    order,  # [pairs] int32: pairs, those of an expert one after another
+    items,  # [most_items, 3] int32: an expert, and the first and last place of its pairs in the order
+    pairs,
+    most_items,
+    EXPERTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # at least pairs
+    BLOCK_Q: tl.constexpr,  # pairs whose place a program finds
+    BLOCK_E: tl.constexpr,  # at least EXPERTS
+    BLOCK_I: tl.constexpr,  # at least most_items
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair, own_pair = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    expert = expert_of(chosen, pair, pairs, EXPERTS)
+    own = expert_of(chosen, own_pair, pairs, EXPERTS)
+    earlier = (expert[None, :] == own[:, None]) & (pair[None, :] < own_pair[:, None])
+    before = (expert[None, :] < own[:, None]) | earlier
+    tl.store(order + tl.sum(before.to(tl.int32), 1), own_pair, mask=own_pair < pairs)
+    if tl.program_id(0) == 0:
+        number = tl.arange(0, BLOCK_E)
+        count = tl.histogram(expert, BLOCK_E, mask=expert < EXPERTS)
+        first = tl.cumsum(count, 0) - count
+        blocks = (count + BLOCK_M - 1) // BLOCK_M
+        item = tl.cumsum(blocks, 0) - blocks
+        for block in tl.range(0, tl.max(blocks, 0)):
+            at, here = items + 3 * (item + block), block < blocks
+            begin = first + block * BLOCK_M
+            tl.store(at, number, mask=here)
+            tl.store(at + 1, begin, mask=here)
+            tl.store(at + 2, tl.minimum(begin + BLOCK_M, first + count), mask=here)
+        spare = tl.arange(0, BLOCK_I)
+        left = (spare >= tl.sum(blocks, 0)) & (spare < most_items)
+        tl.store(items + 3 * spare + 1, 0, mask=left)
+        tl.store(items + 3 * spare + 2, 0, mask=left)
+
+
+@triton.jit
+def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
+    """The expert of a pair; behind all experts for others, and behind these beyond the last pair."""
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
+    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
+    return tl.where(pair < pairs, expert, EXPERTS + 1)
+
+
+@triton.jit
+def products(
+    x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
+    weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
+    bias,  # [experts, COLUMNS]; not read without BIAS
+    out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
+    order,  # as `list_pairs` writes it
+    items,  # likewise
+    alpha,  # as in `forms.Gate`; not read without GATED
+    limit,
+    offset,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    GATED: tl.constexpr,  # columns are gates and what these open, all gates first or INTERLEAVED
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # a divisor of WIDTH
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_N // 2
+    INNER: tl.constexpr = COLUMNS // 2
+    block, item = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(items + 3 * item).to(tl.int64)
+    begin, end = tl.load(items + 3 * item + 1), tl.load(items + 3 * item + 2)
+    if begin < end:
+        place = begin + tl.arange(0, BLOCK_M)
+        there = place < end
+        pair = tl.load(order + place, mask=there, other=0)
+        number, within = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        if GATED and not INTERLEAVED:
+            inner = block * HALF + number % HALF
+            column, kept = inner + number // HALF * INNER, inner < INNER
+        else:
+            column = block * BLOCK_N + number
+            kept = column < COLUMNS
+        if TRANSPOSED:
+            column = tl.max_contiguous(tl.multiple_of(column, 16), 16)
+            at = column[:, None] + within[None, :] * COLUMNS
+        else:
+            at = column[:, None] * WIDTH + within[None, :]
+        weight += expert * WIDTH * COLUMNS
+        here = (pair // PAIRS_PER_ROW)[None, :] * WIDTH + within[:, None]
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+            numbers = tl.load(x + here + start, mask=there[None, :], other=0.0)
+            further = start * COLUMNS if TRANSPOSED else start
+            own = tl.load(weight + at + further, mask=kept[:, None], other=0.0, eviction_policy="evict_first")
+            total = tl.dot(own, numbers, total)
+        if BIAS:
+            total += tl.load(bias + expert * COLUMNS + column, mask=kept, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            if INTERLEAVED:
+                gates, ups = tl.split(tl.permute(tl.reshape(total, (HALF, 2, BLOCK_M)), (0, 2, 1)))
+            else:
+                gates, ups = tl.split(tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0)))
+            gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
+            ups = tl.maximum(ups, -limit, propagate_nan=tl.PropagateNan.ALL)
+            ups = tl.minimum(ups, limit, propagate_nan=tl.PropagateNan.ALL) + offset
+            if ACTIVATION == SILU:
+                gates = gates / (1.0 + tl.exp(-alpha * gates))
+            else:
+                gates = activated(gates, ACTIVATION)
+            inner = block * HALF + tl.arange(0, HALF)
+            to = pair[None, :] * INNER + inner[:, None]
+            tl.store(out + to, (gates * ups).to(out.dtype.element_ty), mask=there[None, :] & (inner < INNER)[:, None])
+        else:
+            to = pair[None, :] * COLUMNS + column[:, None]
+            tl.store(out + to, total, mask=there[None, :] & kept[:, None])
+
+
+@triton.jit
+def add_up(
+    products,  # [pairs, COLUMNS] fp32
+    chosen,  # [pairs], as of `list_pairs`: what is left out there is not read here
+    shares,  # [pairs]
+    out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
+    EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # at least PAIRS_PER_ROW
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column, own = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
+    pair, kept = row * PAIRS_PER_ROW + own, column < COLUMNS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(chosen + pair, mask=own < PAIRS_PER_ROW, other=-1)
+    there = (expert >= 0) & (expert < EXPERTS)
+    share = tl.load(shares + pair, mask=there, other=0.0).to(tl.float32)
+    at = pair[:, None] * COLUMNS + column[None, :]
+    numbers = tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
+    result = tl.sum(numbers * share[:, None], 0)
+    tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def largest(
+    scores,  # [rows, COLUMNS], contiguous
+    values,  # [rows, COUNT]: the largest of each row, in falling order
+    columns,  # [rows, COUNT] int64: where they are; of equal ones the first comes first
+    COLUMNS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least COLUMNS
+    PDL: tl.constexpr,
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # A number's bits, as an integer of the same order, before its column from behind: no two are equal, and NaN is
+    # larger than any number.
+    score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    bits = score.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = bits.to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
+    key = tl.where(column < COLUMNS, key, LEAST)
+    for place in tl.static_range(COUNT):
+        most = tl.max(key, 0)
+        bits = (most >> 32).to(tl.int32)
+        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        tl.store(values + row * COUNT + place, value.to(values.dtype.element_ty))
+        tl.store(columns + row * COUNT + place, BLOCK - 1 - (most & 0xFFFFFFFF))
+        key = tl.where(key == most, LEAST, key)

@@ -1,0 +1,35 @@
+"""The experts of a layer in PyTorch, in the dtype of its arguments."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..pointwise.forms import Activation
+from .forms import Gate, Weights
+
+
+def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
+    """See `api.experts`."""
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        row, place = torch.where(chosen == expert)
+        hidden = opened(_product(x[row], weights.gate_up, weights.gate_up_bias, expert, weights), weights, gate)
+        result = _product(hidden, weights.down, weights.down_bias, expert, weights)
+        out.index_add_(0, row, (result * shares[row, place, None]).to(x.dtype))
+    return out
+
+
+def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
+    """What the second product takes, of ``[..., 2 * inner]`` from the first."""
+    gates, ups = (gate_up[..., ::2], gate_up[..., 1::2]) if weights.interleaved else gate_up.chunk(2, dim=-1)
+    gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit) + gate.offset
+    if gate.activation is Activation.SILU:
+        return gates * torch.sigmoid(gate.alpha * gates) * ups
+    return F.gelu(gates, approximate="tanh" if gate.activation is Activation.GELU_TANH else "none") * ups
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weights: Weights) -> Tensor:
+    own = weight[expert]
+    return F.linear(x, own.T if weights.transposed else own, None if bias is None else bias[expert])

@@ -1,0 +1,166 @@
+"""`prefill_partial` and `prefill_attention`: attention of tokens over the intervals of keys that they see.
+
+PyTorch's fused operators compute dense and causal attention. This kernel is for what they leave out: a soft cap, a
+sliding window in time that follows the window, and sinks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ahead import launch
+from ..failures import Kernel, launching
+from ..forest_decode.arguments import check_numbers, check_table
+from ..forest_decode.limits import MAX_HEAD_DIM, shared_memory
+from ..installed import interpreted
+from .config import Config, choose_config, padded
+from .kernel import attend_intervals
+
+
+def prefill_partial(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    intervals: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    earlier: tuple[Tensor, Tensor],
+    config: Config | None = None,
+) -> None:
+    """Merge the attention of some tokens over these keys into a partial, in place.
+
+    Args:
+        query: ``[heads, tokens, head_dim]``, fp16, bf16 or fp32; query head ``i`` uses KV head
+            ``i // (heads / kv_heads)``. The last dimension of all tensors is contiguous.
+        keys: ``[kv_heads, length, head_dim]``, in the query's dtype.
+        values: The same.
+        intervals: ``[3, count]`` int32, contiguous: different tokens, and the first and the last key that each sees;
+            none where the last comes before the first. Tokens next to each other should see nearly the same keys.
+        scale: Factor on the scores, positive.
+        soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
+        earlier: Partial of other keys: ``out`` ``[heads, tokens, head_dim]`` and natural-log log-sum-exp
+            ``[heads, tokens]``, both fp32. Where the latter is ``-inf``, ``out`` is undefined.
+        config: Launch parameters.
+
+    Raises:
+        ValueError: A shape, stride, dtype or number is not as documented.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
+
+
+def prefill_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    intervals: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    earlier: tuple[Tensor, Tensor] | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Attention of tokens over these keys, merged with that over others.
+
+    Args:
+        query: As for `prefill_partial`, and likewise the arguments not named here.
+        intervals: Of all tokens: the result of others is undefined.
+        sinks: ``[heads]`` fp32: when given, one more score per query head, without a value.
+        earlier: The partial of other keys, if there are any.
+
+    Returns:
+        ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
+
+    Raises:
+        ValueError: A shape, stride, dtype or number is not as documented.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    heads, tokens, head_dim = query.shape
+    out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device).transpose(0, 1)
+    _launch(query, keys, values, intervals, scale, soft_cap, sinks, earlier, out, config)
+    return out
+
+
+def _launch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    intervals: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    earlier: tuple[Tensor, Tensor] | None,
+    out: Tensor | None,
+    config: Config | None,
+) -> None:
+    (heads, _, head_dim), kv_heads = query.shape, keys.shape[0]
+    _check(query, keys, values, intervals, earlier)
+    check_numbers(scale, soft_cap, None)
+    if sinks is not None:
+        check_table("sinks", sinks, (heads,), torch.float32)
+    count, group = intervals.shape[1], heads // kv_heads
+    if not count:
+        return
+    config = config or choose_config(head_dim, shared_memory(query.device))
+    result = query if out is None else out
+    merged = earlier or (result, result)
+    with launching(Kernel.PREFILL, query.device):
+        launch(
+            attend_intervals,
+            (-(-count * group // config.block_m) * kv_heads,),
+            query,
+            keys,
+            values,
+            intervals,
+            result,
+            *merged,
+            sinks if sinks is not None else result,
+            count,
+            kv_heads,
+            scale,
+            soft_cap or 1.0,
+            *query.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            *result.stride()[:2],
+            *merged[0].stride()[:2],
+            *merged[1].stride()[:2],
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_D=padded(head_dim),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            STAGES=config.stages,
+            SOFT_CAP=soft_cap is not None,
+            SINKS=sinks is not None,
+            EARLIER=earlier is not None,
+            FINAL=out is not None,
+            IN_HARDWARE=not interpreted(),
+            num_warps=config.warps,
+            enable_fp_fusion=True,  # as in the decode kernels
+        )
+
+
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, intervals: Tensor, earlier: tuple[Tensor, Tensor] | None
+) -> None:
+    heads, _, head_dim = query.shape
+    kv_heads = keys.shape[0]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
+    if keys.shape != values.shape or keys.shape[2] != head_dim or head_dim > MAX_HEAD_DIM:
+        shapes = f"{tuple(query.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
+        raise ValueError(f"query, keys and values need one head_dim of up to {MAX_HEAD_DIM}, got shapes {shapes}")
+    if {query.dtype, keys.dtype, values.dtype} not in ({torch.float16}, {torch.bfloat16}, {torch.float32}):
+        raise ValueError(f"query, keys and values must be fp16, bf16 or fp32, got {query.dtype} and {keys.dtype}")
+    inner = [part.stride(-1) for part in (query, keys, values, *([] if earlier is None else [earlier[0]]))]
+    if inner != [1] * len(inner):
+        raise ValueError(f"the last dimensions must be contiguous, got strides {inner}")
+    check_table("intervals", intervals, (3, *intervals.shape[1:2]), torch.int32)
+    if earlier is not None:
+        found, dtypes = [tuple(part.shape) for part in earlier], {part.dtype for part in earlier}
+        if found != [tuple(query.shape), tuple(query.shape[:2])] or dtypes != {torch.float32}:
+            raise ValueError(f"a partial of queries {tuple(query.shape)} must be fp32, got {found} of {dtypes}")

@@ -1,0 +1,119 @@
+"""Prefill passes whose tokens are divided between processes.
+
+The tokens of a pass are cut into two pieces a rank, and rank ``r`` of ``P`` computes pieces ``r`` and ``2P - 1 - r``:
+as a token attends to those before it, all ranks have the same work. In each layer the keys and values of the pass are
+gathered; each rank attends with its own queries, and keeps its own part of the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention.kv import Segment
+from ..attention.runs import PackedRuns, Run
+from .collectives import gathered
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+FEWEST_TOKENS = 256
+"""Tokens of a rank in a divided pass, at least: fewer are computed on every rank."""
+
+
+class InPass(NamedTuple):
+    """Tokens of the pass that come before a rank's own in the same run: a context's name."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class DividedPass:
+    """What a rank computes of a pass.
+
+    Attributes:
+        tokens: Tokens of the whole pass.
+        places: Those that this rank computes: ``[own]`` int64 ascending, on the CPU.
+        runs: These as runs, whose contexts are those of the whole runs and `InPass`.
+        order: ``[tokens]`` int64, on the CPU: for each token, rank and place there, as rank * `longest` + place.
+        longest: Most tokens of a rank.
+    """
+
+    group: ProcessGroup
+    tokens: int
+    places: Tensor
+    runs: PackedRuns
+    order: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], group: ProcessGroup) -> DividedPass | None:
+        """The part of this process; None where the pass is too short to divide."""
+        tokens, ranks = sum(run.length for run in runs), group.size()
+        if tokens < FEWEST_TOKENS * ranks:
+            return None
+        places = [places_of(tokens, rank, ranks) for rank in range(ranks)]
+        longest = max(map(len, places))
+        order = torch.empty(tokens, dtype=torch.long, device="cpu")
+        for rank, own in enumerate(places):
+            order[own] = rank * longest + torch.arange(len(own), device="cpu")
+        own = places[group.rank()]
+        return cls(group, tokens, own, PackedRuns(cut_runs(runs, own)), order, longest)
+
+    def whole(self, own: Segment) -> Segment:
+        """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
+        padded = []
+        for part in own:
+            room = part.new_zeros(self.longest, part.shape[0], part.shape[2])
+            room[: part.shape[1]] = part.transpose(0, 1)
+            padded.append(room)
+        by_rank = gathered(torch.cat([room.flatten() for room in padded]), self.group)
+        order, parts = self.order.to(by_rank.device), by_rank.split([room.numel() for room in padded], dim=1)
+        return Segment._make(
+            part.reshape(-1, *room.shape[1:]).index_select(0, order).transpose(0, 1)
+            for part, room in zip(parts, padded, strict=True)
+        )
+
+    def own(self, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Which of some tokens this rank computes: their places among its own, and in the given list."""
+        place_of = {token: place for place, token in enumerate(self.places.tolist())}
+        found = [(place_of[token], index) for index, token in enumerate(wanted) if token in place_of]
+        return [place for place, _ in found], [index for _, index in found]
+
+    def together(self, own: Tensor, indices: Sequence[int], count: int) -> Tensor:
+        """Numbers ``[count, ...]`` of tokens, of which this rank has those at `indices`; one collective."""
+        whole = own.new_zeros(count, *own.shape[1:])
+        whole[list(indices)] = own
+        dist.all_reduce(whole, group=self.group)  # one rank has each, and zeros leave it as it is
+        return whole
+
+
+def places_of(tokens: int, rank: int, ranks: int) -> Tensor:
+    """The tokens of a pass that a rank computes: ``[own]`` int64 ascending, on the CPU."""
+    ends = [tokens * piece // (2 * ranks) for piece in range(2 * ranks + 1)]
+    pieces = rank, 2 * ranks - 1 - rank
+    return torch.cat([torch.arange(ends[piece], ends[piece + 1], device="cpu") for piece in pieces])
+
+
+def cut_runs(runs: Sequence[Run], places: Tensor) -> list[Run]:
+    """The runs of some tokens of a pass, each with what comes before it."""
+    found, start = [], 0
+    for run in runs:
+        own = places[(places >= start) & (places < start + run.length)]
+        breaks = (own.diff() > 1).nonzero().flatten() + 1
+        for part in own.tensor_split(breaks) if len(own) else ():
+            first = int(part[0])
+            before = (InPass(start, first),) if first > start else ()
+            found.append(Run(len(part), (*run.context, *before)))
+        start += run.length
+    return found

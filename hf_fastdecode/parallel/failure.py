@@ -1,0 +1,408 @@
+"""Ends the calls of all processes of a model when one of them fails, so that none waits for it for ever.
+
+Each process tells the others where it stands (`Heartbeat`). A thread judges what they tell: a peer that left by an
+error of its own, went another way, or was silent for too long has failed. The thread then closes the group's
+communication, so that the thread that waits in it gets an error, which becomes a `PeerFailedError`. The group is
+refused from then on.
+
+A slow peer is not a failed one: its heartbeat goes on. Within a call, calls and collectives are counted, no more: the
+watch communicates beside them, never in them. Threads start with the first call; between calls, the heartbeat is a
+request a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from threading import Lock, Thread
+from time import monotonic
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch import distributed
+
+from ..errors import PeerFailedError, one_line
+from .abort import abort
+from .heartbeat import IN_CALLS, LONGEST, Heartbeat
+from .standing import Exit, Standing, parted, settled, waits_in_vain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import PrefixStore
+
+logger = logging.getLogger("hf_fastdecode")
+
+_GRACE = 1.0
+"""Seconds for a peer's error to be raised here too, and for a call to end whose store's process has ended."""
+
+_SILENT = 2.0
+"""Seconds of silence that tell which peer closed a connection."""
+
+_RECENT = 64
+"""Collectives and passes that a process tells: more than one is ahead of another, whose device still computes."""
+
+_EXITS = 4
+"""Exits that a process tells; the others are behind by one call at most."""
+
+
+class Holder(Protocol):
+    """What holds captured graphs, and with them the communicators of NCCL."""
+
+    def clear(self) -> None: ...
+
+
+class Unwatched:
+    """What `PeerWatch` is to a process with a model of its own."""
+
+    failed: tuple[int, str] | None = None
+
+    def call(self, name: str, timeout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def running_pass(self, timeout: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def enter_foreign_loop(self) -> None: ...
+
+    def frees(self, holder: Holder) -> None: ...
+
+    def at(self, place: str) -> None: ...
+
+    def step(self, doing: str) -> None: ...
+
+
+UNWATCHED = Unwatched()
+
+
+class PeerWatch(Unwatched):
+    """Watches the other processes of a group while this one is in a call; see `watch_of`.
+
+    Args:
+        groups: Groups that the model communicates over. The first has all its processes.
+        store: The first one's, for this object alone.
+
+    Attributes:
+        failed: The rank that failed, and its cause, once the groups are given up.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup], store: PrefixStore):
+        self._groups = [ref(group) for group in groups]
+        self._rank, self._pid = groups[0].rank(), os.getpid()
+        self.failed: tuple[int, str] | None = None
+        self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
+        self._place, self._in_call = "", False
+        self._exits: tuple[Exit, ...] = ()
+        self._timeout = self._entered = float("inf")
+        self._vain: dict[int, float] = {}  # since when a peer that left is waited for, by rank
+        self._is_ending = False
+        self._holders: WeakSet[Holder] = WeakSet()
+        size = groups[0].size()
+        self._heartbeat = Heartbeat(store, self._rank, size, Lock(), self._standing, self._has_told_enough)
+        self._news = self._heartbeat.news
+        self._judge: Thread | None = None
+
+    @contextmanager
+    def call(self, name: str, timeout: float) -> Iterator[None]:
+        """Context of a call that all processes of the group make.
+
+        Args:
+            name: What is called; the same on all ranks.
+            timeout: Seconds after a peer's last heartbeat until it counts as failed.
+
+        Raises:
+            PeerFailedError: A peer failed, in this call or an earlier one.
+        """
+        if self._in_call or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
+            yield
+            return
+        self._enter(name, timeout)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            try:
+                self._leave(error)
+            finally:
+                error = None  # whose traceback holds this frame
+
+    @contextmanager
+    def running_pass(self, timeout: float) -> Iterator[None]:
+        """Context of a forward pass, in which the processes communicate; a call of its own outside of one."""
+        if not self._in_call:
+            with self.call("forward", timeout), self.running_pass(timeout):
+                yield
+            return
+        self._raise_if_failed()
+        odd = self._recent[-1][0] % 2 == 1
+        self._advance("a forward pass", odd=True)
+        yield
+        self._advance("the end of a forward pass", odd=odd)
+
+    def enter_foreign_loop(self) -> None:
+        """The rest of the call is passes that are not counted."""
+        self._advance("a loop of transformers", odd=True)
+
+    def frees(self, holder: Holder) -> None:
+        """Clear this when the groups are given up."""
+        self._holders.add(holder)
+
+    def at(self, place: str) -> None:
+        """Tell in which part of the call this process is."""
+        self._place = place
+
+    def step(self, doing: str) -> None:
+        """Count a collective, the same on all ranks; raises PeerFailedError if a peer has failed."""
+        self._raise_if_failed()
+        self._advance(doing)
+
+    def end(self) -> None:
+        """End the threads, at the end of the process; wait for seconds at most."""
+        with self._news:
+            self._is_ending = True
+            self._news.notify_all()
+            self._heartbeat.ask()
+        self._heartbeat.join()
+        if self._judge is not None:
+            self._judge.join(_SILENT)
+
+    def _advance(self, doing: str, *, odd: bool = False) -> None:
+        count = self._recent[-1][0] + 1
+        self._recent.append((count + (count % 2 != odd), doing))
+
+    def _raise_if_failed(self) -> None:
+        if self.failed is not None:
+            raise PeerFailedError(*self.failed)
+
+    def _standing(self) -> Standing:
+        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed)
+
+    def _has_told_enough(self) -> bool:
+        group = self._groups[0]()
+        if group is None or group not in distributed.distributed_c10d._world.pg_map:  # destroyed
+            self._is_ending = True
+            self._news.notify_all()
+        return self._is_ending
+
+    def _last_seen(self, rank: int) -> str:
+        peer = self._heartbeat.peers.get(rank, Standing())
+        return f"last seen in {peer.place}" if peer.in_call else "last seen outside of a call"
+
+    def _enter(self, name: str, timeout: float) -> None:
+        with self._news:
+            if self.failed is None and self._judge is None:
+                self._heartbeat.start()
+                self._judge = Thread(target=self._run, name="hf_fastdecode-peers", daemon=True)
+                self._judge.start()
+            self._settle()
+            if self.failed is not None:
+                rank, cause = self.failed
+                raise PeerFailedError(
+                    rank,
+                    f"{cause} (in an earlier call, since which these processes cannot compute the model together: "
+                    "start them anew)",
+                )
+            self._vain.clear()
+            self._timeout, self._entered, self._place = timeout, monotonic(), name
+            self._advance(f"a call of {name}")
+            self._in_call = True
+            self._heartbeat.ask()
+            self._news.notify_all()
+
+    def _leave(self, error: BaseException | None) -> None:
+        if os.getpid() != self._pid:
+            return
+        text = None if error is None else f"{type(error).__name__}: {one_line(error)}"
+        with self._news:
+            if isinstance(error, Exception) and self.failed is None and _of_communication(error):
+                self._find_who_closed()
+            by_peer = self.failed
+            if by_peer is None and text is not None and _of_communication(error):
+                self._fail(self._rank, text)
+            self._exits = (*self._exits[1 - _EXITS :], Exit(self._recent[-1][0], text))
+            self._in_call = False
+            self._heartbeat.ask()
+            if by_peer is None and error is not None:
+                last = self._heartbeat.rounds + 3 if self._rank == 0 else 0  # rank 0 may end, and the store with it
+                self._heartbeat.until_written(lambda: self._heartbeat.rounds >= last or self._left_alike() is not None)
+        if by_peer is not None:
+            if error is not None:
+                clear_frames(error.__traceback__)  # which may hold captured steps
+            self._free()
+            if error is None or isinstance(error, Exception):
+                raise PeerFailedError(*by_peer) from error
+
+    def _free(self) -> None:
+        for holder in list(self._holders):
+            try:
+                holder.clear()
+            except RuntimeError:  # of a device whose last kernel failed
+                logger.warning("captured steps cannot be freed", exc_info=True)
+
+    def _left_alike(self) -> bool | None:
+        """Whether all processes left the last call like this one; None if that is not known yet."""
+        peers = self._heartbeat.peers
+        alike = [settled(self._standing(), peers.get(rank, Standing())) for rank in self._heartbeat.others]
+        return False if False in alike else None if None in alike else True
+
+    def _settle(self) -> None:
+        """After an error, wait until all processes have left that call, and give up the group if not all did alike."""
+        while self.failed is None and not (alike := self._left_alike()):
+            if alike is False or self._heartbeat.lost is not None:
+                self._fail(self._rank, str(self._exits[-1].error))
+            self._look_at_peers()
+            if self.failed is None:
+                self._news.wait(IN_CALLS)
+
+    def _find_who_closed(self) -> None:
+        """Find the peer because of which communication failed: it says so, or falls silent."""
+        end, heartbeat = monotonic() + 1.5 * _SILENT, self._heartbeat
+        while self.failed is None and monotonic() < end:
+            self._look_at_peers()
+            silent = max(heartbeat.others, key=lambda rank: heartbeat.silence.get(rank, 0.0))
+            if heartbeat.silence.get(silent, 0.0) > _SILENT:
+                self._fail(silent, f"its connections were closed, and it is silent ({self._last_seen(silent)})")
+            elif heartbeat.lost is not None and self._rank != 0:
+                self._fail(0, "its connections were closed, and the store of the process group with them")
+            if self.failed is None:
+                self._news.wait(IN_CALLS)
+
+    def _fail(self, rank: int, cause: str) -> None:
+        """Give up the groups, for the first cause that is given."""
+        if self.failed is None:
+            self.failed = rank, cause
+            self._heartbeat.ask()
+            self._news.notify_all()
+
+    def _is_known(self) -> bool:
+        """Whether all peers that live have given up the groups."""
+        peers, silence = self._heartbeat.peers, self._heartbeat.silence
+        return all(peer.failed is not None or silence[rank] > _SILENT for rank, peer in peers.items())
+
+    def _adopt(self) -> None:
+        """Give up the groups if a peer did."""
+        for peer in self._heartbeat.peers.values():
+            if peer.failed is not None:
+                self._fail(*peer.failed)
+
+    def _look_at_peers(self) -> None:
+        """Give up the groups if a peer did, or cannot take part in this call any more."""
+        self._adopt()
+        mine, now, heartbeat = self._standing(), monotonic(), self._heartbeat
+        for rank, theirs in heartbeat.peers.items():
+            if (cause := parted(mine, theirs)) is not None:
+                self._fail(rank, cause)
+            elif (cause := waits_in_vain(mine, theirs)) is not None:
+                if now - self._vain.setdefault(rank, now) > _GRACE:
+                    self._fail(rank, cause)
+            else:
+                self._vain.pop(rank, None)
+                if heartbeat.silence[rank] > self._timeout:
+                    self._fail(rank, f"it is silent for more than {self._timeout:g} s ({self._last_seen(rank)})")
+
+    def _run(self) -> None:
+        """Body of the thread that looks at the peers in calls, and closes the groups when one failed."""
+        rounds, unanswered, last, heartbeat = 0, 0.0, monotonic(), self._heartbeat
+        with self._news:
+            while self.failed is None:
+                if self._is_ending:
+                    return
+                self._adopt()
+                if not self._in_call:
+                    self._news.wait()
+                    unanswered, last = 0.0, monotonic()
+                    continue
+                self._look_at_peers()
+                now = monotonic()
+                unanswered = 0.0 if heartbeat.rounds != rounds else unanswered + min(now - last, LONGEST)
+                rounds, last = heartbeat.rounds, now
+                if unanswered > self._timeout:
+                    self._fail(0, f"{_STORE} has not answered for {unanswered:.0f} s")
+                elif heartbeat.lost is not None and now - heartbeat.lost[0] > _GRACE:
+                    self._fail(0, f"{_STORE} is gone ({heartbeat.lost[1]})")
+                if now - self._entered > self._timeout:
+                    self._tell_who_is_away()
+                if self.failed is None:
+                    self._news.wait(IN_CALLS)
+            # Before connections close, which others notice at once, and before this process ends with the store in it.
+            heartbeat.until_written(lambda: self._rank != 0 or self._is_known())
+            self._is_ending, in_call = True, self._in_call
+        if not in_call:  # else, `abort` lets the call end, which frees what it holds; and waits for that, as here
+            Thread(target=self._free, name="hf_fastdecode-free", daemon=True).start()
+        for group in self._groups:
+            if (one := group()) is not None:
+                try:
+                    abort(one)
+                except Exception:
+                    logger.warning("the communication of a process group cannot be closed", exc_info=True)
+
+    def _tell_who_is_away(self) -> None:
+        self._entered = float("inf")  # once a call
+        for rank in self._heartbeat.others:
+            if not self._heartbeat.peers.get(rank, Standing()).in_call:
+                logger.warning(
+                    "a call of a model waits since %.0f s for rank %d, which does not take part in it: every process "
+                    "of the model must make the same calls",
+                    self._timeout,
+                    rank,
+                )
+
+
+_STORE = "the store of the process group, which this rank or torchrun holds,"
+
+_COMMUNICATION = re.compile("gloo|nccl|connection (closed|reset)|pair closure|socket", re.IGNORECASE)
+
+
+def _of_communication(error: BaseException | None) -> bool:
+    """Whether communication failed, or what an error was raised from."""
+    while error is not None:
+        if isinstance(error, distributed.DistError):
+            return True
+        if isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_watches: WeakKeyDictionary[ProcessGroup, PeerWatch] = WeakKeyDictionary()
+_made: Counter[str] = Counter()
+"""Watches that were made, by name of the group, which a later group may have too, in the same store."""
+
+
+def watch_of(groups: Sequence[ProcessGroup]) -> PeerWatch:
+    """The watch of the first of a model's groups, the same one from its first call until the group is destroyed.
+
+    Processes make the watches of groups of one name in the same order.
+    """
+    first = groups[0]
+    found = _watches.get(first)
+    if found is None:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+        _register_ends()
+        _made[first.group_name] += 1
+        store = _get_process_group_store(first).clone()  # type: ignore[attr-defined]  # its own connection: on one, requests wait
+        name = f"hf_fastdecode/{first.group_name}/{_made[first.group_name]}"
+        found = _watches[first] = PeerWatch(groups, PrefixStore(name, store))
+    return found
+
+
+def _end_all() -> None:
+    for watch in list(_watches.values()):
+        watch.end()
+
+
+@cache
+def _register_ends() -> None:
+    """End threads before the interpreter, in whose last moments they must not run; and forget them in forks."""
+    atexit.register(_end_all)
+    os.register_at_fork(after_in_child=_watches.clear)

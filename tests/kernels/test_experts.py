@@ -1,0 +1,227 @@
+"""Experts of a few rows, against fp64 and what transformers computes."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.moe import batched_mm_experts_forward
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.kernels.experts import reference
+from hf_fastdecode.kernels.experts.api import experts, largest
+from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal
+from hf_fastdecode.kernels.experts.forms import Gate, Weights
+from hf_fastdecode.kernels.pointwise.forms import Activation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts numbers off where bf16 rounds them; on a GPU Triton multiplies fp32 in tf32.
+DTYPES = [
+    torch.float16,
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param(torch.float32, marks=pytest.mark.skipif(DEVICE == "cuda", reason="tf32")),
+]
+GATES = {
+    "silu": Gate(Activation.SILU),
+    "gelu": Gate(Activation.GELU_TANH),
+    "limited": Gate(Activation.SILU, alpha=1.702, limit=1.0, offset=1.0),
+}
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def weights_of(
+    count: int, hidden: int, inner: int, dtype: torch.dtype, *, transposed: bool, interleaved: bool, biased: bool
+) -> Weights:
+    shapes = [(count, 2 * inner, hidden), (count, hidden, inner)]
+    if transposed:
+        shapes = [(first, third, second) for first, second, third in shapes]
+    scale = hidden**-0.5
+    gate_up, down = (random(*shape, seed=seed, dtype=dtype).mul_(scale) for seed, shape in enumerate(shapes))
+    biases = [random(count, columns, seed=columns, dtype=dtype) if biased else None for columns in (2 * inner, hidden)]
+    return Weights(gate_up, down, *biases, transposed=transposed, interleaved=interleaved)
+
+
+def routed(rows: int, per_row: int, count: int, *, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Experts of rows, of which low ones are chosen more often, and their shares."""
+    scores = random(rows, count, seed=seed) - torch.arange(count, device=DEVICE) / count
+    values, chosen = scores.topk(per_row)
+    return chosen, values.softmax(-1)
+
+
+def exact(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
+    wide = [part.double() if isinstance(part, Tensor) else part for part in weights]
+    return reference.experts(x.double(), Weights(*wide), chosen, shares.double(), gate)
+
+
+def stock(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
+    """What transformers' modules compute in decode steps."""
+    module: Any = SimpleNamespace(
+        gate_up_proj=weights.gate_up,
+        gate_up_proj_bias=weights.gate_up_bias,
+        down_proj=weights.down,
+        down_proj_bias=weights.down_bias,
+        has_gate=True,
+        has_bias=weights.gate_up_bias is not None,
+        has_post_expert_norm=False,
+        is_transposed=weights.transposed,
+        _is_expert_parallel=False,
+        num_experts=weights.experts,
+        _apply_gate=lambda numbers: reference.opened(numbers, weights, gate),
+    )
+    return batched_mm_experts_forward(module, x, chosen, shares.to(x.dtype))
+
+
+def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
+    """Error at most twice that of transformers' implementation, and a rounding."""
+    assert (found.shape, found.dtype) == (stock.shape, stock.dtype)
+    assert found.isfinite().all()
+    most = 2 * (stock - exact).norm() + torch.finfo(found.dtype).eps * exact.norm()
+    assert (found - exact).norm() <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("layout", "gate"),
+    [
+        ({"transposed": False, "interleaved": False, "biased": False}, "silu"),
+        ({"transposed": False, "interleaved": True, "biased": True}, "gelu"),
+        ({"transposed": True, "interleaved": True, "biased": True}, "limited"),
+        ({"transposed": True, "interleaved": False, "biased": True}, "limited"),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dtype) -> None:
+    """Columns that are no multiple of a tile, experts without rows, and those with more than one item."""
+    weights = weights_of(5, 96, 160, dtype, **layout)
+    x, (chosen, shares) = random(rows, 96, seed=1, dtype=dtype), routed(rows, 2, 5)
+    configs = Configs(16, Config(64, 32, 2), Config(64, 32, 3))
+    given = x, weights, chosen, shares, GATES[gate]
+    assert refusal(*given[:-1]) is None
+    found = experts(*given, configs)
+    assert torch.equal(found, experts(*given, configs))
+    assert_as_exact(found, stock(*given), exact(*given))
+
+
+def test_numbers_that_are_none_stay_so() -> None:
+    weights = weights_of(3, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
+    x, chosen = random(3, 64, seed=1, dtype=torch.float16), torch.tensor([[0], [1], [1]], device=DEVICE)
+    x[1, 7] = torch.nan
+    found = experts(x, weights, chosen, torch.ones(3, 1, device=DEVICE), GATES["limited"])
+    assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False, True, False]
+
+
+def test_experts_that_the_layer_does_not_have_add_nothing() -> None:
+    weights = weights_of(3, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
+    x, chosen = random(4, 64, seed=1, dtype=torch.float16), torch.tensor([[0, 3], [2, -1], [3, 3], [1, 2]])
+    shares = torch.ones(4, 2, dtype=torch.float16, device=DEVICE)
+    found = experts(x, weights, chosen.to(DEVICE), shares, GATES["silu"])
+    for row, own in enumerate(([0], [2], [], [1, 2])):
+        one = torch.tensor([own], dtype=torch.int64, device=DEVICE)
+        expected = exact(x[row : row + 1], weights, one, torch.ones(1, len(own), device=DEVICE), GATES["silu"])
+        torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "count", "per_row"), [(1, 4, 2), (128, 8, 2), (64, 128, 8), (512, 3, 1)])
+def test_every_pair_has_a_place(rows: int, count: int, per_row: int) -> None:
+    """Lists of pairs as many as can be, with all rows on one expert and with rows spread."""
+    from hf_fastdecode.kernels.experts import kernel
+
+    pairs = rows * per_row
+    assert pairs <= MOST_PAIRS
+    spread = routed(rows, per_row, count)[0]
+    for chosen, block in product((spread, spread * 0 + count - 1), (16, 64)):
+        most = most_items(pairs, count, block)
+        order = torch.full((pairs,), -1, dtype=torch.int32, device=DEVICE)
+        items = torch.full((most, 3), -1, dtype=torch.int32, device=DEVICE)
+        sizes = {"BLOCK_P": max(16, 1 << (pairs - 1).bit_length()), "BLOCK_Q": 16, "BLOCK_M": block}
+        sizes |= {"BLOCK_E": 1 << (count - 1).bit_length(), "BLOCK_I": 1 << (most - 1).bit_length()}
+        kernel.list_pairs[(-(-pairs // 16),)](chosen, order, items, pairs, most, EXPERTS=count, **sizes, PDL=False)
+        flat = chosen.flatten()
+        assert torch.equal(order.long(), flat.argsort(stable=True))
+        listed = [(expert, place) for expert, begin, end in items.tolist() for place in range(begin, end)]
+        assert sorted(place for _, place in listed) == list(range(pairs))
+        assert all(flat[order[place]] == expert for expert, place in listed)
+        assert all(end - begin <= block for _, begin, end in items.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns", "count"), [(1, 4, 2), (5, 33, 8), (3, 128, 8), (2, 1, 1)])
+def test_largest(rows: int, columns: int, count: int, dtype: torch.dtype) -> None:
+    scores = random(rows, columns, seed=1, dtype=dtype)
+    scores[0, 0] = -0.5
+    values, places = largest(scores, count)
+    expected, where = scores.sort(dim=-1, descending=True, stable=True)
+    assert (values.dtype, places.dtype) == (dtype, torch.int64)
+    assert torch.equal(values, expected[:, :count])
+    assert torch.equal(places, where[:, :count])
+
+
+def test_largest_of_equal_and_other_numbers() -> None:
+    inf = float("inf")
+    scores = torch.tensor([[1.0, 2.0, 2.0, -inf], [float("nan"), inf, 0.0, 3.0], [-inf] * 4], device=DEVICE)
+    assert largest(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 3], [0, 1, 2]]
+
+
+def test_what_is_not_served() -> None:
+    weights = weights_of(4, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
+    x, (chosen, shares) = random(2, 64, seed=1, dtype=torch.float16), routed(2, 2, 4)
+
+    def reason(x: Tensor = x, weights: Weights = weights, chosen: Tensor = chosen, shares: Tensor = shares) -> str:
+        return refusal(x, weights, chosen, shares) or ""
+
+    assert reason() == ""
+    assert "up to 128 pairs" in reason(x.repeat(33, 1), weights, chosen.repeat(33, 1), shares.repeat(33, 1))
+    assert "one dtype" in reason(x.float())
+    assert "whole numbers" in reason(chosen=chosen.float())
+    assert "rows [rows, hidden]" in reason(x[None])
+    assert "other shapes" in reason(weights=weights._replace(down=weights.gate_up))
+    assert "contiguous weights" in reason(weights=weights._replace(down=weights.down.mT.contiguous().mT))
+    assert "no gradients" in reason(shares=shares.clone().requires_grad_())
+
+
+SHAPES = {
+    "gpt-oss-20b": (32, 4, 2880, 2880, {"transposed": True, "interleaved": True, "biased": True}, "limited"),
+    "qwen3-30b-a3b": (128, 8, 2048, 768, {"transposed": False, "interleaved": False, "biased": False}, "silu"),
+    "mixtral-8x7b": (8, 2, 4096, 14336, {"transposed": False, "interleaved": False, "biased": False}, "silu"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chosen_configurations(shape: str) -> None:
+    """Shapes of models, at numbers of rows up to the most that are served, also in a captured graph."""
+    count, per_row, hidden, inner, layout, gate = SHAPES[shape]
+    weights = weights_of(count, hidden, inner, torch.bfloat16, **layout)
+    for rows in (1, 16, 64, 128):
+        x, (chosen, shares) = random(rows, hidden, seed=1, dtype=torch.bfloat16), routed(rows, per_row, count)
+        given = x, weights, chosen, shares, GATES[gate]
+        assert refusal(*given[:-1]) is None
+        found = experts(*given)
+        assert_as_exact(found, reference.experts(*given[:3], shares.bfloat16(), given[-1]), exact_by_expert(*given))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = experts(*given)
+        other = routed(rows, per_row, count, seed=6)
+        for part, changed in zip((chosen, shares), other, strict=True):
+            part.copy_(changed)
+        graph.replay()
+        assert torch.equal(replayed, experts(*given))
+
+
+def exact_by_expert(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
+    """As `exact`, with one expert's weights in fp64 at a time."""
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for expert in chosen.unique().tolist():
+        parts = [part[expert : expert + 1] if isinstance(part, Tensor) else part for part in weights]
+        share = torch.where(chosen == expert, shares, 0).sum(1, keepdim=True)
+        total += exact(x, Weights(*parts), torch.zeros_like(chosen[:, :1]), share, gate)
+    return total

@@ -1,0 +1,60 @@
+"""What each rank computes of a prefill pass: all tokens once, alike much work, and together the attention of one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_fastdecode.attention.runs import PackedRuns, Run
+from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
+from hf_fastdecode.parallel.divided_pass import InPass, cut_runs, places_of
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
+CONTEXT = "before"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [0, 5, 64, 101])
+def test_ranks_compute_each_token_once_and_alike_many(tokens: int, ranks: int) -> None:
+    places = [places_of(tokens, rank, ranks) for rank in range(ranks)]
+    assert sorted(torch.cat(places).tolist()) == list(range(tokens))
+    assert all(bool((own.diff() > 0).all()) for own in places)
+    assert max(map(len, places)) - min(map(len, places)) <= 2
+
+
+def test_ranks_attend_to_alike_many_keys() -> None:
+    keys = [int((places_of(8000, rank, 4) + 1).sum()) for rank in range(4)]
+    assert max(keys) - min(keys) < 0.001 * min(keys)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(
+    "runs",
+    [[Run(90)], [Run(90, (CONTEXT,))], [Run(7), Run(40, (CONTEXT,)), Run(1), Run(25)]],
+    ids=["one", "with-context", "several"],
+)
+def test_parts_are_the_attention_of_the_whole(runs: list[Run], ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(run.length for run in runs)
+    query = torch.randn(KV_HEADS * GROUP, tokens, HEAD_DIM, generator=generator, dtype=torch.float64)
+    whole, before = (
+        tuple(torch.randn(KV_HEADS, n, HEAD_DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+        for n in (tokens, 30)
+    )
+
+    def stored(name: Hashable) -> tuple[Tensor, Tensor]:
+        if isinstance(name, InPass):
+            return whole[0][:, name.start : name.stop], whole[1][:, name.start : name.stop]
+        assert name == CONTEXT
+        return before
+
+    expected = causal_attention(query, *whole, HEAD_DIM**-0.5, runs=PackedRuns(runs), stored=stored)
+    for rank in range(ranks):
+        own = places_of(tokens, rank, ranks)
+        parts = cut_runs(runs, own)
+        keys, values = (part[:, own] for part in whole)
+        found = causal_attention(query[:, own], keys, values, HEAD_DIM**-0.5, runs=PackedRuns(parts), stored=stored)
+        torch.testing.assert_close(found, expected[:, own], rtol=0, atol=1e-6)

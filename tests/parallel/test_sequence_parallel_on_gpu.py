@@ -1,0 +1,164 @@
+"""Contexts divided between two GPUs: eager and captured steps, prefill, and errors in half precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.conversion.to_slim import to_slim
+
+from .processes import Models, Seen, run_scenarios, scenario
+
+LONG = 1500
+"""Tokens of a prompt whose prefill two GPUs divide."""
+
+
+def make_model(models: Models, **sizes: Any) -> PreTrainedModel:
+    """A model whose every step has a clear winner, for its head is its embedding: tokens of all ways are the same."""
+    torch.manual_seed(0)
+    usual = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    usual |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
+    config = LlamaConfig(**usual | sizes, tie_word_embeddings=False, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0) * 8)
+    return model.to(torch.bfloat16).eval().to(f"cuda:{models.rank}")
+
+
+def prompts(models: Models, length: int, rows: int) -> dict[str, Tensor]:
+    """Rows that share all but their last token, padded on the left of the first."""
+    ids = torch.arange(length, device=f"cuda:{models.rank}").remainder(61).repeat(rows, 1) + 30
+    ids[:, -1] += torch.arange(rows, device=ids.device)
+    mask = torch.ones_like(ids)
+    mask[0, :7], ids[0, :7] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@scenario
+def sequence_greedy(models: Models) -> Any:
+    model, found = make_model(models), {}
+    for length in (1, 40, LONG):
+        given = prompts(models, length, 8) if length > 7 else {"input_ids": torch.full((8, 1), 9, device=model.device)}
+        given |= {"do_sample": False, "max_new_tokens": 24}
+        stock = model.generate(**given)
+        for mode in ("eager", "graph"):
+            with fd.enabled(model, mode=mode, sequence_parallel="auto"):
+                same = [torch.equal(model.generate(**given), stock) for _ in range(2)]
+                call = fd.explain(model).last_call
+                found[f"{length} {mode}"] = [same, call.path, call.mode, call.captures, call.parallel.tokens]
+    return found
+
+
+@scenario
+def sequence_seeds(models: Models) -> Any:
+    """Rank 0's draws count; rows end, and are compacted, in captured steps."""
+    model, found = make_model(models), []
+    given = {
+        "input_ids": prompts(models, 900, 2)["input_ids"][1:],
+        "do_sample": True,
+        "top_k": 0,
+        "temperature": 100.0,
+    }
+    given |= {"num_return_sequences": 64, "max_new_tokens": 300, "eos_token_id": list(range(0, 512, 16))}
+    for sampler in ("hf", "fast"):
+        with fd.enabled(model, mode="graph", sampler=sampler, sequence_parallel="auto"):
+            torch.manual_seed(models.rank)
+            tokens = model.generate(**given)
+            call = fd.explain(model).last_call
+            found.append((tokens.tolist(), call.mode, call.sampler, call.compactions > 0))
+    return found
+
+
+@scenario
+def sequence_slim(models: Models) -> Any:
+    model = make_model(models, num_key_value_heads=8)
+    text = torch.randint(3, 512, (1024,), generator=torch.Generator().manual_seed(5))
+    slim, found = to_slim(model, text), []
+    given = prompts(models, LONG, 4) | {"do_sample": False, "max_new_tokens": 16}
+    stock = slim.generate(**given)
+    for mode in ("eager", "graph"):
+        with fd.enabled(slim, mode=mode, sequence_parallel="auto"):
+            found.append((torch.equal(slim.generate(**given), stock), fd.explain(slim).last_call.mode))
+    return found
+
+
+@scenario
+def sequence_errors(models: Models) -> Any:
+    """Errors of logits after a prefill and steps, ours and PyTorch's, against fp64."""
+    model, found = make_model(models), []
+    model.lm_head.weight.data.normal_(std=0.05)
+    tokens = prompts(models, LONG, 1)["input_ids"]
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        oracle, stock = exact(tokens).logits[:, -4:], model(tokens).logits[:, -4:]
+    for backend in ("auto", "triton"):
+        with fd.enabled(model, sequence_parallel="auto", backend=backend), torch.no_grad():
+            cache = fd.prefill(model, tokens[:, :-4])
+            steps = [model(tokens[:, place : place + 1], **{CACHE: cache}).logits for place in range(-4, -1)]
+            steps.append(model(tokens[:, -1:], **{CACHE: cache}).logits)
+        logits = torch.cat(steps, 1)
+        found.append(((logits.double() - oracle).norm().item(), (stock.double() - oracle).norm().item()))
+        found[-1] += (logits.float().cpu().numpy().tobytes().hex()[:2000],)
+    return found
+
+
+@scenario
+def sequence_beams(models: Models) -> Any:
+    model = make_model(models)
+    given = prompts(models, 300, 2) | {"num_beams": 3, "do_sample": False, "max_new_tokens": 12}
+    stock = model.generate(**given)
+    with fd.enabled(model, sequence_parallel="auto"):
+        return torch.equal(model.generate(**given), stock), fd.explain(model).last_call.path
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    out = tmp_path_factory.mktemp("seen")
+    return run_scenarios(["test_sequence_parallel_on_gpu"], {}, out, backend="nccl")
+
+
+def both(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
+    first, second = seen[name]
+    assert (first.error, second.error) == ("", ""), first.trace + second.trace
+    assert first.value == second.value
+    return first.value
+
+
+@pytest.mark.gpu
+def test_eager_and_captured_steps_give_stock_tokens(seen):
+    found = both(seen, "sequence_greedy")
+    for name, (same, path, mode, captures, tokens) in found.items():
+        assert same == [True, True], name
+        assert (path, mode, captures) == ("shared", name.split()[1], 0), name
+        assert tokens > 0
+
+
+@pytest.mark.gpu
+def test_rank_0_draws_for_all(seen):
+    found = both(seen, "sequence_seeds")
+    assert [one[1:] for one in found] == [["graph", "hf", True], ["graph", "fast", True]]
+
+
+@pytest.mark.gpu
+def test_slim_layers(seen):
+    assert both(seen, "sequence_slim") == [[True, "eager"], [True, "graph"]]
+
+
+@pytest.mark.gpu
+def test_errors_are_at_most_twice_those_of_pytorch(seen):
+    """And logits are the same to the bit on both GPUs."""
+    for ours, pytorch, _ in both(seen, "sequence_errors"):
+        assert 0 < ours <= 2 * pytorch
+
+
+@pytest.mark.gpu
+def test_beams(seen):
+    assert both(seen, "sequence_beams") == [True, "shared"]

@@ -1,0 +1,119 @@
+"""Contexts and weights divided between the same processes: heads whole, other layers split."""
+
+from __future__ import annotations
+
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.parallel import divided_pass
+
+from ..tiny_models import ARCHITECTURES, tiny_model
+from .processes import Models, scenario
+from .scenarios import by_pytorch, capturing, reason, same_value
+from .sequence_calls import GREEDY, SAMPLING, levels, text
+
+SAMPLES = SAMPLING | {"num_return_sequences": 2}
+WIDE = {"sliding_window": 300}
+SPLIT = {"llama-mqa": {}, "gemma2": WIDE, "mimo_v2_flash": WIDE}
+"""Models to be split, with overrides of their configs; two have fewer KV heads than there are processes."""
+
+
+def split_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that both processes compute together, from what rank 0 saved: others save nothing in transformers."""
+    config = DistributedConfig(tp_size=2, tp_plan=fd.sequence_parallel_plan(model.config))
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = [folder]
+        distributed.broadcast_object_list(saved, group_src=0)
+        attention = model.config._attn_implementation
+        load = AutoModelForCausalLM.from_pretrained
+        split = load(saved[0], distributed_config=config, attn_implementation=attention).eval()
+        distributed.barrier()
+    split.generation_config = model.generation_config
+    return split
+
+
+@scenario
+@by_pytorch
+def helix(models: Models) -> Any:
+    found = {}
+    for name, overrides in SPLIT.items():
+        alone = tiny_model(name, **overrides)
+        model = split_model(alone)
+        parts = {one.rpartition(".")[0] for one, tensor in model.named_parameters() if isinstance(tensor, DTensor)}
+        torch.manual_seed(0)
+        expected = alone.generate(**levels(), **SAMPLES)
+        found[name] = [sorted({part.rpartition(".")[2] for part in parts})]
+        for fewest in (2, 10**9):  # a prefill pass of which processes computed other tokens would mix them
+            with (
+                mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+                fd.enabled(model, sequence_parallel="auto"),
+            ):
+                torch.manual_seed(models.rank)
+                tokens = model.generate(**levels(), **SAMPLES)
+                kept = fd.prefill(model, text()["input_ids"])
+                again = model.generate(**text(), **GREEDY, **{CACHE: kept})
+            same = torch.equal(tokens, expected) and torch.equal(again, alone.generate(**text(), **GREEDY))
+            found[name].append((same, kept.stored_node_tokens))
+    return found
+
+
+@scenario
+@by_pytorch
+def captured_helix(models: Models) -> Any:
+    alone = tiny_model("llama-mqa", num_hidden_layers=1, num_attention_heads=2)
+    model, few = split_model(alone), SAMPLES | {"max_new_tokens": 4}
+    torch.manual_seed(0)
+    expected = alone.generate(**text(20), **few)
+    with capturing(), fd.enabled(model, sequence_parallel="auto", mode="graph", backend="triton"):
+        torch.manual_seed(models.rank)
+        return (
+            torch.equal(model.generate(**text(20), **few), expected),
+            fd.explain(model).last_call.mode,
+            reason(model),
+        )
+
+
+def test_split_models_divide_their_contexts(seen):
+    for rank in (0, 1):
+        assert seen["helix"][rank].error == "", seen["helix"][rank].trace
+        for name, (parts, *found) in seen["helix"][rank].value.items():
+            assert found == [[True, 44 - rank]] * 2, name
+            assert not {"q_proj", "k_proj", "v_proj"} & set(parts)
+            assert {"down_proj", "o_proj"} <= set(parts)
+
+
+def test_captured_steps_of_split_models(seen):
+    pytest.importorskip("triton")
+    same, mode, path = same_value(seen, "captured_helix")
+    assert same
+    assert mode == "graph"
+    assert path.startswith("shared: ")
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "olmo3", "gemma4_text", "laguna", "gpt_oss"])
+def test_plans_leave_heads_whole(name):
+    """Every entry of the model's plan has one, so that one that is merged with it leaves no part of it."""
+    kind, sizes = ARCHITECTURES[name]
+    config = AutoConfig.for_model(kind, vocab_size=97, pad_token_id=0, **sizes)
+    plan, usual = fd.sequence_parallel_plan(config), tiny_model(name).tp_plan
+    attention = {name: style for name, style in plan.items() if ".self_attn" in name}
+    assert set(attention.values()) <= {"replicate", "rowwise_split_input"}
+    assert {name: style for name, style in usual.items() if ".self_attn" not in name}.items() <= plan.items()
+    if "replicate" in attention.values():
+        assert plan.keys() == usual.keys()
+
+
+def test_models_without_a_plan():
+    with pytest.raises(ValueError, match="no tensor-parallel plan for GPT2LMHeadModel; load it in every process"):
+        fd.sequence_parallel_plan(tiny_model("gpt2").config)

@@ -1,0 +1,224 @@
+"""Calls whose contexts cannot be divided between processes: they run stock and say why, or raise on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.generation.prompts import start
+
+from ..tiny_models import ragged_prompts, tiny_model
+from .processes import Models, add_scenario, scenario
+from .scenarios import by_pytorch, raising, reason, same_value, values
+from .sequence_calls import GREEDY, TEXT, ones, text
+
+
+def compared(model: Any, **options: Any) -> tuple[bool, str]:
+    """Whether tokens are stock's, and the path with its reason."""
+    expected = model.generate(**text(), **GREEDY)
+    with fd.enabled(model, **{"sequence_parallel": "auto", **options}):
+        return torch.equal(model.generate(**text(), **GREEDY), expected), reason(model)
+
+
+@scenario
+@by_pytorch
+def several_devices(models: Models) -> Any:
+    model = tiny_model()
+    model.model.unused = torch.nn.Parameter(torch.empty(1, device="meta"))
+    return compared(model)
+
+
+@scenario
+@by_pytorch
+def gathered_parameters(models: Models) -> Any:
+    model = tiny_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return compared(model)
+
+
+@scenario
+@by_pytorch
+def split_heads(models: Models) -> Any:
+    return compared(models.split["llama"])
+
+
+@scenario
+@by_pytorch
+def refused_by_one(models: Models) -> Any:
+    model = tiny_model()
+    with raising(1, models, start, "check_prompts", Unsupported("it cannot share")):
+        return compared(model)
+
+
+@scenario
+@by_pytorch
+def windows_in_prefill(models: Models) -> Any:
+    with fd.enabled(tiny_model("gpt_oss"), sequence_parallel="auto") as model:
+        short = fd.prefill(model, TEXT[:, :30])
+        texts = []
+        for call in (
+            lambda: fd.prefill(model, TEXT),
+            lambda: model.generate(**text(), **GREEDY, **{CACHE: short}),
+            lambda: [model(TEXT[:, 30 + step : 31 + step], **{CACHE: short}) for step in range(20)],
+        ):
+            with pytest.raises((ValueError, Unsupported)) as raised, torch.no_grad():
+                call()
+            texts.append(f"{raised.type.__name__}: {raised.value}")
+        return texts
+
+
+@scenario
+@by_pytorch
+def waves_without_memory(models: Models) -> Any:
+    """Memory for suffixes is short on one process: all split the rows."""
+    model, prompts = tiny_model(), ragged_prompts(70, 63, 50, 41, shared=40)
+    expected = model.generate(**prompts, **GREEDY)
+    with (
+        raising(1, models, SharedContextCache, "reserve", torch.OutOfMemoryError("no memory")),
+        fd.enabled(model, sequence_parallel="auto"),
+    ):
+        found = model.generate(**prompts, **GREEDY)
+        return torch.equal(found, expected), fd.explain(model).last_call.waves
+
+
+DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
+    "prompts": (
+        lambda model, rank: model.generate(**ones(TEXT + rank), **GREEDY),
+        "input_ids is int64 [1, 87] with content",
+    ),
+    "lengths": (
+        lambda model, rank: model.generate(**text(), max_new_tokens=8 + rank),
+        "max_new_tokens is 8 on rank 0 and 9 on rank 1",
+    ),
+    "prefill": (
+        lambda model, rank: fd.prefill(model, TEXT[:, : 80 + rank]),
+        "the prompts' tokens is int64 [80] with content",
+    ),
+    "caches": (
+        lambda model, rank: model.generate(
+            **text(), **GREEDY, **{CACHE: [fd.prefill(model, TEXT[:, :length]) for length in (70, 80)][rank]}
+        ),
+        "is SharedContextCache(Forest(",
+    ),
+    "beam draws": (
+        lambda model, rank: model.generate(**text(), max_new_tokens=4, num_beams=2, do_sample=True),
+        "transformers.set_seed(0)",
+    ),
+    "stock draws": (
+        lambda model, rank: model.generate(**text(), max_new_tokens=4, do_sample=True, use_cache=False),
+        "transformers.set_seed(0)",
+    ),
+}
+
+
+def differing_call(name: str, models: Models) -> Any:
+    with fd.enabled(tiny_model(), sequence_parallel="auto") as model:
+        torch.manual_seed(models.rank)
+        DIFFERING[name][0](model, models.rank)
+
+
+def differing_options(models: Models) -> Any:
+    with fd.enabled(tiny_model(), sequence_parallel="auto", max_prefill_tokens=50 + models.rank) as model:
+        model.generate(**text(), **GREEDY)
+
+
+for name in DIFFERING:
+    add_scenario(f"differing {name}", lambda models, name=name: differing_call(name, models))
+add_scenario("differing options", differing_options)
+
+
+@scenario
+@by_pytorch
+def after_refusals(models: Models) -> Any:
+    model = tiny_model()
+    expected = model.generate(**text(), **GREEDY)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
+    with fd.enabled(model, sequence_parallel=mesh):
+        return torch.equal(model.generate(**text(), **GREEDY), expected), reason(model)
+
+
+@scenario
+@by_pytorch
+def meshes_of_two_dimensions(models: Models) -> Any:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("sp", "tp"))
+    model = tiny_model()
+    try:
+        fd.enable(model, sequence_parallel=mesh)
+    except ValueError as error:
+        return str(error), compared(model, sequence_parallel=mesh["sp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("several_devices", "it is on several devices (cpu, meta), and each process divides contexts on one"),
+        ("gathered_parameters", "its parameters are "),
+        ("split_heads", "its attention heads are split between the 2 processes that would divide contexts"),
+    ],
+)
+def test_models_that_run_stock(seen, name, why):
+    same, path = same_value(seen, name)
+    assert same
+    assert path.startswith(f"stock: {why}")
+
+
+def test_what_one_process_refuses_all_run_stock(seen):
+    first, second = values(seen, "refused_by_one")
+    assert first == [True, "stock: on rank 1, it cannot share"]
+    assert second == [True, "stock: it cannot share"]
+
+
+def test_windows_that_hide_tokens_are_refused(seen):
+    texts = same_value(seen, "windows_in_prefill")
+    what = "a window of 40 tokens hides some of a row, whose context is divided between processes"
+    assert all(what in text for text in texts)
+    assert texts[0].startswith("ValueError: GptOssForCausalLM cannot divide these contexts between processes: ")
+
+
+def test_all_split_into_waves_where_one_lacks_memory(seen):
+    assert same_value(seen, "waves_without_memory") == [True, 2]
+
+
+@pytest.mark.parametrize("name", [*DIFFERING, "options"])
+def test_calls_that_differ_name_the_field_on_all(seen, name):
+    field = DIFFERING[name][1] if name in DIFFERING else "max_prefill_tokens=) is 50 on rank 0 and 51 on rank 1"
+    first, second = seen[f"differing {name}"]
+    assert first.error == second.error
+    assert first.error.startswith("ValueError: ")
+    assert field in first.error
+
+
+def test_calls_after_refusals_run_divided(seen):
+    same, path = same_value(seen, "after_refusals")
+    assert same
+    assert path.startswith("shared: ")
+
+
+def test_meshes_are_of_one_dimension(seen):
+    error, (same, path) = same_value(seen, "meshes_of_two_dimensions")
+    assert error.startswith("sequence_parallel takes a device mesh of one dimension, got one of 2; give one of its ")
+    assert error.endswith("such as mesh['sp']")
+    assert same
+    assert path.startswith("shared: ")
+
+
+@pytest.mark.parametrize("option", [True, "yes", 2, None])
+def test_what_names_no_processes_is_refused(option, model):
+    with pytest.raises(ValueError, match="sequence_parallel must be a group of processes"):
+        fd.enable(model, sequence_parallel=option)
+
+
+def test_one_process_divides_nothing(model):
+    expected = model.generate(**text(), **GREEDY)
+    with fd.enabled(model, sequence_parallel="auto"):
+        assert torch.equal(model.generate(**text(), **GREEDY), expected)
+        assert fd.explain(model).last_call.path == "stock"  # for nothing is saved

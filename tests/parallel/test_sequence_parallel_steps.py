@@ -1,0 +1,92 @@
+"""Decode steps over divided contexts: one collective a layer, eager and captured alike."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode.parallel import collectives
+
+from .processes import Models, add_scenario, scenario
+from .scenarios import capturing, same_value
+from .sequence_calls import GREEDY, SAMPLING, Call, levels, text
+
+KERNELS = {"backend": "triton"}
+GRAPH = KERNELS | {"mode": "graph"}
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}  # for interpreted kernels
+ONE_LAYER = SMALL | {"sliding_window": 300, "layer_types": ["sliding_attention"]}
+FEW = GREEDY | {"max_new_tokens": 4}
+SAMPLES = SAMPLING | {"num_return_sequences": 2, "max_new_tokens": 4}
+
+STEPS: dict[str, Call] = {
+    "eager": Call(text(), GREEDY),
+    "samples": Call(levels(), SAMPLES),
+    "by-kernels": Call(text(), FEW, config=SMALL, options=KERNELS),
+    "sinks-by-kernels": Call(text(20), FEW, model="gpt_oss", config=ONE_LAYER, options=KERNELS),
+    "captured": Call(levels(), SAMPLES, config=SMALL, options=GRAPH),
+    "captured-soft-cap": Call(text(20), FEW, model="gemma2", config=ONE_LAYER, options=GRAPH),
+    "captured-slim": Call(text(20), SAMPLES, model="slim", options=GRAPH),
+    "captured-one-token": Call(text(1), FEW, config=SMALL, options=GRAPH),
+}
+
+
+def counted(name: str, models: Models) -> Any:
+    """Whether tokens are stock's, the mode, and collectives by passes that attend to nodes in each layer."""
+    call = STEPS[name]
+    model = call.make_model()
+    torch.manual_seed(0)
+    expected = model.generate(**call.prompts, **call.arguments)
+    with (
+        capturing(),
+        mock.patch.object(collectives, "_all_gather", side_effect=collectives._all_gather) as gathers,
+        fd.enabled(model, sequence_parallel="auto", **call.options),
+    ):
+        torch.manual_seed(models.rank)
+        found = model.generate(**call.prompts, **call.arguments)
+        passes = gathers.call_count / model.config.num_hidden_layers
+        return torch.equal(found, expected), fd.explain(model).last_call.mode, passes
+
+
+for name in STEPS:
+    add_scenario(f"steps {name}", partial(counted, name))
+
+
+@scenario
+def captures_between_others(models: Models) -> Any:
+    """Captured steps serve later calls that divide contexts between the same processes, and no other ones."""
+    call = Call(text(9), SAMPLES, config=SMALL)
+    model, found = call.make_model(), []
+    torch.manual_seed(0)
+    expected = model.generate(**call.prompts, **call.arguments)
+    with capturing():
+        for way in ("auto", "auto", False):
+            fd.enable(model, sequence_parallel=way, **GRAPH)
+            torch.manual_seed(models.rank if way else 0)
+            same = torch.equal(model.generate(**call.prompts, **call.arguments), expected)
+            report = fd.explain(model).last_call
+            found.append((same, report.mode, report.captures > 0))
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_one_collective_a_layer(seen, name):
+    call = STEPS[name]
+    if call.options:
+        pytest.importorskip("triton")
+    same, mode, passes = same_value(seen, f"steps {name}")
+    assert same
+    assert mode == call.options.get("mode", "eager")
+    steps = call.arguments["max_new_tokens"] - 1
+    prefill = len(call.prompts["input_ids"]) > 1  # whose second pass gathers the system prompt
+    assert passes == steps + prefill
+
+
+def test_captures_serve_the_same_processes(seen):
+    pytest.importorskip("triton")
+    found = same_value(seen, "captures_between_others")
+    assert found == [[True, "graph", True], [True, "graph", False], [True, "graph", True]]

@@ -1,0 +1,69 @@
+"""What follows from where two processes stand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_fastdecode.parallel.standing import Exit, Standing, parted, settled, waits_in_vain
+
+
+def test_standings_survive_the_store():
+    for exits, failed in (((), None), ((Exit(4), Exit(7, "KeyError: 'x'")), (1, "no"))):
+        standing = Standing(3, True, ((6, "a pass"), (8, "a comparison of 2")), "prefill", exits, failed)
+        assert Standing.of_text(standing.to_text().encode()) == standing
+
+
+def left(count: int, error: str | None, *earlier: Exit) -> Standing:
+    return Standing(recent=((count, "a pass"),), exits=(*earlier, Exit(count, error)))
+
+
+def in_call(count: int, *exits: Exit, doing: str = "a pass") -> Standing:
+    return Standing(in_call=True, recent=((count - 2, "a pass"), (count, doing)), exits=exits)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "error", "waits"),
+    [
+        pytest.param(in_call(8), in_call(8), None, None, id="same"),
+        pytest.param(in_call(9), in_call(12), None, None, id="slower"),
+        pytest.param(in_call(6), left(8, "E"), None, None, id="not-there-yet"),
+        pytest.param(in_call(8), left(8, "E"), None, "E", id="where-it-left"),
+        pytest.param(in_call(10), left(8, "E"), "E", None, id="beyond"),
+        pytest.param(in_call(10), left(8, None), None, None, id="it-ended-the-call"),
+        pytest.param(in_call(10, Exit(8, "E")), left(8, "E"), None, None, id="left-alike"),
+        pytest.param(in_call(10, Exit(8, "F")), left(8, "E"), None, None, id="left-between-passes"),
+        pytest.param(in_call(10, Exit(8)), left(8, "E"), None, None, id="error-after-the-last-pass"),
+        pytest.param(in_call(10, Exit(7, "E")), left(7, "E"), None, None, id="left-alike-in-a-pass"),
+        pytest.param(in_call(10, Exit(7, "F")), left(7, "E"), "E", None, id="left-a-pass-by-another-error"),
+        pytest.param(in_call(12), in_call(10, Exit(8, "E")), None, None, id="an-error-that-was-settled"),
+    ],
+)
+def test_what_a_peer_in_a_call_means(mine, theirs, error, waits):
+    assert parted(mine, theirs) == error
+    assert waits_in_vain(mine, theirs) == waits
+
+
+def test_different_ways_are_told():
+    compares = in_call(8, doing="a comparison of 2")
+    assert parted(in_call(8), compares) == "it began a comparison of 2 where another process began a pass"
+    assert parted(in_call(10), compares) == "it began a comparison of 2 where another process began a pass"
+    assert parted(compares, in_call(10)) == "it began a pass where another process began a comparison of 2"
+    assert parted(in_call(6), compares) is None
+    assert parted(in_call(12), compares) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "alike"),
+    [
+        pytest.param(left(8, "F"), True, id="alike"),
+        pytest.param(left(10, "F", Exit(8, "E")), True, id="and-the-next-call-too"),
+        pytest.param(in_call(8), None, id="still-there"),
+        pytest.param(in_call(6), None, id="not-there-yet"),
+        pytest.param(in_call(10), False, id="beyond"),
+        pytest.param(left(10, None), False, id="ended-the-call"),
+    ],
+)
+def test_a_process_that_left_by_an_error_waits_until_it_knows(theirs, alike):
+    assert settled(left(8, "E"), theirs) is alike
+    assert settled(left(8, None), theirs) is True
+    assert settled(left(7, "E"), left(7, "F")) is False
