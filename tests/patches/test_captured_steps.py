@@ -214,7 +214,7 @@ def test_compiled_layers(plan: Any, uncaptured: None) -> None:
     """All layers share a compilation, and so do calls of as many rows, whatever their lengths."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
-    model = tiny_model("llama-mha", num_hidden_layers=3)
+    model = tiny_model("llama-mha", num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2)
     slim, graphs = to_slim(model, TEXT, plan=plan), []
     with fd.enabled(slim, mode="compile", backend="triton"):
         state_of(slim).captures.compiled = CompiledLayers(backend="eager")

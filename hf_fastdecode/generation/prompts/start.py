@@ -63,7 +63,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         groups = _checked_prompts(call, input_ids)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
-    ahead, beside = call.ranks.count == 1, Beside(input_ids.device)
+    ahead, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
     width = input_ids.shape[1]
     planned = planned_alike(call, partial(_planned, call, groups, width, ahead=ahead))
     start = _begin(call, passes, planned, input_ids)

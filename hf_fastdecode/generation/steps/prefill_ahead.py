@@ -10,12 +10,12 @@ until it would have been right.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..beside import Beside
 from .captured_prefill import CapturedPrefill
 
 
@@ -25,11 +25,6 @@ class Scope(Protocol):
     def callback(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function at the call's end."""
         ...
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class PrefillAhead:
@@ -42,15 +37,9 @@ class PrefillAhead:
 
     def __init__(self, captured: CapturedPrefill, ids: Tensor):
         self.captured, self.ids, self.was_right = captured, ids.clone(), False
-        self._done: torch.cuda.Event | None = None
-        if ids.device.type != "cuda":
+        self._beside = Beside(ids.device, "prefill")
+        with self._beside.here():
             self._outputs = captured.begin(self.ids[0])
-            return
-        before, stream = torch.cuda.current_stream(ids.device).record_event(), _stream(ids.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(before)
-            self._outputs = captured.begin(self.ids[0])
-            self._done = stream.record_event()
 
     def is_of(self, captured: CapturedPrefill, tokens: Tensor) -> bool:
         """Whether it is a pass of this capture over these tokens, ``[length]`` int64 on the CPU."""
@@ -64,5 +53,4 @@ class PrefillAhead:
 
     def join(self) -> None:
         """Let work that is queued from now on wait for the pass, whose memory it may use."""
-        if self._done is not None:
-            torch.cuda.current_stream(self.ids.device).wait_event(self._done)
+        self._beside.join()
