@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,29 +28,10 @@ Result = TypeVar("Result")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a Triton kernel over a grid of programs; or only compile it, see `compiled_ahead`, or list it."""
+    """Launch a Triton kernel over a grid of programs, or only compile it, see `compiled_ahead`."""
     left_out = _left_out.get()
     if left_out is None or not left_out.covers(kernel, grid, arguments, options):
         kernel[grid](*arguments, **options)
-
-
-class Launch(NamedTuple):
-    """A launch of a Triton kernel, over whatever grid."""
-
-    kernel: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def listed(run: Callable[[], object]) -> list[Launch]:
-    """What `run` launches, none of which takes place."""
-    left_out = _Listed()
-    token = _left_out.set(left_out)
-    try:
-        run()
-    finally:
-        _left_out.reset(token)
-    return left_out.found
 
 
 def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:
@@ -116,18 +97,6 @@ class _LeftOut:
         found = kernel.warmup(*arguments, grid=grid, **options)
         self.everything |= hasattr(found, "future")  # Triton's FutureKernel
         return self.everything
-
-
-class _Listed(_LeftOut):
-    """Leaves all launches out, and lists them."""
-
-    def __init__(self) -> None:
-        super().__init__(everything=True)
-        self.found: list[Launch] = []
-
-    def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        self.found.append(Launch(kernel, arguments, options))
-        return True
 
 
 _left_out: ContextVar[_LeftOut | None] = ContextVar("hf_fastdecode_left_out", default=None)

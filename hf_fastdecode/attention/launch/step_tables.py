@@ -18,7 +18,6 @@ from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
-from ...kernels.noted import note
 from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
@@ -177,9 +176,6 @@ class StepTables:
         Raises:
             Unsupported: The kernels do not support these, or cannot be compiled or launched here.
         """
-
-        asked = Attention.of(query, new_keys, scoring, reordered=origins is not None)
-        note(asked, partial(attend_nothing, asked, device=self.device), of_nodes=True)
 
         def run(known: _Scheduled) -> Tensor:
             place = self._places[layer]
@@ -343,13 +339,6 @@ class Attention(NamedTuple):
     windowed: bool = False
     sinks: bool = False
     reordered: bool = False
-
-    @classmethod
-    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring, *, reordered: bool) -> Attention:
-        """That of `StepTables.attend` with these arguments."""
-        _, heads, queries, head_dim = query.shape
-        kinds = (scoring.softcap is not None, scoring.window is not None, scoring.sinks is not None)
-        return cls(keys.shape[1], heads // keys.shape[1], queries, head_dim, query.dtype, *kinds, reordered)
 
 
 def attend_nothing(asked: Attention, rows: int, forest: Forest, *, device: torch.device) -> None:

@@ -118,8 +118,8 @@ def device_of_process(name: str) -> torch.device:
         return torch.device("cpu")
     if place >= found:
         raise InputError(
-            f"{here} processes need a GPU each, and this machine has {found}; start fewer (--nproc-per-node {found}), "
-            "or give --device cpu"
+            f"{here} processes need a GPU each, and this machine has {found}; start at most {found}, "
+            "or give `device` cpu"
         )
     device = torch.device("cuda", place)
     torch.cuda.set_device(device)

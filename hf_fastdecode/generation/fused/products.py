@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
 from ...kernels.installed import triton_is_installed
-from ...kernels.noted import note
 from ...kernels.pointwise.forms import Activation
 from ...kernels.row_products.config import refusal
 
@@ -39,7 +38,6 @@ class RowProducts:
         self, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor] | None:
         """`F.linear` of one input by several weights; None where the kernel does not serve them."""
-        self._note(inputs, weights, biases, None)
         if not _served(inputs, weights, biases):
             return None
         from ...kernels.row_products.api import row_products
@@ -57,7 +55,6 @@ class RowProducts:
         activation: Activation,
     ) -> Tensor | None:
         """``activation(F.linear(inputs, gate)) * F.linear(inputs, up)``; None where the kernel does not serve them."""
-        self._note(inputs, weights, biases, activation)
         if not _served(inputs, weights, biases) or weights[0].shape != weights[1].shape:
             return None
         from ...kernels.row_products.api import gated_product
@@ -66,25 +63,6 @@ class RowProducts:
             return gated_product(inputs, *weights, biases, activation, self._counters(inputs.device))
         except KernelFailedError:
             return None
-
-    def _note(
-        self,
-        inputs: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        activation: Activation | None,
-    ) -> None:
-        width, dtype, device = inputs.shape[-1], inputs.dtype, inputs.device
-
-        def ask(rows: int, _: object) -> None:
-            some = torch.empty(rows, width, dtype=dtype, device=device)
-            if activation is None:
-                self.linears(some, weights, biases)
-            else:
-                self.gated(some, (weights[0], weights[1]), (biases[0], biases[1]), activation)
-
-        shapes = tuple(tuple(weight.shape) for weight in weights)
-        note(("products", shapes, biases[0] is None, activation, dtype), ask, of_nodes=False)
 
     def _counters(self, device: torch.device) -> Tensor | None:
         from ...kernels.counters import counters

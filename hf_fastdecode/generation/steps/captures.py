@@ -14,9 +14,7 @@ from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
-from ...kernels.compiling_process import CompilingProcess
 from ...kernels.failures import Kernel, failure
-from ...kernels.noted import taking_notes
 from ..foreign_code import is_capturable, splits_module
 from ..identity import captured_state
 from ..instance_patch import own_method
@@ -27,7 +25,6 @@ from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
-from .other_sizes import compile_other_sizes
 from .prefill_ahead import PrefillAhead, Scope
 
 _MOST_STEPS = 32
@@ -67,7 +64,6 @@ class Captures:
         self._pool: Any = None
         self._has_workspaces = False
         self._gains_by_compiling: bool | None = None  # None if not known
-        self._others: CompilingProcess | None = None  # compiles kernels of other sizes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a copy of the model has other weights
@@ -103,8 +99,6 @@ class Captures:
         Fails on all processes of the model alike, but for `PassFailedError`.
         """
         self.join_ahead()
-        if self._others is not None and not self._others.is_running():
-            self._others = None
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
         found = self._fitting(rows, cache, options, kind)
         if structure.ranks.all(found is not None) == [True]:  # a capture runs passes, on all processes of the model
@@ -112,17 +106,12 @@ class Captures:
             self._steps.remove(found)
             self._steps.append(found)
             return found
-        others = None if self.count else CompilingProcess.start(model.device)  # which takes time to import
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             with structure.ranks.together():
                 pool = self._pool_on(model.device)
                 step = kind(model, rows, cache, structure, options, self.compiled, pool)
-            with taking_notes() as notes:
-                step.capture()
-            if others is not None:
-                compile_other_sizes(others, notes.values(), cache.forest, model.device)
-                self._others = others
+            step.capture()
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
         self._steps.append(step)
@@ -276,9 +265,6 @@ class Captures:
 
     def release(self) -> None:
         """Drop all captures and free their device memory where possible. Never raises."""
-        if self._others is not None:
-            self._others.end()
-            self._others = None
         self.clear()
         self.compiled = CompiledLayers()
         if self._has_workspaces:
