@@ -32,8 +32,8 @@ def steps_table(rows: Sequence[Measurement]) -> str:
         note += ", and so are keys and values of contexts without a first token"
     if any(row.get("first_token_s") for row in rows):
         note += "; in brackets seconds to the first token, and GiB at most until then"
-    if any("--no-check" in row["command"] for row in rows):
-        note += "; measured with --no-check: this run did not compare tokens with stock's first"
+    if any("no-check" in row["command"] for row in rows):
+        note += "; measured without the check that compares tokens with stock's first"
     return markdown(["model", "context", "rows", *ways], lines, f"{note}.")
 
 
