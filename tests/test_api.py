@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -245,6 +246,8 @@ def test_enable_explains_every_option():
     }
     explained = inspect.getdoc(fd.enable)
     assert all(f"\n    {name}: " in explained for name in parameters)
+    page = (Path(__file__).parents[1] / "docs/options.md").read_text()
+    assert all(f"\n| `{name}` | " in page for name in parameters)
     for known in (BACKENDS, MODES, SAMPLERS, FUSE_PROJECTIONS):
         assert all(f"``{value}``" in explained for value in known)
 

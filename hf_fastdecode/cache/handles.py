@@ -26,7 +26,7 @@ from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
 from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
-from ..parallel.sequence import SequenceParallel
+from ..parallel.sequence import SequenceParallel, window_is_not_divided
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -233,7 +233,8 @@ class PrefillKV(SharedKV):
 
         assert state.runs is not None  # inside `prefilling`
         out, by = None, "triton"
-        if state.torch_backend == "auto":
+        # The kernel looks at all contexts first; those that are divided between processes are gathered once each.
+        if state.torch_backend == "auto" and (parallel is None or len(state.contexts) <= 1):
             out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
         if out is None:
             by = "PyTorch"
@@ -284,14 +285,6 @@ class PrefillKV(SharedKV):
             return parallel.whole(storage.keys_and_values(storage.segments[span.segment]), span)
 
         return GatheredContexts(state.contexts, read_here, gather)
-
-
-def window_is_not_divided(window: int) -> Unsupported:
-    """The error of rows that outgrow a window, where their context is divided between processes."""
-    return Unsupported(
-        f"a window of {window} tokens hides some of a row, whose context is divided between processes",
-        "use sequence_parallel=False for such models and lengths",
-    )
 
 
 def packed(part: Tensor, places: Tensor) -> Tensor:

@@ -259,6 +259,8 @@ def _begin_prefill(
     model_state: ModelState, model: PreTrainedModel, call: _ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
+    if in_several_processes() and _structure(model_state, model).ranks.count > 1:
+        return  # they do not capture prefill, and agree on who holds the captures
     prefills = model_state.captures.prefills
     prefills.asked = len(args), frozenset(kwargs)
     if prefills.again is None or prefills.again[1] != prefills.asked or model_state.options.reuse_prefix:

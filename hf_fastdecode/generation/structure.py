@@ -16,7 +16,7 @@ from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.failure import watch_of
-from ..parallel.groups import common_group, gathers_parameters, splitting_groups
+from ..parallel.groups import common_group, gathers_parameters, in_several_processes, splitting_groups
 from ..parallel.sequence import SequenceParallel
 from .forward_pass import input_device
 from .fused.modules import FusedModules
@@ -61,6 +61,8 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
+        if self.parallel is None and not in_several_processes():
+            return ALONE
         dividing = None if self.parallel is None else self.parallel.group
         try:
             groups = splitting_groups(self.walk.parameters)

@@ -17,6 +17,7 @@ class Kernel(Enum):
     HOPPER = "the kernel for Hopper GPUs", "the portable kernel"
     FOREST = "the decode kernels", "PyTorch's operators"
     PREFILL = "the prefill kernel", "PyTorch's operators"
+    MERGE = "the kernel that merges partials of several devices", "PyTorch's operators"
     SAMPLING = "the sampling kernel", "transformers' sampler"
     SLIM = "the slim decode kernel", "PyTorch's operators"
     CLUSTER = "the slim decode kernel on clusters", "the one in two launches"

@@ -10,7 +10,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Gather the numbers of each process, one after the other."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(found, own, group=group)
 
 
 def gathered(own: Tensor, group: ProcessGroup) -> Tensor:

@@ -6,8 +6,8 @@ communication, so that the thread that waits in it gets an error, which becomes 
 refused from then on.
 
 A slow peer is not a failed one: its heartbeat goes on. Within a call, calls and collectives are counted, no more: the
-watch communicates beside them, never in them. Threads start with the first call; between calls, the heartbeat is a
-request a second.
+watch communicates beside them, never in them. Threads start with the first call; between calls, each asks for
+the others once a second.
 """
 
 from __future__ import annotations
@@ -138,6 +138,9 @@ class PeerWatch(Unwatched):
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
         """Context of a forward pass, in which the processes communicate; a call of its own outside of one."""
+        if os.getpid() != self._pid:  # in a fork, which has no part in it
+            yield
+            return
         if not self._in_call:
             with self.call("forward", timeout), self.running_pass(timeout):
                 yield
@@ -151,6 +154,13 @@ class PeerWatch(Unwatched):
     def enter_foreign_loop(self) -> None:
         """The rest of the call is passes that are not counted."""
         self._advance("a loop of transformers", odd=True)
+
+    def also(self, groups: Sequence[ProcessGroup]) -> None:
+        """Give up these groups too, which another model communicates over."""
+        known = {id(group()) for group in self._groups}
+        if any(id(group) not in known for group in groups):
+            with self._news:
+                self._groups += [ref(group) for group in groups if id(group) not in known]
 
     def frees(self, holder: Holder) -> None:
         """Clear this when the groups are given up."""
@@ -359,7 +369,7 @@ class PeerWatch(Unwatched):
 
 _STORE = "the store of the process group, which this rank or torchrun holds,"
 
-_COMMUNICATION = re.compile("gloo|nccl|connection (closed|reset)|pair closure|socket", re.IGNORECASE)
+_COMMUNICATION = re.compile("gloo|nccl|connection (closed|reset)|pair closure", re.IGNORECASE)
 
 
 def _of_communication(error: BaseException | None) -> bool:
@@ -393,6 +403,8 @@ def watch_of(groups: Sequence[ProcessGroup]) -> PeerWatch:
         store = _get_process_group_store(first).clone()  # type: ignore[attr-defined]  # its own connection: on one, requests wait
         name = f"hf_fastdecode/{first.group_name}/{_made[first.group_name]}"
         found = _watches[first] = PeerWatch(groups, PrefixStore(name, store))
+    else:
+        found.also(groups)
     return found
 
 

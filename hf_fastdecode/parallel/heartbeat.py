@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Condition, Lock, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from ..errors import one_line
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 IN_CALLS, BETWEEN_CALLS = 0.2, 1.0
 """Seconds between heartbeats."""
+
+_LEAST = 0.02
+"""Seconds between two exchanges at least, however short calls are; not where one tells an error."""
 
 LONGEST = 2 * BETWEEN_CALLS
 """Seconds that one interval counts at most, so that a process that was stopped takes no other for silent."""
@@ -109,6 +112,8 @@ class Heartbeat:
                 soon = mine.in_call or mine.error_exit is not None or mine.failed is not None
                 if self._wanted == wanted:
                     self._request.wait(IN_CALLS if soon else BETWEEN_CALLS)
+            if mine.error_exit is None and mine.failed is None:
+                sleep(_LEAST)
 
     def _exchange(self, mine: Standing, known: set[int]) -> dict[int, Standing]:
         """Write this process's standing and read the others'; `known` are those that wrote theirs before."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.partial import Partial
+from ..kernels.failures import KernelFailedError
 from ..kernels.installed import interpreted, triton_is_installed
 from .collectives import gathered
 
@@ -72,14 +73,17 @@ def merge_over(group: ProcessGroup, buffer: PartialBuffer, into: Partial | None 
         into: Where to write it, contiguous; newly allocated when None.
     """
     by_rank, like = gathered(buffer.flat, group), buffer.partial
-    if not (triton_is_installed() and _by_kernel(by_rank)):
-        found = merged(by_rank, like.out.shape)
-        return found if into is None else Partial(into.out.copy_(found.out), into.lse.copy_(found.lse))
-    from ..kernels.forest_decode.ranks import merge_ranks
+    if triton_is_installed() and _by_kernel(by_rank):
+        from ..kernels.forest_decode.ranks import merge_ranks
 
-    found = Partial(torch.empty_like(like.out), torch.empty_like(like.lse)) if into is None else into
-    merge_ranks(by_rank, found.out, found.lse)
-    return found
+        found = Partial(torch.empty_like(like.out), torch.empty_like(like.lse)) if into is None else into
+        try:
+            merge_ranks(by_rank, found.out, found.lse)
+            return found
+        except KernelFailedError:  # on this rank alone, whose last bits then differ; rank 0 draws the tokens
+            pass
+    found = merged(by_rank, like.out.shape)
+    return found if into is None else Partial(into.out.copy_(found.out), into.lse.copy_(found.lse))
 
 
 def _by_kernel(partials: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Segment
 from ..attention.partial import Partial
+from ..errors import Unsupported
 from .collectives import gathered
 from .merge import merge_over, partial_buffer
 from .shards import Shard
@@ -76,9 +77,10 @@ class SequenceParallel:
         return self._divided(forest)[2]
 
     def _divided(self, forest: Forest) -> tuple[Forest, Forest, Forest]:
-        if self._forests is None or self._forests[0] is not forest:
-            self._forests = forest, self.shard.forest(forest), Forest(forest.rows)
-        return self._forests
+        known = self._forests  # which another thread may replace
+        if known is None or known[0] is not forest:
+            known = self._forests = forest, self.shard.forest(forest), Forest(forest.rows)
+        return known
 
     def own_tokens(self, spans: Path) -> OwnTokens:
         """What this process stores of tokens that a pass computes for these spans, one after the other."""
@@ -130,3 +132,11 @@ class SequenceParallel:
             f"a cache that is divided between {self.ranks} processes cannot be saved: each has a part of it; keep the "
             "prompts, and prefill them again"
         )
+
+
+def window_is_not_divided(window: int) -> Unsupported:
+    """The error of rows that outgrow a window, where their context is divided between processes."""
+    return Unsupported(
+        f"a window of {window} tokens hides some of a row, whose context is divided between processes",
+        "use sequence_parallel=False for such models and lengths",
+    )

@@ -1,12 +1,11 @@
 """Which rank stores which tokens, where the keys and values of a context are divided between ranks (Tree Attention).
 
-A run of tokens, a segment of node storage or a row's suffix, is dealt out to the ranks in blocks, in turn. What a rank
+A segment of node storage is dealt out to the ranks in turn. What a rank
 stores of it lies end to end in its own storage, so that any span of the run is one span there too, possibly empty: a
 rank's forest is the whole forest with shorter spans, and its kernels read it like any other.
 
 Nodes are dealt out token by token. Every rank then holds the same number of tokens of every span, give or take one,
-whatever the lengths, the number of ranks, or the part of a segment that a call reads: a prefix, a window, a path. A
-suffix is dealt out in blocks of `SUFFIX_BLOCK`, so that a pass of few tokens writes on one rank, or two.
+whatever the lengths, the number of ranks, or the part of a segment that a call reads: a prefix, a window, a path.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..attention.forest import Forest, Path, Span
 
 SUFFIX_BLOCK = 64
-"""Consecutive tokens of a suffix on one rank."""
+"""Consecutive tokens of a suffix on one rank. No call divides suffixes yet: all ranks store them whole."""
 
 
 @dataclass(frozen=True)

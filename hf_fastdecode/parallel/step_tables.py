@@ -14,13 +14,13 @@ from ..attention.launch.step_tables import StepTables, StoredKV
 from ..attention.partial import Partial
 from ..errors import Unsupported
 from .merge import merge_over, partial_buffer
-from .sequence import SequenceParallel
+from .sequence import SequenceParallel, window_is_not_divided
 
 
 class DividedStepTables(StepTables):
     """As `StepTables`, where this process stores a part of the nodes, and the suffixes whole.
 
-    Its own tables are those of the suffixes; `nodes` has the part of the forest that is stored here.
+    Its own tables are those of the suffixes; `nodes_here` has the part of the forest that is stored here.
 
     Args:
         parallel: The processes.
@@ -67,6 +67,8 @@ class DividedStepTables(StepTables):
             Unsupported: As there, before the collective.
             RuntimeError: The kernel of the suffixes cannot run here; the other processes may wait for this one.
         """
+        if scoring.window is not None:
+            raise window_is_not_divided(scoring.window)
         kv_heads = new_keys.shape[1]
         nodes = self.attend_nodes(layer, query, scoring.scale, kv_heads=kv_heads, soft_cap=scoring.softcap)
         try:

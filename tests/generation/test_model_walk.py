@@ -111,7 +111,7 @@ def test_a_call_walks_over_all_modules_once(model, monkeypatch):
 def test_modules_are_let_go_after_a_call(model, monkeypatch):
     made = []
     monkeypatch.setattr(
-        structures, "Structure", lambda model, known=None: made.append(Structure(model, known)) or made[-1]
+        structures, "Structure", lambda *given, **named: made.append(Structure(*given, **named)) or made[-1]
     )
     with fd.enabled(model, mode="eager"):
         for _ in range(2):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.kernels.failures import KernelFailedError
+from hf_fastdecode.parallel import merge
 from hf_fastdecode.parallel.merge import merged, partial_buffer
 from hf_fastdecode.parallel.shards import Shard
 
@@ -94,3 +96,23 @@ def test_the_partial_of_no_key_changes_no_bit() -> None:
     nothing = merged(torch.stack([empty.flat, empty.flat]), (3, HEADS, VALUE_DIM))
     assert torch.equal(nothing.out, torch.zeros_like(nothing.out))
     assert bool(nothing.lse.isneginf().all())
+
+
+def test_a_kernel_that_fails_leaves_the_merge_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = pytest.importorskip("hf_fastdecode.kernels.forest_decode.ranks")
+    shape = (3, 2, 8)
+    buffers = [partial_buffer(shape) for _ in range(2)]
+    for buffer in buffers:
+        buffer.flat.normal_()
+    by_rank = torch.stack([buffer.flat for buffer in buffers])
+
+    def fail(*given: Tensor) -> None:
+        raise KernelFailedError("no compiler")
+
+    monkeypatch.setattr(merge, "gathered", lambda *_: by_rank)
+    monkeypatch.setattr(merge, "_by_kernel", lambda _: True)
+    monkeypatch.setattr(ranks, "merge_ranks", fail)
+    into = partial_buffer(shape).partial
+    for found in (merge.merge_over(None, buffers[0]), merge.merge_over(None, buffers[0], into)):
+        for one, expected in zip(found, merged(by_rank, shape), strict=True):
+            assert torch.equal(one, expected)

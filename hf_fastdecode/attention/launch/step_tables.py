@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
 from .kernel_call import AddressesOfLayers, run_kernels, run_node_kernels, suffix_addresses
-from .own_nodes import NO_OWN_NODES, OwnNodes, choose_own_nodes, own_tokens, with_own_nodes
+from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
 from .plan import HeadShape, LaunchPlan, may_stay
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
@@ -320,40 +319,6 @@ class StepTables:
 def _rounded(count: int) -> int:
     """The next power of two, at least 1, so that a slightly larger forest still fits."""
     return 1 << max(0, count - 1).bit_length()
-
-
-class Attention(NamedTuple):
-    """Attention of a layer in a step, as far as kernels are compiled for it, but for rows and nodes.
-
-    Attributes:
-        queries: New tokens of each row.
-        reordered: Whether suffixes may be.
-    """
-
-    kv_heads: int
-    group: int
-    queries: int
-    head_dim: int
-    dtype: torch.dtype
-    capped: bool = False
-    windowed: bool = False
-    sinks: bool = False
-    reordered: bool = False
-
-
-def attend_nothing(asked: Attention, rows: int, forest: Forest, *, device: torch.device) -> None:
-    """Launch the kernels of a captured step of `rows` rows over a forest, for launches that are left out."""
-    empty = partial(torch.empty, device=device)
-    heads = asked.kv_heads * asked.group
-    query = empty(rows, heads, asked.queries, asked.head_dim, dtype=asked.dtype)
-    new = empty(rows, asked.kv_heads, asked.queries, asked.head_dim, dtype=asked.dtype)
-    sinks = empty(heads, dtype=torch.float32) if asked.sinks else None
-    scoring = Scoring(1.0, 1.0 if asked.capped else None, 1 if asked.windowed else None, sinks)
-    origins = empty(rows, 1, dtype=torch.int32) if asked.reordered else None
-    own_nodes = choose_own_nodes(rows, HeadShape.of(query, new, scoring), device, dominate=False)
-    tables = StepTables(rows, [0], forest, device, NO_OWN_NODES if asked.reordered else own_nodes)
-    tables.follow(forest, SuffixLengths(), {})
-    tables.attend(0, query, new, new, scoring, origins)
 
 
 class Alike(NamedTuple):

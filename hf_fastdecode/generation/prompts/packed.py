@@ -16,6 +16,7 @@ from ...attention.autocast import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
+from ...parallel.divided_pass import FEWEST_TOKENS
 from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
@@ -161,7 +162,8 @@ def packed_passes(
     divide = parallel is not None and not arguments and not cache.state.suffix_rows
     if parallel is not None and divide:
         divide = not splits_between(model.parameters(), parallel.group)
-        max_tokens *= parallel.ranks if divide else 1
+        if divide and max_tokens >= FEWEST_TOKENS:
+            max_tokens *= parallel.ranks
     for items_of_pass in _passes(items, max_tokens):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])

@@ -13,7 +13,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ...attention.forest import Forest
-from ...attention.launch.step_tables import Attention, attend_nothing
+from ...attention.kv import Scoring, SuffixLengths
+from ...attention.launch.own_nodes import choose_own_nodes
+from ...attention.launch.plan import HeadShape
+from ...attention.launch.step_tables import StepTables
+from ...cache.layout import Store
 from ...kernels.ahead import compile_in_background
 from ..decoding.sampling import compile_sampler
 from .cuda_graph import bucket
@@ -38,18 +42,29 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
     """Begin to compile the decode kernels for steps over a forest."""
-    if not _is_first_capture(call):
+    if not _is_first_capture(call) or call.structure.parallel is not None:  # whose steps launch others
         return
     model, stores = call.model, call.structure.layout.distinct
 
     def launch() -> None:
         for store in stores:
             if store.kv_heads and store.head_dim == store.value_dim:
-                asked = Attention(store.kv_heads, store.group_size, 1, store.head_dim, model.dtype)
-                attend_nothing(asked, bucket(forest.rows), forest, device=model.device)
+                _attend(store, forest, model.dtype, model.device)
 
     compile_in_background(launch, model.device)
 
 
 def _is_first_capture(call: CallContext) -> bool:
     return call.mode != "eager" and not call.state.captures.made
+
+
+def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the kernels of a layer's captured step over a forest, for launches that are left out."""
+    rows, heads = bucket(forest.rows), store.kv_heads * store.group_size
+    query = torch.empty(rows, heads, 1, store.head_dim, dtype=dtype, device=device)
+    new = torch.empty(rows, store.kv_heads, 1, store.head_dim, dtype=dtype, device=device)
+    scoring = Scoring(1.0)
+    own_nodes = choose_own_nodes(rows, HeadShape.of(query, new, scoring), device, dominate=False)
+    tables = StepTables(rows, [0], forest, device, own_nodes)
+    tables.follow(forest, SuffixLengths(), {})
+    tables.attend(0, query, new, new, scoring)

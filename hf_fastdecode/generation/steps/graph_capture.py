@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.interface import RowLengths, active
-from ...errors import Unsupported
+from ...errors import PeerFailedError, Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.agreement import ALONE, PassFailedError, Ranks, error_text
@@ -62,7 +62,7 @@ def running_pass(ranks: Ranks) -> Iterator[None]:
     """Context of a pass that processes compute together: errors end the call, but `Unsupported`, which all raise."""
     try:
         yield
-    except Unsupported:
+    except (Unsupported, PeerFailedError):
         raise
     except Exception as error:
         if ranks.count == 1:

@@ -28,7 +28,7 @@ def merge_ranks(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
         raise ValueError(f"{queries} queries of {width} numbers give {queries * (width + 1)} a rank, got {numbers}")
     if not queries:
         return
-    with launching(Kernel.FOREST, gathered.device):
+    with launching(Kernel.MERGE, gathered.device):
         launch(
             _merge_ranks,
             (triton.cdiv(queries, _QUERIES),),

@@ -73,8 +73,8 @@ def test_tables_of_each_kind():
     text = parallel_table(rows)
     assert "| model | context | rows | sequence | tensor |" in text
     assert "| 8b-gqa | 262,144 | 1 | 12.35 (40.0) | out of memory |" in text
-    assert "--no-check" not in text
-    assert "did not compare tokens" in parallel_table([rows[0] | {"command": "bench parallel --no-check"}])
+    assert "without the check" not in text
+    assert "without the check" in parallel_table([rows[0] | {"command": "bench parallel --no-check"}])
     way = {"us_p50": "100", "us_per_step": "3200", "communication_share": "0.25", "captured": "True", "way": "tree"}
     way |= {
         "sent_bytes": "530432",
