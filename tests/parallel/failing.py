@@ -168,3 +168,7 @@ def _run_one(name: str, rank: int, folder: str, out: Path, backend: str) -> None
     calls = Calls(AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval(), rank)
     _SCENARIOS[name].run(calls)
     out.write_text(json.dumps([asdict(one) for one in calls.ended]))
+    if _SCENARIOS[name].victim is None:  # the other still asks the store, which ends with the process of rank 0
+        other, end = out.with_name(f"{name}.{1 - rank}.json"), time.monotonic() + 20
+        while not other.exists() and time.monotonic() < end:
+            time.sleep(0.05)
