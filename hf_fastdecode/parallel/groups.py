@@ -53,7 +53,7 @@ def splits_between(parameters: Iterable[Tensor], group: ProcessGroup) -> bool:
     return bool(splitting) and ranks_of(splitting[0]) == ranks_of(group)
 
 
-SEQUENCE_PARALLEL_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"
+_REMEDY = "give False, 'auto', a process group, or a device mesh of one dimension"
 
 
 def require_sequence_group(option: object) -> None:
@@ -73,7 +73,7 @@ def require_sequence_group(option: object) -> None:
                 f"sequence_parallel takes a device mesh of one dimension, got one of {option.ndim}; give one of its "
                 f"dimensions, such as mesh[{(option.mesh_dim_names or ('sp',))[0]!r}]"
             )
-    raise ValueError(f"sequence_parallel must be a group of processes, got {option!r}; {SEQUENCE_PARALLEL_REMEDY}")
+    raise ValueError(f"sequence_parallel must be a group of processes, got {option!r}; {_REMEDY}")
 
 
 def sequence_group(option: object) -> ProcessGroup | None:
