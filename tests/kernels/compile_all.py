@@ -36,9 +36,9 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.kernels.experts.api import experts, largest
+from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
-from hf_fastdecode.kernels.experts.forms import Gate, Weights
+from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
@@ -435,6 +435,13 @@ def run_experts() -> None:
             for layout, activation in product(layouts, Activation):
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
         largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
+        router = torch.empty(count, hidden, dtype=dtype, device=CUDA)
+        for rows, own, first, whole in (
+            (1, None, True, True),
+            (16, biases[1][:, 0].contiguous(), False, False),
+            (32, None, True, False),
+        ):
+            route(torch.empty(rows, hidden, dtype=dtype, device=CUDA), router, own, Routing(per_row, first, whole))
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

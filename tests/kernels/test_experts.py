@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
-from hf_fastdecode.kernels.experts import reference
-from hf_fastdecode.kernels.experts.api import experts, largest
-from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal
-from hf_fastdecode.kernels.experts.forms import Gate, Weights
+from hf_fastdecode.kernels.experts import kernel, reference
+from hf_fastdecode.kernels.experts.api import experts, largest, route
+from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal, routing_refusal
+from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
+from hf_fastdecode.kernels.experts.grouped import grouped_experts, grouped_refusal
 from hf_fastdecode.kernels.pointwise.forms import Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,6 +113,24 @@ def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dty
     assert_as_exact(found, stock(*given), exact(*given))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_experts(transposed: bool, gate: str, dtype: torch.dtype) -> None:
+    """Both orders of weights and of gates, with biases and without, and an expert without rows."""
+    if DEVICE == "cuda" and dtype != torch.bfloat16:
+        pytest.skip("PyTorch's grouped products are fast in bf16")
+    for interleaved, biased, rows in ((False, False, 1), (True, True, 70), (False, True, 33)):
+        layout = {"transposed": transposed, "interleaved": interleaved, "biased": biased}
+        weights = weights_of(5, 96, 160, dtype, **layout)
+        x, (chosen, shares) = random(rows, 96, seed=1, dtype=dtype), routed(rows, 2, 4)
+        given = x, weights, chosen, shares, GATES[gate]
+        assert grouped_refusal(*given[:-1]) is None
+        found = grouped_experts(*given)
+        assert torch.equal(found, grouped_experts(*given))
+        assert_as_exact(found, stock(*given), exact(*given))
+
+
 def test_numbers_that_are_none_stay_so() -> None:
     weights = weights_of(3, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
     x, chosen = random(3, 64, seed=1, dtype=torch.float16), torch.tensor([[0], [1], [1]], device=DEVICE)
@@ -130,27 +150,40 @@ def test_experts_that_the_layer_does_not_have_add_nothing() -> None:
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(("rows", "count", "per_row"), [(1, 4, 2), (128, 8, 2), (64, 128, 8), (512, 3, 1)])
-def test_every_pair_has_a_place(rows: int, count: int, per_row: int) -> None:
-    """Lists of pairs as many as can be, with all rows on one expert and with rows spread."""
-    from hf_fastdecode.kernels.experts import kernel
+@triton.jit
+def list_pairs(
+    chosen, items, found, pairs, EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr
+):
+    item = tl.program_id(0)
+    expert, count, pair = kernel.pairs_of(chosen, item, pairs, EXPERTS, BLOCK_P, BLOCK_E, M)
+    tl.store(items + 2 * item, expert)
+    tl.store(items + 2 * item + 1, tl.maximum(count, 0))
+    tl.store(found + item * M + tl.arange(0, M), pair)
 
+
+@pytest.mark.parametrize(
+    ("rows", "count", "per_row"), [(1, 4, 2), (128, 8, 2), (64, 128, 8), (512, 3, 1), (300, 32, 3), (128, 500, 8)]
+)
+def test_every_pair_is_in_one_item(rows: int, count: int, per_row: int) -> None:
+    """Pairs as many as can be, with all rows on one expert and with rows spread, and some of no expert."""
     pairs = rows * per_row
     assert pairs <= MOST_PAIRS
     spread = routed(rows, per_row, count)[0]
-    for chosen, block in product((spread, spread * 0 + count - 1), (16, 64)):
+    none = torch.where(spread % 3 == 1, count, torch.where(spread % 3 == 2, -1, spread))
+    for chosen, block in product((spread, spread * 0 + count - 1, none), (16, 64)):
         most = most_items(pairs, count, block)
-        order = torch.full((pairs,), -1, dtype=torch.int32, device=DEVICE)
-        items = torch.full((most, 3), -1, dtype=torch.int32, device=DEVICE)
-        sizes = {"BLOCK_P": max(16, 1 << (pairs - 1).bit_length()), "BLOCK_Q": 16, "BLOCK_M": block}
-        sizes |= {"BLOCK_E": 1 << (count - 1).bit_length(), "BLOCK_I": 1 << (most - 1).bit_length()}
-        kernel.list_pairs[(-(-pairs // 16),)](chosen, order, items, pairs, most, EXPERTS=count, **sizes, PDL=False)
-        flat = chosen.flatten()
-        assert torch.equal(order.long(), flat.argsort(stable=True))
-        listed = [(expert, place) for expert, begin, end in items.tolist() for place in range(begin, end)]
-        assert sorted(place for _, place in listed) == list(range(pairs))
-        assert all(flat[order[place]] == expert for expert, place in listed)
-        assert all(end - begin <= block for _, begin, end in items.tolist())
+        items = torch.empty(most, 2, dtype=torch.int64, device=DEVICE)
+        found = torch.empty(most, block, dtype=torch.int32, device=DEVICE)
+        sizes = {"BLOCK_P": max(16, 1 << (pairs - 1).bit_length()), "BLOCK_E": 1 << (count - 1).bit_length()}
+        list_pairs[(most,)](chosen, items, found, pairs, EXPERTS=count, **sizes, M=block)
+        flat = chosen.flatten().tolist()
+        listed = [
+            (expert, pair)
+            for (expert, size), own in zip(items.tolist(), found.tolist(), strict=True)
+            for pair in own[:size]
+        ]
+        expected = [(expert, pair) for pair, expert in enumerate(flat) if 0 <= expert < count]
+        assert listed == sorted(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -169,6 +202,28 @@ def test_largest_of_equal_and_other_numbers() -> None:
     inf = float("inf")
     scores = torch.tensor([[1.0, 2.0, 2.0, -inf], [float("nan"), inf, 0.0, 3.0], [-inf] * 4], device=DEVICE)
     assert largest(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "count", "width"), [(1, 4, 64), (5, 33, 300), (16, 32, 2880), (32, 128, 512)])
+def test_route(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
+    x, bias = random(rows, width, seed=1, dtype=dtype), random(count, seed=2, dtype=dtype)
+    weight = (random(count, width, seed=3) / width**0.5).to(dtype)
+    for first, whole, own in product((False, True), (False, True), (None, bias)):
+        given = x, weight, own, Routing(min(4, count), first, whole)
+        assert routing_refusal(*given) is None
+        found, again = route(*given), route(*given)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        scores, shares, chosen = found
+        expected = reference.route(*given)
+        assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in expected]
+        exact = x.double() @ weight.double().T + (0 if own is None else own.double())
+        assert_as_exact(scores, expected[0], exact)
+        # What is chosen of the same scores, of equal ones the first.
+        assert torch.equal(chosen, scores.float().sort(dim=-1, descending=True, stable=True)[1][:, : chosen.shape[1]])
+        of_all = scores.double().softmax(-1).gather(1, chosen)
+        own_shares = of_all if first else scores.double().gather(1, chosen).softmax(-1)
+        torch.testing.assert_close(shares.double(), own_shares, rtol=torch.finfo(shares.dtype).eps * 4, atol=1e-6)
 
 
 def test_what_is_not_served() -> None:
@@ -201,7 +256,7 @@ def test_chosen_configurations(shape: str) -> None:
     """Shapes of models, at numbers of rows up to the most that are served, also in a captured graph."""
     count, per_row, hidden, inner, layout, gate = SHAPES[shape]
     weights = weights_of(count, hidden, inner, torch.bfloat16, **layout)
-    for rows in (1, 16, 64, 128):
+    for rows in (1, 16, 64, 128, min(256, 1024 // per_row)):
         x, (chosen, shares) = random(rows, hidden, seed=1, dtype=torch.bfloat16), routed(rows, per_row, count)
         given = x, weights, chosen, shares, GATES[gate]
         assert refusal(*given[:-1]) is None

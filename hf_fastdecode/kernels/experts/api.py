@@ -1,4 +1,4 @@
-"""`experts`: what a layer's experts add to a few rows, in four launches.
+"""`experts`: what a layer's experts add to a few rows, in three launches.
 
 Decode steps have few pairs of a row and one of its experts: their products take as long as reading the weights of the
 chosen experts, each of which is read once. Nothing is copied or sorted by operators, and shapes do not depend on
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..counters import counters
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options, shared_memory
 from ..installed import interpreted
 from ..pointwise.forms import Activation
-from . import kernel
+from . import kernel, router
 from .config import Config, Configs, choose_configs, most_items
-from .forms import Gate, Weights
+from .forms import Gate, Routing, Weights
 
-_PLACES = 16  # that a program of `list_pairs` finds
+_LEAST_PAIRS = 16  # of a block of all pairs
 _COLUMNS = 256  # of a program that adds up
+_PART = 256  # numbers of a row for a program of `route`
 
 
 def experts(
@@ -48,33 +50,13 @@ def experts(
     if configs is None:
         configs = choose_configs(pairs, weights, shared_memory(device))
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
-    count = most_items(pairs, weights.experts, configs.block_pairs)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    items = torch.empty(count, 3, dtype=torch.int32, device=device)
     hidden = torch.empty(pairs, weights.inner, dtype=x.dtype, device=device)
     results = torch.empty(pairs, weights.hidden, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
     overlap = overlap_options(device)
     with launching(Kernel.EXPERTS, device):
-        launch(
-            kernel.list_pairs,
-            (-(-pairs // _PLACES),),
-            chosen,
-            order,
-            items,
-            pairs,
-            count,
-            EXPERTS=weights.experts,
-            BLOCK_P=max(_PLACES, _power_of_two(pairs)),
-            BLOCK_Q=_PLACES,
-            BLOCK_E=_power_of_two(weights.experts),
-            BLOCK_I=_power_of_two(count),
-            BLOCK_M=configs.block_pairs,
-            **overlap,
-        )
-        lists = (order, items)
-        _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate)
-        _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None)
+        _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, chosen, per_row, weights, configs, gate)
+        _multiply(hidden, weights.down, weights.down_bias, results, chosen, 1, weights, configs, None)
         launch(
             kernel.add_up,
             (len(x), -(-weights.hidden // _COLUMNS)),
@@ -97,7 +79,7 @@ def _multiply(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    lists: tuple[Tensor, Tensor],
+    chosen: Tensor,
     per_row: int,
     weights: Weights,
     configs: Configs,
@@ -105,20 +87,21 @@ def _multiply(
 ) -> None:
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
-    order, items = lists
+    pairs = chosen.numel()
     form = gate or Gate(next(iter(Activation)))
     launch(
         kernel.products,
-        (-(-columns // config.columns), len(items)),
+        (-(-columns // config.columns), most_items(pairs, weights.experts, configs.block_pairs)),
         x,
         weight,
         out if bias is None else bias,
         out,
-        order,
-        items,
+        chosen,
+        pairs,
         float(form.alpha),
         float(form.limit),
         float(form.offset),
+        EXPERTS=weights.experts,
         WIDTH=width,
         COLUMNS=columns,
         PAIRS_PER_ROW=per_row,
@@ -127,10 +110,13 @@ def _multiply(
         INTERLEAVED=weights.interleaved and gate is not None,
         ACTIVATION=form.activation.value,
         BIAS=bias is not None,
+        BLOCK_P=max(_LEAST_PAIRS, _power_of_two(pairs)),
+        BLOCK_E=_power_of_two(weights.experts),
         BLOCK_M=configs.block_pairs,
         BLOCK_N=config.columns,
         BLOCK_K=config.at_once,
         STAGES=config.stages if not interpreted() else 1,
+        AHEAD=config.ahead,
         **overlap_options(x.device),
     )
 
@@ -138,6 +124,58 @@ def _multiply(
 def _power_of_two(number: int) -> int:
     """The least power of two that is no smaller."""
     return 1 << (number - 1).bit_length()
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, arrived: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of experts, the shares of those that are chosen, and which these are; of equal scores the first.
+
+    Args:
+        x: ``[rows, hidden]``; see `config.routing_refusal` for what is served.
+        weight: ``[experts, hidden]``.
+        bias: ``[experts]``, or None.
+        routing: How experts are chosen.
+        arrived: `counters`, which no launch uses at the same time; new ones when None.
+
+    Returns:
+        Scores ``[rows, experts]`` in the dtype of `x`, shares ``[rows, count]`` in this or fp32, experts
+        ``[rows, count]`` int64.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, width), count, device = x.shape, len(weight), x.device
+    parts, block_rows, block_experts = -(-width // _PART), max(16, _power_of_two(rows)), max(16, _power_of_two(count))
+    scores = torch.empty(rows, count, dtype=x.dtype, device=device)
+    shares = torch.empty(rows, routing.count, dtype=torch.float32 if routing.whole else x.dtype, device=device)
+    chosen = torch.empty(rows, routing.count, dtype=torch.int64, device=device)
+    with launching(Kernel.EXPERTS, device):
+        launch(
+            router.route,
+            (parts,),
+            x.contiguous(),
+            weight,
+            weight if bias is None else bias,
+            scores,
+            shares,
+            chosen,
+            torch.empty(parts, block_rows, block_experts, dtype=torch.float32, device=device),
+            counters(device) if arrived is None else arrived,
+            rows,
+            WIDTH=width,
+            EXPERTS=count,
+            COUNT=routing.count,
+            BIAS=bias is not None,
+            FIRST=routing.first,
+            BLOCK_M=block_rows,
+            BLOCK_E=block_experts,
+            BLOCK_K=_PART,
+            BLOCK_T=_power_of_two(routing.count),
+            PARTS=parts,
+            **overlap_options(device),
+        )
+    return scores, shares, chosen
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

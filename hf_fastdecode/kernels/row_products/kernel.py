@@ -7,7 +7,9 @@ multiprocessor reading, parts go to programs of their own; the last to arrive ad
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..forest_decode.node_kernel import prefetch
 from ..pointwise.kernel import activated
 
 
@@ -39,6 +41,8 @@ def row_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a divisor of width
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # numbers of each row of weights prefetched before the previous kernel has ended
+    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_0, tiles_1 = tl.cdiv(columns_0, BLOCK_N), tl.cdiv(columns_1, BLOCK_N)
@@ -56,6 +60,17 @@ def row_products(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = total
     first = part * part_width
+    if PDL:
+        if AHEAD > 0:
+            LINE: tl.constexpr = 128 // (weight_0.dtype.element_ty.primitive_bitwidth // 8)
+            line = first + tl.arange(0, AHEAD // LINE) * LINE
+            start_of = tl.minimum(column, columns - 1).to(tl.int64)[:, None] * width + line[None, :]
+            wanted = (column < columns)[:, None] & (line < tl.minimum(first + part_width, width))[None, :]
+            prefetch((weight + start_of).to(tl.int64), wanted)
+            if GATED:
+                prefetch((weight_1 + start_of).to(tl.int64), wanted)
+        gdc_wait()
+        gdc_launch_dependents()
     for start in tl.range(first, tl.minimum(first + part_width, width), BLOCK_K, num_stages=STAGES):
         numbers = tl.load(x + here + start, mask=(row < rows)[None, :], other=0.0)
         total = tl.dot(tl.load(weight + at + start, eviction_policy="evict_first"), numbers, total)
