@@ -47,8 +47,8 @@ from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from ..parallel.failure import UNWATCHED, Unwatched
 from ..parallel.groups import in_several_processes
+from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.loop import decode_shared
 from .model_state import ModelState
