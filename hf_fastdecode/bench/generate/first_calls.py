@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,7 +45,7 @@ class FirstCallsBench:
         ``first_call_s``, ``second_call_s``, ``third_call_s``, ``tenth_call_s``: seconds of the same call, from an idle
         device to an idle device, the model being loaded. Then in the same process: ``more_rows_s``, the first call
         with half as many samples more; ``longer_prompt_s``, the first with a prompt of twice the length.
-        ``reused_first_token_s``: a repeated call of one new token with ``reuse_prefix=True``; None for ways that are
+        ``reused_first_token_s``: the median of repeated calls of one new token with ``reuse_prefix=True``; None for ways that are
         not ours. ``ran``: what our report says ran in the tenth call.
         """
         result, key = dict.fromkeys(_COLUMNS), (case.call, way_name)
@@ -89,8 +90,8 @@ def time_calls(case: GenerateCase, way_name: str, device: torch.device) -> dict[
     reused = None
     if way.enable is not None:
         with using(model, replace(way, enable={**way.enable, "reuse_prefix": True})):
-            reused = min([seconds(case, 1) for _ in range(8)][3:])
-    calls = {name: times[number - 1] for number, name in _CALLS.items()}
+            reused = median([seconds(case, 1) for _ in range(8)][3:])
+    calls: dict[str, float | None] = {name: times[number - 1] for number, name in _CALLS.items()}
     return {
         "status": "ok",
         **calls,
