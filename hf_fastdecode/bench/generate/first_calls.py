@@ -45,8 +45,8 @@ class FirstCallsBench:
         ``first_call_s``, ``second_call_s``, ``third_call_s``, ``tenth_call_s``: seconds of the same call, from an idle
         device to an idle device, the model being loaded. Then in the same process: ``more_rows_s``, the first call
         with half as many samples more; ``longer_prompt_s``, the first with a prompt of twice the length.
-        ``reused_first_token_s``: the median of repeated calls of one new token with ``reuse_prefix=True``; None for ways that are
-        not ours. ``ran``: what our report says ran in the tenth call.
+        ``reused_first_token_s``: the median of repeated calls of one new token with ``reuse_prefix=True``; None for
+        ways that are not ours. ``ran``: what our report says ran in the tenth call.
         """
         result, key = dict.fromkeys(_COLUMNS), (case.call, way_name)
         folder = self._filled.pop(key, None) if case.caches == "warm" else None
