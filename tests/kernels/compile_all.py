@@ -436,12 +436,10 @@ def run_experts() -> None:
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
         largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
         router = torch.empty(count, hidden, dtype=dtype, device=CUDA)
-        for rows, own, first, whole in (
-            (1, None, True, True),
-            (16, biases[1][:, 0].contiguous(), False, False),
-            (32, None, True, False),
-        ):
-            route(torch.empty(rows, hidden, dtype=dtype, device=CUDA), router, own, Routing(per_row, first, whole))
+        bias = torch.empty(count, dtype=dtype, device=CUDA)
+        for rows, own, first, whole in ((1, None, True, True), (16, bias, False, False), (32, None, True, False)):
+            x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
+            route(x, router, own, Routing(per_row, first, whole))
 
 
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

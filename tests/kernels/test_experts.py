@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from hf_fastdecode.kernels.experts import kernel, reference
 from hf_fastdecode.kernels.experts.api import experts, largest, route

@@ -148,8 +148,8 @@ def route(
     (rows, width), count, device = x.shape, len(weight), x.device
     parts, block_rows, block_experts = -(-width // _PART), max(16, _power_of_two(rows)), max(16, _power_of_two(count))
     scores = torch.empty(rows, count, dtype=x.dtype, device=device)
-    shares = torch.empty(rows, routing.count, dtype=torch.float32 if routing.whole else x.dtype, device=device)
-    chosen = torch.empty(rows, routing.count, dtype=torch.int64, device=device)
+    shares = torch.empty(rows, routing.experts, dtype=torch.float32 if routing.whole else x.dtype, device=device)
+    chosen = torch.empty(rows, routing.experts, dtype=torch.int64, device=device)
     with launching(Kernel.EXPERTS, device):
         launch(
             router.route,
@@ -165,13 +165,13 @@ def route(
             rows,
             WIDTH=width,
             EXPERTS=count,
-            COUNT=routing.count,
+            COUNT=routing.experts,
             BIAS=bias is not None,
             FIRST=routing.first,
             BLOCK_M=block_rows,
             BLOCK_E=block_experts,
             BLOCK_K=_PART,
-            BLOCK_T=_power_of_two(routing.count),
+            BLOCK_T=_power_of_two(routing.experts),
             PARTS=parts,
             **overlap_options(device),
         )

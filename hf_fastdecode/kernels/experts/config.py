@@ -168,8 +168,8 @@ def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Rou
     count = len(weight)
     if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or (bias is not None and bias.shape != (count,)):
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
-    if not 1 <= routing.count <= min(count, MOST_LARGEST):
-        return f"it chooses up to {MOST_LARGEST} experts, got {routing.count} of {count}"
+    if not 1 <= routing.experts <= min(count, MOST_LARGEST):
+        return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
     if any(not part.is_contiguous() for part in parts[1:]) or weight.data_ptr() % 16:
         return "it takes contiguous weights that begin at multiples of 16 bytes"
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):

@@ -62,11 +62,12 @@ class Routing(NamedTuple):
     """How a router chooses experts and their shares.
 
     Attributes:
-        count: Experts of a row.
-        first: Whether the softmax is of all scores; else it is of the chosen, as where shares are divided by their sum.
+        experts: Of a row.
+        first: Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their
+            sum.
         whole: Whether shares stay in fp32; else they are rounded to the dtype of the input.
     """
 
-    count: int
+    experts: int
     first: bool
     whole: bool

@@ -1,9 +1,8 @@
 """`grouped_experts`: what a layer's experts add to many rows.
 
-PyTorch's grouped products multiply pairs of a row and an expert, sorted by expert. What lies between and behind the
-products moves as many bytes as they do where each step is an operator of its own; here it is one pass over memory each:
-biases and gate, and biases, shares and the sum of a row. Sums are in fp32, and results bitwise reproducible. There is
-no backward pass.
+PyTorch's grouped products multiply pairs of a row and an expert, sorted by expert. Biases and gate between them are
+one pass over memory, and biases, shares and the sum of a row another: as an operator for each step they would take
+about as long as the products. Sums are in fp32, and results bitwise reproducible. There is no backward pass.
 """
 
 from __future__ import annotations

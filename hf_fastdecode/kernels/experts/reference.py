@@ -39,7 +39,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> t
     """See `api.route`."""
     scores = F.linear(x, weight, bias)
     values = F.softmax(scores, dim=-1, dtype=torch.float32) if routing.first else scores
-    values, chosen = values.topk(routing.count, dim=-1)
+    values, chosen = values.topk(routing.experts, dim=-1)
     if not routing.first:
         values = F.softmax(values.float(), dim=-1)
     return scores, values if routing.whole else values.to(x.dtype), chosen
