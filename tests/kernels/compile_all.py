@@ -36,6 +36,7 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
+from hf_fastdecode.kernels.experts import grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
 from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
@@ -90,7 +91,7 @@ class Claiming(TorchFunctionMode):
             return args[0].to("meta").as_subclass(Claimed)
         if (kwargs or {}).get("device") == CUDA:
             return function(*args, **kwargs | {"device": "meta"}).as_subclass(Claimed)
-        if function in (Tensor.sum, torch.empty_like):  # PyTorch's own for meta tensors, which look at the device
+        if function in (Tensor.sum, Tensor.__getitem__, torch.empty_like):  # PyTorch's own for meta tensors, which look at the device
             return function(args[0].as_subclass(Tensor), *args[1:]).as_subclass(Claimed)
         return function(*args, **(kwargs or {}))
 
@@ -435,6 +436,16 @@ def run_experts() -> None:
             for layout, activation in product(layouts, Activation):
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
         largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
+        x, pairs = torch.empty(3, hidden, dtype=dtype, device=CUDA), 3 * per_row
+        chosen = torch.empty(3, per_row, dtype=torch.int64, device=CUDA)
+        gate_up = torch.empty(pairs, 2 * inner, dtype=dtype, device=CUDA)
+        listed = (chosen.view(-1), chosen.view(-1), chosen)
+        with (
+            patch.object(grouped, "_sorted", lambda *_, listed=listed: listed),
+            patch.object(grouped, "_multiply", lambda *_, gate_up=gate_up: gate_up),
+        ):
+            for layout, activation in product(layouts, Activation):
+                grouped.grouped_experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
         router = torch.empty(count, hidden, dtype=dtype, device=CUDA)
         bias = torch.empty(count, dtype=dtype, device=CUDA)
         for rows, own, first, whole in ((1, None, True, True), (16, bias, False, False), (32, None, True, False)):

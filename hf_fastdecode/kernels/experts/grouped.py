@@ -40,9 +40,7 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
     """
     per_row, inner, hidden, device = chosen.shape[1], weights.inner, weights.hidden, x.device
     chosen, shares = chosen.contiguous(), shares.contiguous()
-    experts, order = torch.sort(chosen.view(-1))
-    numbers = torch.arange(weights.experts, dtype=experts.dtype, device=device)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    experts, order, ends = _sorted(chosen.view(-1), weights.experts)
     gate_up = _multiply(x[order // per_row], weights.gate_up, ends, weights)
     places = torch.empty(len(order), dtype=torch.int32, device=device)
     opened = torch.empty(len(order), inner, dtype=x.dtype, device=device)
@@ -107,6 +105,13 @@ def grouped_refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor)
     if x.device.type != "cuda" or compute_capability(x.device)[0] != 9 or x.dtype != torch.bfloat16:
         return "PyTorch's grouped products are fast in bf16 on Hopper GPUs"
     return failure(Kernel.EXPERTS, x.device)
+
+
+def _sorted(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts of pairs in order, the pairs in this order, and where those of each expert end."""
+    experts, order = torch.sort(chosen)
+    numbers = torch.arange(count, dtype=experts.dtype, device=chosen.device)
+    return experts, order, torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
 
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor, weights: Weights) -> Tensor:
