@@ -35,7 +35,7 @@ FOUND = {
     "phi3": "Phi3Attention 2, Phi3MLP 2, Phi3RMSNorm 5",
     "gpt_neox": "GPTNeoXAttention 2",
     "cohere2": "Cohere2MLP 2",
-    "gpt_oss": "GptOssAttention 2, GptOssExperts 2, GptOssRMSNorm 5",
+    "gpt_oss": "GptOssAttention 2, GptOssExperts 2, GptOssRMSNorm 5, GptOssTopKRouter 2",
     "gpt2": "",
 }
 
