@@ -91,11 +91,7 @@ class Claiming(TorchFunctionMode):
             return args[0].to("meta").as_subclass(Claimed)
         if (kwargs or {}).get("device") == CUDA:
             return function(*args, **kwargs | {"device": "meta"}).as_subclass(Claimed)
-        if function in (
-            Tensor.sum,
-            Tensor.__getitem__,
-            torch.empty_like,
-        ):  # PyTorch's own for meta tensors, which look at the device
+        if function in (Tensor.sum, Tensor.__getitem__, torch.empty_like):  # PyTorch's look at a meta tensor's device
             return function(args[0].as_subclass(Tensor), *args[1:]).as_subclass(Claimed)
         return function(*args, **(kwargs or {}))
 
