@@ -13,10 +13,8 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
-from hf_fastdecode.kernels.experts import kernel, reference
+from hf_fastdecode.kernels import ahead
+from hf_fastdecode.kernels.experts import reference
 from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal, routing_refusal
 from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
@@ -152,40 +150,27 @@ def test_experts_that_the_layer_does_not_have_add_nothing() -> None:
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=2e-3, atol=2e-3)
 
 
-@triton.jit
-def list_pairs(
-    chosen, items, found, pairs, EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr
-):
-    item = tl.program_id(0)
-    expert, count, pair = kernel.pairs_of(chosen, item, pairs, EXPERTS, BLOCK_P, BLOCK_E, M)
-    tl.store(items + 2 * item, expert)
-    tl.store(items + 2 * item + 1, tl.maximum(count, 0))
-    tl.store(found + item * M + tl.arange(0, M), pair)
+@pytest.mark.parametrize(("rows", "count", "per_row"), [(1, 4, 2), (128, 8, 2), (64, 128, 8), (512, 3, 1)])
+def test_every_pair_has_a_place(rows: int, count: int, per_row: int) -> None:
+    """Lists of pairs as many as can be, with all rows on one expert and with rows spread."""
+    from hf_fastdecode.kernels.experts import kernel
 
-
-@pytest.mark.parametrize(
-    ("rows", "count", "per_row"), [(1, 4, 2), (128, 8, 2), (64, 128, 8), (512, 3, 1), (300, 32, 3), (128, 500, 8)]
-)
-def test_every_pair_is_in_one_item(rows: int, count: int, per_row: int) -> None:
-    """Pairs as many as can be, with all rows on one expert and with rows spread, and some of no expert."""
     pairs = rows * per_row
     assert pairs <= MOST_PAIRS
     spread = routed(rows, per_row, count)[0]
-    none = torch.where(spread % 3 == 1, count, torch.where(spread % 3 == 2, -1, spread))
-    for chosen, block in product((spread, spread * 0 + count - 1, none), (16, 64)):
+    for chosen, block in product((spread, spread * 0 + count - 1), (16, 64)):
         most = most_items(pairs, count, block)
-        items = torch.empty(most, 2, dtype=torch.int64, device=DEVICE)
-        found = torch.empty(most, block, dtype=torch.int32, device=DEVICE)
-        sizes = {"BLOCK_P": max(16, 1 << (pairs - 1).bit_length()), "BLOCK_E": 1 << (count - 1).bit_length()}
-        list_pairs[(most,)](chosen, items, found, pairs, EXPERTS=count, **sizes, M=block)
-        flat = chosen.flatten().tolist()
-        listed = [
-            (expert, pair)
-            for (expert, size), own in zip(items.tolist(), found.tolist(), strict=True)
-            for pair in own[:size]
-        ]
-        expected = [(expert, pair) for pair, expert in enumerate(flat) if 0 <= expert < count]
-        assert listed == sorted(expected)
+        order = torch.full((pairs,), -1, dtype=torch.int32, device=DEVICE)
+        items = torch.full((most, 3), -1, dtype=torch.int32, device=DEVICE)
+        sizes = {"BLOCK_P": max(16, 1 << (pairs - 1).bit_length()), "BLOCK_Q": 16, "BLOCK_M": block}
+        sizes |= {"BLOCK_E": 1 << (count - 1).bit_length(), "BLOCK_I": 1 << (most - 1).bit_length()}
+        kernel.list_pairs[(-(-pairs // 16),)](chosen, order, items, pairs, most, EXPERTS=count, **sizes, PDL=False)
+        flat = chosen.flatten()
+        assert torch.equal(order.long(), flat.argsort(stable=True))
+        listed = [(expert, place) for expert, begin, end in items.tolist() for place in range(begin, end)]
+        assert sorted(place for _, place in listed) == list(range(pairs))
+        assert all(flat[order[place]] == expert for expert, place in listed)
+        assert all(end - begin <= block for _, begin, end in items.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -226,6 +211,19 @@ def test_route(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
         of_all = scores.double().softmax(-1).gather(1, chosen)
         own_shares = of_all if first else scores.double().gather(1, chosen).softmax(-1)
         torch.testing.assert_close(shares.double(), own_shares, rtol=torch.finfo(shares.dtype).eps * 4, atol=1e-6)
+
+
+def test_indices_of_launches_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may compile in a pass that launches none: a model's code then gathers by what it is given."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(99))
+    token = ahead._left_out.set(SimpleNamespace(covers=lambda *_: True))
+    try:
+        x = random(3, 64, seed=1, dtype=torch.float16)
+        found = largest(x, 2)[1], route(x, x, None, Routing(2, first=False, whole=False))[2]
+    finally:
+        ahead._left_out.reset(token)
+    assert all(not places.any() for places in found)
 
 
 def test_what_is_not_served() -> None:

@@ -1,4 +1,4 @@
-"""`experts`: what a layer's experts add to a few rows, in three launches.
+"""`experts`: what a layer's experts add to a few rows, in four launches.
 
 Decode steps have few pairs of a row and one of its experts: their products take as long as reading the weights of the
 chosen experts, each of which is read once. Nothing is copied or sorted by operators, and shapes do not depend on
@@ -21,7 +21,7 @@ from . import kernel, router
 from .config import Config, Configs, choose_configs, most_items
 from .forms import Gate, Routing, Weights
 
-_LEAST_PAIRS = 16  # of a block of all pairs
+_PLACES = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
 _PART = 256  # numbers of a row for a program of `route`
 
@@ -50,13 +50,33 @@ def experts(
     if configs is None:
         configs = choose_configs(pairs, weights, shared_memory(device))
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
+    count = most_items(pairs, weights.experts, configs.block_pairs)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    items = torch.empty(count, 3, dtype=torch.int32, device=device)
     hidden = torch.empty(pairs, weights.inner, dtype=x.dtype, device=device)
     results = torch.empty(pairs, weights.hidden, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
     overlap = overlap_options(device)
     with launching(Kernel.EXPERTS, device):
-        _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, chosen, per_row, weights, configs, gate)
-        _multiply(hidden, weights.down, weights.down_bias, results, chosen, 1, weights, configs, None)
+        launch(
+            kernel.list_pairs,
+            (-(-pairs // _PLACES),),
+            chosen,
+            order,
+            items,
+            pairs,
+            count,
+            EXPERTS=weights.experts,
+            BLOCK_P=max(_PLACES, _power_of_two(pairs)),
+            BLOCK_Q=_PLACES,
+            BLOCK_E=_power_of_two(weights.experts),
+            BLOCK_I=_power_of_two(count),
+            BLOCK_M=configs.block_pairs,
+            **overlap,
+        )
+        lists = (order, items)
+        _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate)
+        _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None)
         launch(
             kernel.add_up,
             (len(x), -(-weights.hidden // _COLUMNS)),
@@ -79,7 +99,7 @@ def _multiply(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    chosen: Tensor,
+    lists: tuple[Tensor, Tensor],
     per_row: int,
     weights: Weights,
     configs: Configs,
@@ -87,21 +107,20 @@ def _multiply(
 ) -> None:
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
-    pairs = chosen.numel()
+    order, items = lists
     form = gate or Gate(next(iter(Activation)))
     launch(
         kernel.products,
-        (-(-columns // config.columns), most_items(pairs, weights.experts, configs.block_pairs)),
+        (-(-columns // config.columns), len(items)),
         x,
         weight,
         out if bias is None else bias,
         out,
-        chosen,
-        pairs,
+        order,
+        items,
         float(form.alpha),
         float(form.limit),
         float(form.offset),
-        EXPERTS=weights.experts,
         WIDTH=width,
         COLUMNS=columns,
         PAIRS_PER_ROW=per_row,
@@ -110,13 +129,10 @@ def _multiply(
         INTERLEAVED=weights.interleaved and gate is not None,
         ACTIVATION=form.activation.value,
         BIAS=bias is not None,
-        BLOCK_P=max(_LEAST_PAIRS, _power_of_two(pairs)),
-        BLOCK_E=_power_of_two(weights.experts),
         BLOCK_M=configs.block_pairs,
         BLOCK_N=config.columns,
         BLOCK_K=config.at_once,
         STAGES=config.stages if not interpreted() else 1,
-        AHEAD=config.ahead,
         **overlap_options(x.device),
     )
 
@@ -151,7 +167,7 @@ def route(
     shares = torch.empty(rows, routing.experts, dtype=torch.float32 if routing.whole else x.dtype, device=device)
     chosen = torch.empty(rows, routing.experts, dtype=torch.int64, device=device)
     with launching(Kernel.EXPERTS, device):
-        launch(
+        launched = launch(
             router.route,
             (parts,),
             x.contiguous(),
@@ -175,6 +191,8 @@ def route(
             PARTS=parts,
             **overlap_options(device),
         )
+    if not launched:
+        chosen.zero_()  # a model's own code may gather by them
     return scores, shares, chosen
 
 
@@ -195,7 +213,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(rows, count, dtype=scores.dtype, device=device)
     places = torch.empty(rows, count, dtype=torch.int64, device=device)
     with launching(Kernel.EXPERTS, device):
-        launch(
+        launched = launch(
             kernel.largest,
             (rows,),
             scores,
@@ -207,4 +225,6 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
             num_warps=1,
             **overlap_options(device),
         )
+    if not launched:
+        places.zero_()  # a model's own code may gather by them
     return values, places

@@ -36,7 +36,6 @@ WIDTHS: Final = 32
 """What the widths of products are multiples of."""
 
 _AT_ONCE = (128, 64, 32)
-_AHEAD = 256  # numbers of each column that programs of the second product prefetch
 _BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with the largest tiles fit
 
 
@@ -47,14 +46,11 @@ class Config(NamedTuple):
         columns: Columns of a tile.
         at_once: Numbers of each pair and column per iteration.
         stages: Iterations whose loads are in flight.
-        ahead: Numbers of each column that are prefetched while the previous kernel ends, for the second product only,
-            whose previous kernel has read the choice of experts; a power of 2 of at least 64, or 0.
     """
 
     columns: int
     at_once: int
     stages: int
-    ahead: int = 0
 
 
 class Configs(NamedTuple):
@@ -83,13 +79,13 @@ def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
     block_pairs = min(64, max(16, 1 << (twice - 1).bit_length()))
     few, big = block_pairs == 16, shared_memory >= _BIG_TILES
 
-    def config(width: int, columns: int, ahead: int) -> Config:
+    def config(width: int, columns: int) -> Config:
         most = 128 if few and big and not weights.transposed else 64
         at_once = next(numbers for numbers in _AT_ONCE if numbers <= most and width % numbers == 0)
-        return Config(columns, at_once, 7 if few and big and columns == at_once == 64 else 4, ahead)
+        return Config(columns, at_once, 7 if few and big and columns == at_once == 64 else 4)
 
-    gate_up = config(weights.hidden, 128 if big and weights.transposed else 64, 0)
-    return Configs(block_pairs, gate_up, config(weights.inner, 128 if big and not few else 64, _AHEAD))
+    gate_up = config(weights.hidden, 128 if big and weights.transposed else 64)
+    return Configs(block_pairs, gate_up, config(weights.inner, 128 if big and not few else 64))
 
 
 def most_items(pairs: int, experts: int, block_pairs: int) -> int:

@@ -1,47 +1,67 @@
 # mypy: ignore-errors
-"""Kernels of experts: products of pairs of a row and an expert with the expert's weights, and their sum.
+"""Kernels of experts: pairs of a row and an expert in the order of experts, products with weights, and their sum.
 
-An item is up to BLOCK_M pairs of one expert; each program finds the pairs of its own. Grids depend on the number of
-pairs alone, so that they can be captured: programs of items that are left over end at once. Each pair's numbers are
-computed and added up in a fixed order.
+An item is up to BLOCK_M pairs of one expert. Grids depend on the number of pairs alone, so that they can be captured:
+programs of items that are left over end at once. Each pair's numbers are computed and added up in a fixed order.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..forest_decode.node_kernel import prefetch
 from ..pointwise.kernel import SILU, activated
 
 LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
 
 
-@triton.jit
-def pairs_of(
-    chosen, item, pairs, EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
+@triton.jit(do_not_specialize=["pairs", "most_items"])
+def list_pairs(
+    chosen,  # [pairs] integers, the expert of each pair; pairs of others than the EXPERTS are left out
+    order,  # [pairs] int32: pairs, those of an expert one after another
+    items,  # [most_items, 3] int32: an expert, and the first and last place of its pairs in the order
+    pairs,
+    most_items,
+    EXPERTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # at least pairs
+    BLOCK_Q: tl.constexpr,  # pairs whose place a program finds
+    BLOCK_E: tl.constexpr,  # at least EXPERTS
+    BLOCK_I: tl.constexpr,  # at least most_items
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    """The expert of an item, how many pairs it has, and these ``[BLOCK_M]``; 0 or fewer of an item that is left over.
-
-    Pairs of an expert lie in their order, up to BLOCK_M to an item.
-    """
-    pair, number, place = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_M)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair, own_pair = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     expert = expert_of(chosen, pair, pairs, EXPERTS)
-    count = tl.histogram(expert, BLOCK_E, mask=expert < EXPERTS)
-    blocks = (count + BLOCK_M - 1) // BLOCK_M
-    own = tl.sum((tl.cumsum(blocks, 0) <= item).to(tl.int32), 0)
-    first = (item - tl.sum(tl.where(number < own, blocks, 0), 0)) * BLOCK_M
-    left = tl.sum(tl.where(number == own, count, 0), 0) - first
-    mine = expert == own
-    rank = tl.where(mine, tl.cumsum(mine.to(tl.int32), 0) - 1 - first, -1)
-    found = tl.sum(tl.where(rank[None, :] == place[:, None], pair[None, :], 0), 1)
-    return own.to(tl.int64), tl.minimum(left, BLOCK_M), found
+    own = expert_of(chosen, own_pair, pairs, EXPERTS)
+    earlier = (expert[None, :] == own[:, None]) & (pair[None, :] < own_pair[:, None])
+    before = (expert[None, :] < own[:, None]) | earlier
+    tl.store(order + tl.sum(before.to(tl.int32), 1), own_pair, mask=own_pair < pairs)
+    if tl.program_id(0) == 0:
+        number = tl.arange(0, BLOCK_E)
+        count = tl.histogram(expert, BLOCK_E, mask=expert < EXPERTS)
+        first = tl.cumsum(count, 0) - count
+        blocks = (count + BLOCK_M - 1) // BLOCK_M
+        item = tl.cumsum(blocks, 0) - blocks
+        for block in tl.range(0, tl.max(blocks, 0)):
+            at, here = items + 3 * (item + block), block < blocks
+            begin = first + block * BLOCK_M
+            tl.store(at, number, mask=here)
+            tl.store(at + 1, begin, mask=here)
+            tl.store(at + 2, tl.minimum(begin + BLOCK_M, first + count), mask=here)
+        spare = tl.arange(0, BLOCK_I)
+        left = (spare >= tl.sum(blocks, 0)) & (spare < most_items)
+        tl.store(items + 3 * spare + 1, 0, mask=left)
+        tl.store(items + 3 * spare + 2, 0, mask=left)
 
 
 @triton.jit
 def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
-    """The expert of a pair; behind all experts for others, and beyond the last pair."""
-    expert = tl.load(chosen + pair, mask=pair < pairs, other=EXPERTS).to(tl.int32)
-    return tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
+    """The expert of a pair; behind all experts for others, and behind these beyond the last pair."""
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
+    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
+    return tl.where(pair < pairs, expert, EXPERTS + 1)
 
 
 @triton.jit
@@ -58,38 +78,16 @@ def opened(gates, ups, alpha, limit, offset, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def prefetch_weights(
-    weight,
-    block,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUMBERS: tl.constexpr,
-):
-    """Prefetch the first NUMBERS of each column of a tile to L2."""
-    LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    if TRANSPOSED:
-        column, within = block * BLOCK_N + tl.arange(0, BLOCK_N // LINE) * LINE, tl.arange(0, NUMBERS)
-        at = column[:, None] + within[None, :] * COLUMNS
-    else:
-        column, within = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, NUMBERS // LINE) * LINE
-        at = column[:, None] * WIDTH + within[None, :]
-    prefetch((weight + at).to(tl.int64), (column < COLUMNS)[:, None] & (within < WIDTH)[None, :])
-
-
-@triton.jit(do_not_specialize=["pairs"])
 def products(
     x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
     bias,  # [experts, COLUMNS]; not read without BIAS
     out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
-    chosen,  # [pairs] integers, the expert of each pair; pairs of others than the EXPERTS are left out
-    pairs,
+    order,  # as `list_pairs` writes it
+    items,  # likewise
     alpha,  # as in `forms.Gate`; not read without GATED
     limit,
     offset,
-    EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
@@ -98,30 +96,24 @@ def products(
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # at least pairs
-    BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a divisor of WIDTH
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # numbers of a column prefetched before the previous kernel has ended, which read chosen
-    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
+    PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK_N // 2
     INNER: tl.constexpr = COLUMNS // 2
     block, item = tl.program_id(0), tl.program_id(1)
-    if PDL and AHEAD == 0:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert, count, pair = pairs_of(chosen, item, pairs, EXPERTS, BLOCK_P, BLOCK_E, BLOCK_M)
-    weight += expert * WIDTH * COLUMNS
-    if PDL and AHEAD > 0:
-        if count > 0:
-            prefetch_weights(weight, block, WIDTH, COLUMNS, TRANSPOSED, BLOCK_N, AHEAD)
-        gdc_wait()
-        gdc_launch_dependents()
-    if count > 0:
-        there = tl.arange(0, BLOCK_M) < count
+    expert = tl.load(items + 3 * item).to(tl.int64)
+    begin, end = tl.load(items + 3 * item + 1), tl.load(items + 3 * item + 2)
+    if begin < end:
+        place = begin + tl.arange(0, BLOCK_M)
+        there = place < end
+        pair = tl.load(order + place, mask=there, other=0)
         number, within = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         if GATED and not INTERLEAVED:
             inner = block * HALF + number % HALF
@@ -134,6 +126,7 @@ def products(
             at = column[:, None] + within[None, :] * COLUMNS
         else:
             at = column[:, None] * WIDTH + within[None, :]
+        weight += expert * WIDTH * COLUMNS
         here = (pair // PAIRS_PER_ROW)[None, :] * WIDTH + within[:, None]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
@@ -160,7 +153,7 @@ def products(
 @triton.jit
 def add_up(
     products,  # [pairs, COLUMNS] fp32
-    chosen,  # [pairs], as of `products`: what is left out there is not read here
+    chosen,  # [pairs], as of `list_pairs`: what is left out there is not read here
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
     EXPERTS: tl.constexpr,

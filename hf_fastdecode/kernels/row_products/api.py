@@ -20,7 +20,6 @@ from ..forest_decode.limits import multiprocessors, overlap_options
 from ..installed import interpreted
 from ..pointwise.forms import Activation
 from .config import (
-    AHEAD,
     BOX,
     MOST_PORTABLE_ROWS,
     REGISTERS,
@@ -169,7 +168,6 @@ def _launch(
             BLOCK_N=config.columns,
             BLOCK_K=config.at_once,
             STAGES=config.stages if not interpreted() else 1,
-            AHEAD=AHEAD,
             **overlap_options(device),
         )
 

@@ -22,9 +22,6 @@ than PyTorch."""
 
 MOST_WEIGHTS: Final = 3
 
-AHEAD: Final = 512
-"""Numbers of each row of weights that programs of the portable kernel prefetch while the previous kernel ends."""
-
 _LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
 _AT_ONCE = (128, 64)  # numbers of a row per iteration
 _LEAST_ITERATIONS = 4  # of a part

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..forest_decode.node_kernel import prefetch
 from ..pointwise.kernel import activated
 
 
@@ -41,7 +40,6 @@ def row_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a divisor of width
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # numbers of each row of weights prefetched before the previous kernel has ended
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -61,14 +59,6 @@ def row_products(
     second = total
     first = part * part_width
     if PDL:
-        if AHEAD > 0:
-            LINE: tl.constexpr = 128 // (weight_0.dtype.element_ty.primitive_bitwidth // 8)
-            line = first + tl.arange(0, AHEAD // LINE) * LINE
-            start_of = tl.minimum(column, columns - 1).to(tl.int64)[:, None] * width + line[None, :]
-            wanted = (column < columns)[:, None] & (line < tl.minimum(first + part_width, width))[None, :]
-            prefetch((weight + start_of).to(tl.int64), wanted)
-            if GATED:
-                prefetch((weight_1 + start_of).to(tl.int64), wanted)
         gdc_wait()
         gdc_launch_dependents()
     for start in tl.range(first, tl.minimum(first + part_width, width), BLOCK_K, num_stages=STAGES):
