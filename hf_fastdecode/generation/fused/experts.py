@@ -2,7 +2,8 @@
 
 transformers' own implementations copy the weights of each row's experts, or sort and gather rows by some fifty
 launches. The kernels of `kernels.experts` serve the few rows of captured passes, unless these leave products to
-PyTorch (``fuse_projections=False``); other passes keep transformers'.
+PyTorch (``fuse_projections=False``). Other passes keep transformers' ``grouped_mm``, by `grouped_experts` where that
+serves them, or else whatever it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ...kernels.row_products.config import fuses_products
 from .runs import is_plain, runs_fused
 from .trial import function_key, names_in, random, settings, twin
 
-WHAT = "mixtures of experts in captured passes"
+WHAT = "mixtures of experts"
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]

@@ -247,6 +247,12 @@ def add_up_sorted(
 
 
 @triton.jit
+def ordered(bits):
+    """Bits of fp32 numbers as integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def largest(
     scores,  # [rows, COLUMNS], contiguous
     values,  # [rows, COUNT]: the largest of each row, in falling order
@@ -263,14 +269,11 @@ def largest(
     # A number's bits, as an integer of the same order, before its column from behind: no two are equal, and NaN is
     # larger than any number.
     score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    bits = score.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = bits.to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
+    key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
     key = tl.where(column < COLUMNS, key, LEAST)
     for place in tl.static_range(COUNT):
         most = tl.max(key, 0)
-        bits = (most >> 32).to(tl.int32)
-        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
         tl.store(values + row * COUNT + place, value.to(values.dtype.element_ty))
         tl.store(columns + row * COUNT + place, BLOCK - 1 - (most & 0xFFFFFFFF))
         key = tl.where(key == most, LEAST, key)

@@ -8,14 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
-
-
-@triton.jit
-def ordered(numbers):
-    """fp32 numbers as int32 in the same order, and back; NaN is larger than any number."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+from .kernel import LEAST, ordered
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -72,16 +65,15 @@ def route(
             score = tl.where(kept[None, :], score, float("-inf"))
             score = tl.exp(score - tl.max(score, 1)[:, None])
             score = score / tl.sum(score, 1)[:, None]
-        # A number's bits, as an integer of the same order, before its column from behind: no two are equal.
-        key = ordered(score).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
+        # As in `largest`.
+        key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
         key = tl.where(kept[None, :], key, LEAST)
         place = tl.arange(0, BLOCK_T)
         values = tl.full((BLOCK_M, BLOCK_T), float("-inf"), tl.float32)
         columns = tl.zeros((BLOCK_M, BLOCK_T), tl.int64)
         for number in tl.static_range(COUNT):
             most = tl.max(key, 1)
-            bits = (most >> 32).to(tl.int32)
-            value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
             values = tl.where((place == number)[None, :], value[:, None], values)
             columns = tl.where((place == number)[None, :], (BLOCK_E - 1 - (most & 0xFFFFFFFF))[:, None], columns)
             key = tl.where(key == most[:, None], LEAST, key)
