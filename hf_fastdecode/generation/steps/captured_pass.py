@@ -105,9 +105,14 @@ class CapturedPass(CapturedStep):
         view.position_planes = 0  # positions are given with their planes
         return view, lambda output: tuple(fields.take(model, output))
 
+    @property
+    def longest_suffix(self) -> int | None:
+        """Most tokens of a suffix before the pass; None for any number."""
+        return None if self._origins is None else self._origins.shape[1]
+
     def fits(self, cache: SharedContextCache) -> bool:
-        known = self._origins is None or cache.suffix_length <= self._origins.shape[1]
-        return known and super().fits(cache)
+        longest = self.longest_suffix
+        return (longest is None or cache.suffix_length <= longest) and super().fits(cache)
 
     def run(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> list[Tensor]:
         """Run one pass, and return copies of the output's tensors, ``[batch, tokens, ...]``.
