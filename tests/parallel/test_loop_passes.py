@@ -17,7 +17,9 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.steps import loop_passes
 from hf_fastdecode.generation.steps.captured_pass import CapturedPass
-from hf_fastdecode.parallel.agreement import Together
+from hf_fastdecode.generation.steps.cuda_graph import CaptureOptions
+from hf_fastdecode.generation.steps.pass_agreement import PassAgreement, Way
+from hf_fastdecode.parallel.agreement import Alone, NoRoomError, Together
 
 from .loops import close, logits_of_loop, reorder
 from .processes import Models, scenario
@@ -124,17 +126,21 @@ def passes_captured_on_one_rank(models: Models) -> Any:
 
 @scenario
 def passes_that_fit_on_one_rank(models: Models) -> Any:
-    """All capture anew where the captured pass of one rank does not fit the batch."""
-    made, original = itertools.count(), CapturedPass.fits
-
-    def fits(step: CapturedPass, cache: SharedContextCache) -> bool:
-        return original(step, cache) and not (models.rank and next(made) == 0)
-
+    """The captured pass of one rank does not fit the batch: of an earlier call, and of the pass before."""
+    original, found = CapturedPass.fits, []
+    expected = draw(models.alone["small"], 0, PROMPT, **BEAMS)
     with captured_passes(), enabled(models.split["small"]) as model:
         draw(model, 0, PROMPT, **BEAMS)
-        with mock.patch.object(CapturedPass, "fits", fits):
-            tokens, call = draw(model, 0, PROMPT, **BEAMS), fd.explain(model).last_call
-    return tokens == draw(models.alone["small"], 0, PROMPT, **BEAMS), call.mode_reason, call.captures
+        for which in (0, 1):
+            asked = itertools.count()
+
+            def fits(step: CapturedPass, cache: SharedContextCache) -> bool:
+                return original(step, cache) and not (next(asked) == which and models.rank)  # noqa: B023
+
+            with mock.patch.object(CapturedPass, "fits", fits):
+                tokens, call = draw(model, 0, PROMPT, **BEAMS), fd.explain(model).last_call
+            found.append((tokens == expected, call.mode_reason, call.captures))
+    return found
 
 
 @scenario
@@ -187,6 +193,46 @@ def failing_capture_of_a_pass(models: Models) -> Any:
         return draw(model, 0, PROMPT, **BEAMS)
 
 
+class _Ranks(Alone):
+    """This process, and another one that answers for itself."""
+
+    count = 2
+
+    def __init__(self, *other: int):
+        self.other, self.asked = other, 0
+
+    def smallest(self, *numbers: int) -> list[int]:
+        self.asked += 1
+        return list(map(min, numbers, self.other))
+
+
+def test_passes_are_replayed_unasked_as_far_as_the_captures_of_all_ranks_serve() -> None:
+    ranks = _Ranks(Way.REPLAYING, -Way.REPLAYING, 100, 20)
+    options = CaptureOptions(False, 0, ())
+    step = mock.Mock(longest_row=None, longest_suffix=30)
+    lengths = {"row": 99, "suffix": 19}
+    cache = mock.Mock(longest_row=lambda _: lengths["row"])
+    type(cache).suffix_length = mock.PropertyMock(side_effect=lambda: lengths["suffix"])
+    agreement = PassAgreement(ranks, asks_always=False)
+    agreement.keep(options, step)
+    assert agreement.replayed(cache, options) is None  # which the other may not have
+    assert agreement.ask(cache, options, None, has_room=True) == (step, None)
+    for row, suffix, serves in ((99, 19, True), (100, 20, True), (101, 20, False), (100, 21, False)):
+        lengths |= {"row": row, "suffix": suffix}
+        assert (agreement.replayed(cache, options) is step) == serves
+    lengths |= {"row": 99, "suffix": 19}
+    step.reads.return_value = False
+    assert agreement.replayed(cache, options) is None
+    step.reads.return_value, cache.forest = True, mock.Mock()
+    assert agreement.replayed(cache, options) is None
+    assert ranks.asked == 1
+    ranks.other = Way.CAPTURING, -Way.CAPTURING, 100, 20
+    assert agreement.ask(cache, options, None, has_room=True) == (None, None)
+    ranks.other = Way.NOT_AT_ALL, -Way.NOT_AT_ALL, 100, 20
+    with pytest.raises(NoRoomError):
+        agreement.ask(cache, options, None, has_room=True)
+
+
 @pytest.fixture(autouse=True)
 def needs_triton() -> None:
     pytest.importorskip("triton")
@@ -229,8 +275,9 @@ def test_what_one_rank_cannot_capture_all_run_eagerly(seen):
         assert one[2][0] == "graph"
 
 
-def test_where_a_capture_does_not_fit_on_one_rank_all_capture_anew(seen):
-    assert same_value(seen, "passes_that_fit_on_one_rank") == [True, "mode='graph' was requested", 1]
+def test_where_a_capture_does_not_fit_on_one_rank_all_look_for_another(seen):
+    reason = "mode='graph' was requested"
+    assert same_value(seen, "passes_that_fit_on_one_rank") == [[True, reason, 1], [True, reason, 0]]
 
 
 def test_lack_of_room_on_one_rank_ends_the_call_on_all(seen):

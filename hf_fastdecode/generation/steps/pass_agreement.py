@@ -31,7 +31,7 @@ class Way(IntEnum):
     REPLAYING = 3
 
 
-class PassLimits(NamedTuple):
+class Bounds(NamedTuple):
     """What a captured pass serves, for the nodes that its tables fit.
 
     Attributes:
@@ -43,11 +43,11 @@ class PassLimits(NamedTuple):
     suffix: int = sys.maxsize
 
     @classmethod
-    def of(cls, step: CapturedPass) -> PassLimits:
+    def of(cls, step: CapturedPass) -> Bounds:
         return cls(step.longest_row or sys.maxsize, step.longest_suffix or sys.maxsize)
 
 
-_ANY = PassLimits()
+_ANY = Bounds()
 
 
 class _Known(NamedTuple):
@@ -55,7 +55,7 @@ class _Known(NamedTuple):
 
     step: CapturedPass
     forest: Forest | None = None
-    limits: PassLimits = _ANY
+    limits: Bounds = _ANY
 
 
 class PassAgreement:
@@ -108,14 +108,14 @@ class PassAgreement:
         known = self._known.get(options)
         fits = known is not None and known.step.fits(cache)
         way = Way.EAGERLY if reason is not None else Way.REPLAYING if fits else Way.CAPTURING
-        limits = PassLimits.of(known.step) if known is not None and fits else _ANY
+        limits = Bounds.of(known.step) if known is not None and fits else _ANY
         agreed, reason, limits = self._ask(way if has_room else Way.NOT_AT_ALL, reason, limits)
         if known is None or agreed != Way.REPLAYING:
             return None, reason
         self._known[options] = _Known(known.step, cache.forest, limits)
         return known.step, None
 
-    def _ask(self, way: Way, reason: str | None, limits: PassLimits = _ANY) -> tuple[Way, str | None, PassLimits]:
+    def _ask(self, way: Way, reason: str | None, limits: Bounds = _ANY) -> tuple[Way, str | None, Bounds]:
         """The way of all ranks, why it is eager, and what the captures of all serve; one collective."""
         ranks = self._ranks
         least, most, *smallest = ranks.smallest(way, -way, *limits)
@@ -128,4 +128,4 @@ class PassAgreement:
                         raise Unsupported(reason)
             except Unsupported as error:
                 reason = error.what
-        return Way(least), reason, PassLimits(*smallest)
+        return Way(least), reason, Bounds(*smallest)
