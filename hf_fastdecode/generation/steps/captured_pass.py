@@ -54,8 +54,8 @@ class OutputFields:
         for name, value in output.items():
             if isinstance(value, Cache):
                 self._places[name] = None
-            elif name in SET_BY_CALLS and (holder := _holder(model, name, value)) is not None:
-                self._places[name] = holder
+            elif name in SET_BY_CALLS and (owner := _owner(model, name, value)) is not None:
+                self._places[name] = owner
             elif isinstance(value, tuple | list):
                 self._places[name] = tuple(place(name, one) for one in value)
             else:
@@ -81,7 +81,7 @@ class OutputFields:
         return self._kind(**fields)
 
 
-def _holder(model: nn.Module, name: str, value: Any) -> nn.Module | None:
+def _owner(model: nn.Module, name: str, value: Any) -> nn.Module | None:
     """The module whose attribute of this name is the value, which the pass has not computed."""
     return next((module for module in model.modules() if getattr(module, name, None) is value), None)
 
