@@ -14,6 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 
+from .exactness import lost_by
 from .loops import loops_on_gpu, require_captured_loops
 from .processes import Models, Seen, run_scenarios, scenario
 from .scenarios import split_model
@@ -40,19 +41,6 @@ def prompts(models: Models, length: int, rows: int) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[0, :7], ids[0, :7] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-@torch.no_grad()
-def lost_by(model: PreTrainedModel, tokens: Tensor, given: dict[str, Any]) -> tuple[float, float]:
-    """By how much logits of the greedy tokens are below the largest in fp64, and PyTorch's own largest error."""
-    length = given["input_ids"].shape[1]
-    mask = torch.ones_like(tokens)
-    mask[:, :length] = given.get("attention_mask", mask[:, :length])
-    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    exact = copy.deepcopy(model).double()(**inputs).logits[:, length - 1 : -1]
-    error = (model(**inputs).logits[:, length - 1 : -1] - exact).abs().max()
-    chosen = exact.gather(-1, tokens[:, length:, None])
-    return (exact.amax(-1, keepdim=True) - chosen).max().item(), error.item()
 
 
 @scenario
