@@ -122,9 +122,11 @@ class CallReport:
         self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
         if self.ranks > 1:
             divided = cache.state.parallel is not None
-            layers = len(cache.attention_layers) if divided and cache.forest.nodes else 0
-            kind = "sequence" if divided else "tensor"
-            self.parallel = ParallelReport(kind, self.ranks, cache.stored_node_tokens, cache.node_tokens, layers)
+            kind, stored, tokens = "sequence" if divided else "tensor", cache.stored_node_tokens, cache.node_tokens
+            # Own layers leave out nodes that no row has; others merge whatever each rank stores of them, if anything.
+            has_nodes, layers = bool(cache.forest.nodes), cache.attention_layers if divided else ()
+            collectives = sum(has_nodes or not layer.storage.captured_in_place for layer in layers)
+            self.parallel = ParallelReport(kind, self.ranks, stored, tokens, collectives)
 
     def begin_again(self) -> None:
         """Forget what was prefilled and reused so far in the call."""
