@@ -12,7 +12,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.report import ParallelReport
-from hf_fastdecode.parallel import divided_pass
+from hf_fastdecode.parallel import divided_pass, sequence
 
 from .processes import Models, Seen, add_scenario
 from .scenarios import by_pytorch, reason
@@ -28,7 +28,8 @@ def compared(name: str, models: Models) -> Any:
     torch.manual_seed(1)
     expected = model.generate(**call.prompts, **call.arguments)
     divided = mock.patch.object(divided_pass, "FEWEST_TOKENS", 2 if call.divides_prefill else 10**9)
-    with divided, fd.enabled(model, sequence_parallel=models.group, **call.options):
+    blocks = mock.patch.object(sequence, "SUFFIX_BLOCK", call.block)
+    with divided, blocks, fd.enabled(model, sequence_parallel=models.group, **call.options):
         torch.manual_seed(1 + models.rank * call.seeds_differ)
         found = model.generate(**call.prompts, **call.arguments)
         report = fd.explain(model).last_call

@@ -80,7 +80,7 @@ class OwnStorage(TokenStorage):
         if self.example is None:
             self.example = Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in parts))
 
-    def as_nodes(self, parts: Segment, starts: Tensor, dtype: torch.dtype | None = None) -> Segment:
+    def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
         """Convert suffix tokens to keys and values, which nodes store.
 
         Raises:
@@ -92,11 +92,9 @@ class OwnStorage(TokenStorage):
                 "the suffixes of this cache are stored without values, and the model whose layers make them is gone; "
                 "keep the model, or prefill the whole text again"
             )
-        keys, coordinates = parts
-        positions = starts[:, None] + torch.arange(keys.shape[2], device=keys.device)
         if dtype is None and (held := self.node_example) is not None:
             dtype = held[0].dtype
-        return layer.as_nodes(keys, coordinates, positions, dtype)
+        return layer.as_nodes(*parts, positions, dtype)
 
     @property
     def node_example(self) -> Segment | None:

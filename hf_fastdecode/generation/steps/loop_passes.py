@@ -223,7 +223,7 @@ class CapturedPasses:
     def _reserve(cache: SharedContextCache, queries: int) -> None:
         """Allocate room for a pass's tokens, and where storage must move, for some more passes of drafts."""
         needed = cache.suffix_length + queries
-        if any(layer.storage.capacity < needed for layer in cache.attention_layers):
+        if not cache.has_room(needed):
             cache.reserve(needed if queries == 1 else needed + 4 * MAX_QUERIES)
 
 
