@@ -312,7 +312,7 @@ class SharedState:
         return tokens if self.parallel is None else replace(self.suffix_shard, rank=0).count(tokens) + 1
 
     def whole(self, stored: Segment, span: Span) -> Segment:
-        """Keys and values of a whole span, of which this process stores those of a segment; a collective if divided."""
+        """Keys and values of a whole span, from what this process stores of its segment; a collective if divided."""
         return stored.view(span) if self.parallel is None else self.parallel.whole(stored, span, self.segment_runs)
 
     @property

@@ -1,8 +1,8 @@
 """Which rank stores which tokens, where keys and values are divided between ranks (Tree Attention).
 
 A run of tokens, such as a segment of node storage, is dealt out to the ranks in turn. What a rank stores of it lies
-end to end in its own storage, so that any span of the run is one span there too, possibly empty: a rank's forest is the
-whole forest with shorter spans, and its kernels read it like any other.
+end to end in its own storage, so that any span of the run is one span there too, possibly empty: a rank's forest is
+the whole forest with shorter spans, and its kernels read it like any other.
 
 Nodes are dealt out token by token. Every rank then holds the same number of tokens of every span, give or take one,
 whatever the lengths, the number of ranks, or the part of a segment that a call reads: a prefix, a window, a path.
@@ -82,8 +82,8 @@ class Shard:
         There are no others among as many as all ranks but one store in turn, and one more.
         """
         ahead = (self.rank * self.block - lengths) % (self.block * self.ranks)  # to the next block's beginning
-        inside = self.stores(lengths)
-        return torch.where(inside, 0, ahead), torch.where(inside, self.block - lengths % self.block, ahead + self.block)
+        first = torch.where(self.stores(lengths), 0, ahead)
+        return first, first + self.block - (lengths + first) % self.block
 
     def positions(self, stored: int) -> Tensor:
         """Positions in a run of the first `stored` tokens that this rank stores: ``[stored]`` int64, on the CPU."""

@@ -39,7 +39,8 @@ def forest_attention(
     """Attend each row's queries to its path of nodes and its suffix.
 
     Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
-    row's path, and its suffix up to and including that position, or as much as ``kv.seen`` says; under a window, the last ``window`` of these tokens.
+    row's path, and its suffix up to and including that position, or as much as ``kv.seen`` says; under a window, the
+    last ``window`` of these tokens.
     `reference.forest_attention` is the specification, and has the same name and arguments, without `backend`.
 
     Args:

@@ -61,7 +61,7 @@ def forest_decode(
         suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
             values, and elements from one slot and from one KV head to the next in both; written at ``lengths``.
         slots: ``[rows]`` int32: slot of each row's suffix; -1 for an inactive row, whose output is 0.
-        lengths: ``[rows]`` int32: tokens in each suffix before this step. Or ``[3, rows]``, where suffixes are divided:
+        lengths: ``[rows]`` int32: tokens in each suffix before this step. ``[3, rows]`` where suffixes are divided:
             tokens that are stored here, and of the new ones, counted from 0, the first that is, and the first after it
             that is not; both may be beyond the last. Not with a window.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
@@ -84,8 +84,8 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]``, both fp32.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other`, divided
-            suffixes or the Hopper kernel.
+        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other`,
+            divided suffixes or the Hopper kernel.
         KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
             configuration or backend.
     """
@@ -114,6 +114,7 @@ def forest_decode(
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    lse: Tensor | None
     if into is not None:
         out, lse = _checked(into, query)
     else:

@@ -56,12 +56,6 @@ def merge_partial(lse, part, row_max, row_sum, acc):
 
 
 @triton.jit
-def reloaded(lse, row_sum):
-    """Row max and row sum of partials that may be empty, from their log-sum-exp and a row sum of 1."""
-    return tl.maximum(lse, LOWEST), tl.where(lse > LOWEST, row_sum, 0.0)
-
-
-@triton.jit
 def merge_depths(
     located,  # from `locate_depths`
     queries,  # with SCALAR, how far each query is behind the located one in its tile; else 0
@@ -175,7 +169,7 @@ def merge_rows(
         row_max = tl.load(own_lse + at, mask=valid_query, other=0.0)
         row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
         if DIVIDED:
-            row_max, row_sum = reloaded(row_max, row_sum)
+            row_sum = tl.where(row_max > LOWEST, 1.0, 0.0)
         acc = tl.load(own_out + place, mask=kept, other=0.0)
     else:
         row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
@@ -196,7 +190,7 @@ def merge_rows(
         DEPTHS,
         False,
     )
-    if DIVIDED:
+    if OWN and DIVIDED:
         seen = active & (row_sum > 0)
     else:
         seen = active if OWN else row_sum > 0

@@ -8,7 +8,7 @@ it runs beside the node kernel on the remaining multiprocessors, it writes its o
 import triton
 import triton.language as tl
 
-from .merge import locate_depths, merge_depths, merge_partial, reloaded
+from .merge import locate_depths, merge_depths, merge_partial
 from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
 
 
@@ -211,10 +211,10 @@ def attend_suffixes(
     kept = (index < queries_per_kv_head)[:, None] & in_dim[None, :]
     if THROUGH_MEMORY:  # memory of this program alone
         own_at = first_query + within
+        if DIVIDED:
+            row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # of no key, whose row max is LOWEST
         tl.store(own_lse + own_at, row_max + tl.log2(row_sum), mask=valid_query)
         result = acc * (1.0 / row_sum)[:, None]
-        if DIVIDED:
-            result = tl.where((row_sum > 0)[:, None], result, 0.0)
         tl.store(
             own_out + own_at[:, None] * HEAD_DIM + dims[None, :], result, mask=valid_query[:, None] & in_dim[None, :]
         )
@@ -226,7 +226,7 @@ def attend_suffixes(
         row_max = tl.load(own_lse + at, mask=index < queries_per_kv_head, other=0.0)
         row_sum = tl.full([WIDTH], 1.0, tl.float32)
         if DIVIDED:
-            row_max, row_sum = reloaded(row_max, row_sum)
+            row_sum = tl.where(row_max > LOWEST, 1.0, 0.0)
         acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
     if HAS_NODES:
         if PDL:  # from here on the node partials are read
@@ -248,12 +248,11 @@ def attend_suffixes(
             DEPTHS,
             SCALAR,
         )
+    found = active
     if DIVIDED:
         found = (row_sum > 0) & active
-        result = tl.where(found[:, None], acc * (1.0 / row_sum)[:, None], 0.0)
-    else:
-        found = active
-        result = tl.where(found, acc * (1.0 / row_sum)[:, None], 0.0)
+        row_sum = tl.where(found, row_sum, 1.0)
+    result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
     if LSE:
         lse = tl.where(found, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
