@@ -18,9 +18,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -47,10 +46,11 @@ from ..attention.interface import RowLengths
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
-from ..parallel.failure import UNWATCHED, Unwatched
 from ..parallel.groups import in_several_processes
+from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.loop import decode_shared
+from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
@@ -166,7 +166,7 @@ def _prepare_cache_for_generation(
     model_state.last_call = report = CallReport()
     if active_call is not None and active_call.model is model:
         active_call.report = report
-    given = _signature(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
+    given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
@@ -215,9 +215,9 @@ def _prepare_cache_for_generation(
 
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
-    signature = _signature(original)
-    takes = _takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and _takes_any(signature))
-    takes = takes and _pass_loop_on(original)
+    signature = signature_of(original)
+    takes = takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and takes_any(signature))
+    takes = takes and pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
     with model_state.call(model) as may_share:
@@ -231,7 +231,7 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
-                call.report.reason = f"{_name_of(original)}, which replaces generate, left out custom_generate"
+                call.report.reason = f"{name_of(original)}, which replaces generate, left out custom_generate"
                 model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
             return output
         except BaseException as error:
@@ -270,61 +270,12 @@ def _begin_prefill(
         model_state.captures.begin_prefill(model, inputs, call.scope)
 
 
-_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
-"""Signatures of methods of classes, less their instance."""
-
-
-def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    """A method's signature, which is made once for a class where its instance is bound by a partial."""
-    of_class = method.func if isinstance(method, partial) and len(method.args) == 1 and not method.keywords else None
-    if not isinstance(of_class, FunctionType):
-        return inspect.signature(method)
-    if (found := _signatures.get(of_class)) is None:
-        found = _signatures[of_class] = inspect.signature(method)
-    return found
-
-
-def _takes_loop(signature: inspect.Signature, given: int) -> bool:
-    """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
-    names = list(signature.parameters)
-    return "custom_generate" in names and given <= names.index("custom_generate")
-
-
-def _pass_loop_on(function: Callable[..., Any]) -> bool:
-    """Whether wrappers take ``custom_generate``, or any argument: they may take fewer than what they wrap."""
-    inner: Callable[..., Any] | None = function
-    while inner is not None:
-        if isinstance(inner, partial):
-            inner = inner.func
-            continue
-        if not _takes_or_passes_on(inner):
-            return False
-        inner = getattr(inner, "__wrapped__", None)
-    return True
-
-
-def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
-    code = function.__code__ if isinstance(function, FunctionType) else None
-    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
-        return True
-    signature = inspect.signature(function, follow_wrapped=False)
-    return "custom_generate" in signature.parameters or _takes_any(signature)
-
-
-def _takes_any(signature: inspect.Signature) -> bool:
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
-
-
 def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
     """Why `generate` could not be given this package's decoding loop."""
     if not model_state.methods.wraps("generate"):
         return "the model's class has a generate of its own"
-    name = _name_of(model_state.methods.original(model, "generate"))
+    name = name_of(model_state.methods.original(model, "generate"))
     return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _extract_generation_mode_kwargs(

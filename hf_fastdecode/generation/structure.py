@@ -15,9 +15,9 @@ from ..attention.interface import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.failure import watch_of
 from ..parallel.groups import common_group, gathers_parameters, in_several_processes, splitting_groups
 from ..parallel.sequence import SequenceParallel
+from ..parallel.watches import watch_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk

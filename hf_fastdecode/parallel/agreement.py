@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PeerFailedError, Unsupported, ran_out_of_memory
-from .failure import UNWATCHED, Unwatched
+from .unwatched import UNWATCHED, Unwatched
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,14 +117,14 @@ class Together:
         self.count, self._rank = group.size(), group.rank()
 
     def first(self, tensor: Tensor) -> Tensor:
-        self.watch.step("a broadcast of rank 0")
         sent = tensor.to(self._device).contiguous()
+        self.watch.step("a broadcast of rank 0")  # after the copy, which may wait for the device until a peer fails
         dist.broadcast(sent, group=self._group, group_src=0)
         return sent.to(tensor.device)
 
     def smallest(self, *numbers: int) -> list[int]:
-        self.watch.step(f"a comparison of {len(numbers)}")
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        self.watch.step(f"a comparison of {len(numbers)}")
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
         return [int(one) for one in found.tolist()]
 

@@ -12,19 +12,17 @@ the others once a second.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 from threading import Lock, Thread
 from time import monotonic
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from typing import TYPE_CHECKING
+from weakref import WeakSet, ref
 
 from torch import distributed
 
@@ -32,6 +30,7 @@ from ..errors import PeerFailedError, one_line
 from .abort import abort
 from .heartbeat import IN_CALLS, LONGEST, Heartbeat
 from .standing import Exit, Standing, parted, settled, waits_in_vain
+from .unwatched import Clearable, Unwatched
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,35 +49,6 @@ _RECENT = 64
 
 _EXITS = 4
 """Exits that a process tells; the others are behind by one call at most."""
-
-
-class Holder(Protocol):
-    """What holds captured graphs, and with them the communicators of NCCL."""
-
-    def clear(self) -> None: ...
-
-
-class Unwatched:
-    """What `PeerWatch` is to a process with a model of its own."""
-
-    failed: tuple[int, str] | None = None
-
-    def call(self, name: str, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def running_pass(self, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def enter_foreign_loop(self) -> None: ...
-
-    def frees(self, holder: Holder) -> None: ...
-
-    def at(self, place: str) -> None: ...
-
-    def step(self, doing: str) -> None: ...
-
-
-UNWATCHED = Unwatched()
 
 
 class PeerWatch(Unwatched):
@@ -102,7 +72,8 @@ class PeerWatch(Unwatched):
         self._timeout = self._entered = float("inf")
         self._vain: dict[int, float] = {}  # since when a peer that left is waited for, by rank
         self._is_ending = False
-        self._holders: WeakSet[Holder] = WeakSet()
+        self._freeing = Lock()
+        self._holders: WeakSet[Clearable] = WeakSet()
         size = groups[0].size()
         self._heartbeat = Heartbeat(store, self._rank, size, Lock(), self._standing, self._has_told_enough)
         self._news = self._heartbeat.news
@@ -162,9 +133,9 @@ class PeerWatch(Unwatched):
             with self._news:
                 self._groups += [ref(group) for group in groups if id(group) not in known]
 
-    def frees(self, holder: Holder) -> None:
+    def frees(self, one: Clearable) -> None:
         """Clear this when the groups are given up."""
-        self._holders.add(holder)
+        self._holders.add(one)
 
     def at(self, place: str) -> None:
         """Tell in which part of the call this process is."""
@@ -241,6 +212,7 @@ class PeerWatch(Unwatched):
             self._exits = (*self._exits[1 - _EXITS :], Exit(self._recent[-1][0], text))
             self._in_call = False
             self._heartbeat.ask()
+            self._news.notify_all()
             if by_peer is None and error is not None:
                 last = self._heartbeat.rounds + 3 if self._rank == 0 else 0  # rank 0 may end, and the store with it
                 self._heartbeat.until_written(lambda: self._heartbeat.rounds >= last or self._left_alike() is not None)
@@ -252,11 +224,18 @@ class PeerWatch(Unwatched):
                 raise PeerFailedError(*by_peer) from error
 
     def _free(self) -> None:
-        for holder in list(self._holders):
-            try:
-                holder.clear()
-            except RuntimeError:  # of a device whose last kernel failed
-                logger.warning("captured steps cannot be freed", exc_info=True)
+        with self._freeing:
+            for one in list(self._holders):
+                try:
+                    one.clear()
+                except RuntimeError:  # of a device whose last kernel failed
+                    logger.warning("captured steps cannot be freed", exc_info=True)
+
+    def _free_soon(self) -> None:
+        """Free what is held, once no call uses it, or if the call waits: NCCL's lock is held until all is free."""
+        with self._news:
+            self._news.wait_for(lambda: not self._in_call, _GRACE)
+        self._free()
 
     def _left_alike(self) -> bool | None:
         """Whether all processes left the last call like this one; None if that is not known yet."""
@@ -345,9 +324,8 @@ class PeerWatch(Unwatched):
                     self._news.wait(IN_CALLS)
             # Before connections close, which others notice at once, and before this process ends with the store in it.
             heartbeat.until_written(lambda: self._rank != 0 or self._is_known())
-            self._is_ending, in_call = True, self._in_call
-        if not in_call:  # else, `abort` lets the call end, which frees what it holds; and waits for that, as here
-            Thread(target=self._free, name="hf_fastdecode-free", daemon=True).start()
+            self._is_ending = True
+        Thread(target=self._free_soon, name="hf_fastdecode-free", daemon=True).start()
         for group in self._groups:
             if (one := group()) is not None:
                 try:
@@ -381,40 +359,3 @@ def _of_communication(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-_watches: WeakKeyDictionary[ProcessGroup, PeerWatch] = WeakKeyDictionary()
-_made: Counter[str] = Counter()
-"""Watches that were made, by name of the group, which a later group may have too, in the same store."""
-
-
-def watch_of(groups: Sequence[ProcessGroup]) -> PeerWatch:
-    """The watch of the first of a model's groups, the same one from its first call until the group is destroyed.
-
-    Processes make the watches of groups of one name in the same order.
-    """
-    first = groups[0]
-    found = _watches.get(first)
-    if found is None:
-        from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
-
-        _register_ends()
-        _made[first.group_name] += 1
-        store = _get_process_group_store(first).clone()  # type: ignore[attr-defined]  # its own connection: on one, requests wait
-        name = f"hf_fastdecode/{first.group_name}/{_made[first.group_name]}"
-        found = _watches[first] = PeerWatch(groups, PrefixStore(name, store))
-    else:
-        found.also(groups)
-    return found
-
-
-def _end_all() -> None:
-    for watch in list(_watches.values()):
-        watch.end()
-
-
-@cache
-def _register_ends() -> None:
-    """End threads before the interpreter, in whose last moments they must not run; and forget them in forks."""
-    atexit.register(_end_all)
-    os.register_at_fork(after_in_child=_watches.clear)

@@ -107,10 +107,10 @@ def test_a_step_apart_from_its_attention():
 def test_first_calls():
     row = {"shape": "x", "context": "100", "samples": "6", "new_tokens": "10", "way": "graph", "caches": "cold"}
     row |= {"first_call_s": "7", "second_call_s": "0.64", "third_call_s": "0.6", "tenth_call_s": "0.5"}
-    row |= {"more_rows_s": "1", "longer_prompt_s": "2", "status": "ok"}
+    row |= {"more_rows_s": "1", "longer_prompt_s": "2", "reused_first_token_s": "0.0144", "status": "ok"}
     row |= {"device": "d", "dtype": "float16", "torch": "1", "transformers": "2"}
     found = summary.table([row, row | {"way": "stock", "status": "out of memory"}])
-    assert "| x | 100 | 6 | graph | cold | 7.00 | 0.64 | 0.60 | 0.50 | 1.00 | 2.00 |" in found
+    assert "| x | 100 | 6 | graph | cold | 7.00 | 0.64 | 0.60 | 0.50 | 1.00 | 2.00 | 0.014 |" in found
     assert "| stock | cold | out of memory | out of memory |" in found
 
 

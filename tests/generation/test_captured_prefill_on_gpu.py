@@ -41,6 +41,8 @@ class Errors:
 
     def __init__(self, model):
         self.model, self.exact = model, copy.deepcopy(model).double()
+        if hasattr(self.exact, "set_experts_implementation"):
+            self.exact.set_experts_implementation("eager")  # PyTorch 2.11 has no grouped product in fp64
         self.stock = copy.deepcopy(model)
         self.captured, self.of_stock = [], []
 

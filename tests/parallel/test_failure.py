@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.decisions import Decisions
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.parallel import failure
 
 from .failing import Calls, Ended, at_nth, run_all, scenario, send_itself
 from .scenarios import PROMPT, PROMPTS
@@ -54,6 +56,33 @@ def raises_in_a_pass(calls: Calls) -> None:
     calls.make(lambda: fd.prefill(calls.model, PROMPT).rows)
     time.sleep(1.5)
     calls.note(threads())
+
+
+class Graph:
+    """Stands for a captured graph to which the frames of a call refer."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def clear(self) -> None:
+        self.freed.set()
+
+
+@scenario()
+def raises_beside_graphs(calls: Calls) -> None:
+    """Communication closes once no graph holds it, as NCCL's does, and the call of rank 0 waits for that."""
+    fd.enable(calls.model, peer_timeout=TIMEOUT)
+    calls.make(lambda: generate(calls))
+    graph, close = Graph(), failure.abort
+    state_of(calls.model).structure_of(calls.model).ranks.watch.frees(graph)
+    failure.abort = lambda group: close(group) if calls.rank == 0 and graph.freed.wait(3 * TIMEOUT) else None
+
+    def fail() -> None:
+        if calls.rank:
+            raise KeyError("no layer")
+
+    with at_nth(PASSES, functional, "silu", fail):
+        calls.make(lambda: generate(calls))
 
 
 @scenario()
@@ -134,6 +163,11 @@ def test_calls_go_on_after_errors_that_all_raise(seen):
         assert differing.error.startswith("ValueError: generate was called differently")
         assert invalid.error.startswith("ValueError: ")
         assert "max_new_tokens" in invalid.error
+
+
+def test_graphs_are_freed_while_their_call_waits(seen):
+    _, ended = seen["raises_beside_graphs"][0]
+    failed(ended, 1, "KeyError: 'no layer'", 2 * TIMEOUT)
 
 
 def test_a_slow_process_is_not_a_failed_one(seen):

@@ -44,18 +44,31 @@ def prompts(models: Models, length: int, rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@torch.no_grad()
+def lost_by(model: PreTrainedModel, tokens: Tensor, given: dict[str, Any]) -> tuple[float, float]:
+    """By how much logits of the greedy tokens are below the largest in fp64, and PyTorch's own largest error."""
+    length = given["input_ids"].shape[1]
+    mask = torch.ones_like(tokens)
+    mask[:, :length] = given.get("attention_mask", mask[:, :length])
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    exact = copy.deepcopy(model).double()(**inputs).logits[:, length - 1 : -1]
+    error = (model(**inputs).logits[:, length - 1 : -1] - exact).abs().max()
+    chosen = exact.gather(-1, tokens[:, length:, None])
+    return (exact.amax(-1, keepdim=True) - chosen).max().item(), error.item()
+
+
 @scenario
 def sequence_greedy(models: Models) -> Any:
     model, found = make_model(models), {}
     for length in (1, 40, LONG):
         given = prompts(models, length, 8) if length > 7 else {"input_ids": torch.full((8, 1), 9, device=model.device)}
         given |= {"do_sample": False, "max_new_tokens": 24}
-        stock = model.generate(**given)
         for mode in ("eager", "graph"):
             with fd.enabled(model, mode=mode, sequence_parallel="auto"):
-                same = [torch.equal(model.generate(**given), stock) for _ in range(2)]
+                first, tokens = model.generate(**given), model.generate(**given)
                 call = fd.explain(model).last_call
-                found[f"{length} {mode}"] = [same, call.path, call.mode, call.captures, call.parallel.tokens]
+            seen = [call.path, call.mode, call.captures, call.parallel.tokens]
+            found[f"{length} {mode}"] = [torch.equal(first, tokens), lost_by(model, tokens, given), *seen]
     return found
 
 
@@ -164,10 +177,12 @@ def both(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
 
 
 @pytest.mark.gpu
-def test_eager_and_captured_steps_give_stock_tokens(seen):
+def test_eager_and_captured_steps_draw_the_best_tokens(seen):
+    """In half precision they are within the errors of logits that are twice PyTorch's."""
     found = both(seen, "sequence_greedy")
-    for name, (same, path, mode, captures, tokens) in found.items():
-        assert same == [True, True], name
+    for name, (same, (lost, error), path, mode, captures, tokens) in found.items():
+        assert same, name
+        assert lost <= 4 * error, name
         assert (path, mode, captures) == ("shared", name.split()[1], 0), name
         assert tokens > 0
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,7 +27,7 @@ from .cases import FirstCallsCase, GenerateCase
 from .ways import find_way, using
 
 _CALLS = {1: "first_call_s", 2: "second_call_s", 3: "third_call_s", 10: "tenth_call_s"}
-_COLUMNS = ("status", *_CALLS.values(), "more_rows_s", "longer_prompt_s", "ran")
+_COLUMNS = ("status", *_CALLS.values(), "more_rows_s", "longer_prompt_s", "reused_first_token_s", "ran")
 _FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 _MOST_S = 900.0
 
@@ -43,8 +44,9 @@ class FirstCallsBench:
 
         ``first_call_s``, ``second_call_s``, ``third_call_s``, ``tenth_call_s``: seconds of the same call, from an idle
         device to an idle device, the model being loaded. Then in the same process: ``more_rows_s``, the first call
-        with half as many samples more; ``longer_prompt_s``, the first with a prompt of twice the length. ``ran``: what
-        our report says ran in the tenth call.
+        with half as many samples more; ``longer_prompt_s``, the first with a prompt of twice the length.
+        ``reused_first_token_s``: the median of repeated calls of one new token with ``reuse_prefix=True``; None for
+        ways that are not ours. ``ran``: what our report says ran in the tenth call.
         """
         result, key = dict.fromkeys(_COLUMNS), (case.call, way_name)
         folder = self._filled.pop(key, None) if case.caches == "warm" else None
@@ -75,18 +77,29 @@ def time_calls(case: GenerateCase, way_name: str, device: torch.device) -> dict[
     way = find_way(way_name)
     model = load(case.shape, device, getattr(torch, case.dtype), way.slim)
 
-    def seconds(of: GenerateCase) -> float:
+    def seconds(of: GenerateCase, new_tokens: int | None = None) -> float:
         call = caller(model, of, way)
         with seeded(device):
-            return wall_seconds(lambda: call(of.new_tokens), device)
+            return wall_seconds(lambda: call(new_tokens or of.new_tokens), device)
 
     with using(model, way):
         times = [seconds(case) for _ in range(max(_CALLS))]
         ran = None if way.enable is None else what_ran(model)
         more = seconds(replace(case, samples=case.samples + -(-case.samples // 2)))
         longer = seconds(replace(case, context=2 * case.context))
-    calls = {name: times[number - 1] for number, name in _CALLS.items()}
-    return {"status": "ok", **calls, "more_rows_s": more, "longer_prompt_s": longer, "ran": ran}
+    reused = None
+    if way.enable is not None:
+        with using(model, replace(way, enable={**way.enable, "reuse_prefix": True})):
+            reused = median([seconds(case, 1) for _ in range(8)][3:])
+    calls: dict[str, float | None] = {name: times[number - 1] for number, name in _CALLS.items()}
+    return {
+        "status": "ok",
+        **calls,
+        "more_rows_s": more,
+        "longer_prompt_s": longer,
+        "reused_first_token_s": reused,
+        "ran": ran,
+    }
 
 
 def main() -> None:

@@ -88,7 +88,10 @@ def generate_tables(rows: Sequence[Measurement]) -> str:
 
 
 def _seconds(row: Measurement, name: str) -> str:
-    return f"{float(row[name]):.2f}"
+    found = row.get(name)
+    if not found:
+        return ""
+    return f"{float(found):.{2 if float(found) > 0.1 else 3}f}"
 
 
 def first_calls_table(rows: Sequence[Measurement]) -> str:
@@ -100,6 +103,7 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
         "tenth_call_s": "10",
         "more_rows_s": "half as many rows more",
         "longer_prompt_s": "twice the context",
+        "reused_first_token_s": "first token with `reuse_prefix`",
     }
     lines = [
         [row["shape"], *_point(row), row["way"], row["caches"]]

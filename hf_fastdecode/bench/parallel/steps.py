@@ -86,7 +86,8 @@ class StepBench:
         if way == "stock-tensor":
             yield
             return
-        mode = "graph" if self.processes.device.type == "cuda" else "auto"
+        # The kernels of captured steps take no fp32, as the check's model is.
+        mode = "graph" if self.processes.device.type == "cuda" and model.dtype != torch.float32 else "auto"
         with fd.enabled(model, mode=mode, sequence_parallel="auto" if way == "sequence" else False):
             yield
 

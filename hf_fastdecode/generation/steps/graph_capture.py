@@ -115,6 +115,12 @@ class CapturedGraph:
                     outputs = run()
         self._graph = graph
         self._outputs = tuple(map(unowned, outputs))
+        ranks.watch.frees(self)
+
+    def clear(self) -> None:
+        """Free the graph, whoever refers to it; no replay follows. A communicator closes once no graph holds it."""
+        if self._graph is not None:
+            self._graph.reset()
 
     def replay(self) -> tuple[Tensor, ...]:
         """The pass's outputs, valid until the next replay of any graph of the pool."""

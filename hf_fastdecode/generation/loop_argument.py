@@ -1,0 +1,60 @@
+"""Whether a model's `generate`, which others may have replaced or wrapped, takes a decoding loop as an argument."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
+"""Signatures of methods of classes, less their instance."""
+
+
+def signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """A method's signature, which is made once for a class where its instance is bound by a partial."""
+    of_class = method.func if isinstance(method, partial) and len(method.args) == 1 and not method.keywords else None
+    if not isinstance(of_class, FunctionType):
+        return inspect.signature(method)
+    if (found := _signatures.get(of_class)) is None:
+        found = _signatures[of_class] = inspect.signature(method)
+    return found
+
+
+def takes_loop(signature: inspect.Signature, given: int) -> bool:
+    """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
+    names = list(signature.parameters)
+    return "custom_generate" in names and given <= names.index("custom_generate")
+
+
+def pass_loop_on(function: Callable[..., Any]) -> bool:
+    """Whether wrappers take ``custom_generate``, or any argument: they may take fewer than what they wrap."""
+    inner: Callable[..., Any] | None = function
+    while inner is not None:
+        if isinstance(inner, partial):
+            inner = inner.func
+            continue
+        if not _takes_or_passes_on(inner):
+            return False
+        inner = getattr(inner, "__wrapped__", None)
+    return True
+
+
+def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
+        return True
+    signature = inspect.signature(function, follow_wrapped=False)
+    return "custom_generate" in signature.parameters or takes_any(signature)
+
+
+def takes_any(signature: inspect.Signature) -> bool:
+    """Whether any named argument is taken."""
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What messages call a function."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
