@@ -80,7 +80,9 @@ def test_what_is_appended_goes_behind_what_a_rank_has(first, second, ranks, bloc
 
 
 @PROPERTY
-@given(start=st.integers(0, 300), length=st.integers(0, 300), ranks=RANKS, block=BLOCKS, run=st.sampled_from([None, 90]))
+@given(
+    start=st.integers(0, 300), length=st.integers(0, 300), ranks=RANKS, block=BLOCKS, run=st.sampled_from([None, 90])
+)
 def test_the_whole_is_what_ranks_have_in_order(start, length, ranks, block, run):
     whole = torch.randn(start + length)
     order, longest = places_by_rank(Shard(0, ranks, block, run), start, start + length)

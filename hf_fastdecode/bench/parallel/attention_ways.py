@@ -126,10 +126,12 @@ def _divided(layer: StoredLayer, parallel: SequenceParallel) -> StoredLayer:
 def _by_tables(stored: Stack, tables: StepTables, stack: Stack) -> Step:
     """What the package itself runs in a step, on what is stored here; new tokens are those of the whole stack."""
     tables.follow(stored.forest, SuffixLengths.of(SUFFIX), dict(enumerate(stored.layers)))
-    return lambda: [
-        tables.attend(layer, stack.queries[layer], *stack.new(layer), stack.scoring)
-        for layer in range(stack.case.layers)
-    ]
+
+    def step() -> list[Tensor]:
+        layers = range(len(stored.layers))  # which the tables have addresses of
+        return [tables.attend(one, stack.queries[one], *stack.new(one), stack.scoring) for one in layers]
+
+    return step
 
 
 def three_all_reduces(own: Partial, processes: Processes) -> Partial:
