@@ -105,7 +105,7 @@ def test_suffixes_grow_where_ranks_store_them(lengths, ranks, block):
         own = (new >= first[:, None]) & (new < stop[:, None])
         assert torch.equal(own, shard.stores(before[:, None] + new))
         assert shard.counts(before).tolist() == [shard.count(length) for length in lengths]
-        for row, length in enumerate(lengths):
+        for length in lengths:
             assert shard.positions(shard.count(length)).tolist() == shard.places(0, length).tolist()
         stored_by += own
     assert bool((stored_by == 1).all())
