@@ -88,7 +88,9 @@ class StoredLayer:
         stored = self.storage.keys_and_values(self.storage.ordered_suffix(state.suffixes.origins))
         lengths, seen = state.stored_suffixes(before.plus(appended)).on_host(), None
         if state.parallel is not None:
-            own = torch.tensor([before.longest]) if before.per_row is None else before.per_row.long().cpu()
+            own = (
+                torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.long().cpu()
+            )
             seen = state.suffix_shard.counts(own[:, None] + 1 + torch.arange(appended, device="cpu"))
         return ForestKV(self.stored_forest, self.segments, stored, lengths, seen)
 

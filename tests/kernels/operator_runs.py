@@ -33,6 +33,8 @@ def decode(
     fewer_programs: bool = True,
     origins: Tensor | None = None,
     other: Partial | None = None,
+    into: Partial | None = None,
+    divided: bool = False,
     return_lse: bool = True,
     rounded: bool = True,
 ):
@@ -92,7 +94,7 @@ def decode(
         node_addresses(kv.forest, kv.segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         slots,
-        before,
+        before.repeat(3, 1) if divided else before,
         schedule,
         config,
         scale=head_dim**-0.5,
@@ -101,6 +103,7 @@ def decode(
         sinks=sinks,
         origins=origins,
         other=other,
+        into=into,
         return_lse=return_lse,
     )
     for whole, part in zip(stored, new, strict=True):

@@ -178,6 +178,10 @@ def test_arguments_are_checked():
         decode(query, kv, config=CONFIG, other=Partial(partial.out.half(), partial.lse))
     with pytest.raises(ValueError, match=r"other\[1\] must be"):
         decode(query, kv, config=CONFIG, other=Partial(partial.out, partial.lse[:, :1]))
+    with pytest.raises(ValueError, match=r"into\[0\] must be .* float32"):
+        decode(query, kv, config=CONFIG, into=Partial(partial.out.half(), partial.lse))
+    with pytest.raises(ValueError, match="a window of 5 tokens cannot count keys on other devices"):
+        decode(query, kv, config=CONFIG, divided=True, window=5)
     with pytest.raises(ValueError, match="a window of 5 tokens cannot count the keys behind `other`"):
         decode(query, kv, config=CONFIG, other=partial, window=5)
     with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):

@@ -91,6 +91,14 @@ CALLS: dict[str, Call] = {
     "prompt-lookup": Call(
         ones(TEXT[:, :30].repeat(1, 3)), GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}, ranks=(2, 3)
     ),
+    "prompt-lookup-by-kernels": Call(
+        ones(TEXT[:, :30].repeat(1, 3)),
+        GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4},
+        config={"num_attention_heads": 2, "num_key_value_heads": 1},
+        options={"backend": "triton"},
+        block=8,
+        ranks=(2, 3),
+    ),
     "chunked-prefill": Call(levels(), GREEDY, options={"max_prefill_tokens": 7}, ranks=(2, 3)),
     "prefill": Call(levels(), GREEDY, divides_prefill=True, ranks=(2, 3, 4)),
     "prefill-in-chunks": Call(levels(), GREEDY, options={"max_prefill_tokens": 7}, divides_prefill=True, ranks=(2, 3)),

@@ -152,7 +152,6 @@ def run_node_kernels(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
-    into: Partial | None = None,
 ) -> Partial:
     """`forest_partial` likewise: the fp32 partial of the nodes."""
     from ...kernels.forest_decode.api import forest_partial
@@ -160,6 +159,6 @@ def run_node_kernels(
     if query.stride(-1) != 1:
         query = query.contiguous()
     parts = forest_partial(
-        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap, into=into
+        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap
     )
     return Partial(*parts)

@@ -220,7 +220,6 @@ class StepTables:
         *,
         kv_heads: int | None = None,
         soft_cap: float | None = None,
-        into: Partial | None = None,
     ) -> Partial:
         """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
 
@@ -228,7 +227,6 @@ class StepTables:
             query: ``[rows, heads, queries, head_dim]`` in the dtype of the nodes.
             kv_heads: KV heads of the nodes; as many as the query has when None.
             soft_cap: As for `forest_partial`.
-            into: Where to write the partial, likewise.
 
         Returns:
             The partial, in fp32; that of no keys for rows without nodes.
@@ -240,7 +238,7 @@ class StepTables:
         def run(known: _Scheduled) -> Partial:
             nodes = self.nodes[self._places[layer]]
             tables = (nodes, self.slots, known.tables, known.plan.config)
-            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap, into)
+            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap)
 
         keys = query[:, :kv_heads]  # of the shape that new keys would have
         return self._run(run, query, keys, keys, Scoring(scale, soft_cap, None, None))

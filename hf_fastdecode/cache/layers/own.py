@@ -19,6 +19,10 @@ class AttendsByItself(Protocol):
     It finds nodes and suffixes through the cache that its `forward` is given: a `SharedContextCache`, or in captured
     steps a `CapturedCache`. `ModelLayout.of` finds such layers by `attends_by_itself` and `layer_idx`.
 
+    Where processes divide a cache, nodes and suffixes are what this one stores of them. The layer then attends to
+    these, each query to as many tokens of its suffix as `ForestKV.seen_by` says, and hands its partial to
+    `of_all_processes`.
+
     Attributes:
         attends_by_itself: True.
         suffixes_read: What reads suffixes in captured steps, for reports.

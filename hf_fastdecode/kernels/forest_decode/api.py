@@ -116,7 +116,9 @@ def forest_decode(
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse: Tensor | None
     if into is not None:
-        out, lse = _checked(into, query)
+        out, lse = into
+        check_table("into[0]", out, tuple(query.shape), torch.float32)
+        check_table("into[1]", lse, (rows, heads, queries), torch.float32)
     else:
         dtype = torch.float32 if return_lse else query.dtype
         out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
@@ -195,12 +197,12 @@ def forest_partial(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to each row's nodes, without a causal rule.
 
-    For cross-attention, and for nodes that are spread over devices: partials of each device's nodes merge to the
-    partial of all (Tree Attention, section 5), which `forest_decode` accepts as ``other``.
+    For cross-attention, layers that attend to suffixes by themselves, and nodes that are spread over devices: partials
+    of each device's nodes merge to the partial of all (Tree Attention, section 5), which `forest_decode` accepts as
+    ``other``.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
@@ -211,7 +213,6 @@ def forest_partial(
         kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        into: Where to write the results, contiguous; newly allocated when None.
 
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
@@ -227,11 +228,8 @@ def forest_partial(
     check_table("slots", slots, (rows,), torch.int32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, None)
-    if into is None:
-        out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
-    else:
-        out, lse = _checked(into, query)
+    out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
     if not schedule.piece_count or not rows:
         return out.zero_(), lse.fill_(-torch.inf)
     workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)
@@ -239,13 +237,6 @@ def forest_partial(
         options = _options(query, schedule, config, kv_heads, lse=True) | {"DIVIDED": False}
         _merge(slots, schedule, workspace, None, (out, lse), options)
     return out, lse
-
-
-def _checked(into: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
-    """Where to write a partial, or a ValueError."""
-    check_table("into[0]", into[0], tuple(query.shape), torch.float32)
-    check_table("into[1]", into[1], tuple(query.shape[:3]), torch.float32)
-    return into
 
 
 def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *, lse: bool) -> dict[str, Any]:
