@@ -89,10 +89,10 @@ def enable(
             many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts of at
             least `min_saved_tokens` then run shared although nothing is saved yet.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
-            section 5): each has the whole model and makes the same calls, stores its part of the nodes, and attends to
-            it; a collective per layer merges what they found. ``"auto"`` divides between those of the default group
-            (``torchrun``); a process group or a device mesh of one dimension between its own. Calls are then
-            shared even where that saves nothing. See docs/multi-gpu.md.
+            section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
+            attends to it; a collective per layer merges what they found. ``"auto"`` divides between those of the
+            default group (``torchrun``); a process group or a device mesh of one dimension between its own. Calls are
+            then shared even where that saves nothing. See docs/multi-gpu.md.
         peer_timeout: Seconds without a sign of life of another process of a model that several compute together, until
             calls end with `hf_fastdecode.errors.PeerFailedError`; at least 3. A process that is slow gives signs of
             life.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .forest import Forest, Span
@@ -98,12 +99,16 @@ class ForestKV:
         suffix: ``[rows, kv_heads, capacity, head_dim]`` each of keys and values; row ``i`` holds
             ``suffix_lengths[i]`` tokens from the start; the rest is undefined.
         suffix_lengths: Tokens in each row's suffix; one number when all are equal.
+        seen: ``[rows or 1, queries]`` int64, on the CPU: how many tokens of its row's suffix each query of the step
+            sees; None where suffixes end with the queries' own tokens, which then see those up to theirs. Given where
+            suffixes are divided between processes.
     """
 
     forest: Forest
     segments: Sequence[Segment] | Mapping[int, Segment]
     suffix: Segment
     suffix_lengths: int | Sequence[int]
+    seen: Tensor | None = None
 
     @property
     def suffix_bounds(self) -> tuple[int, int]:
@@ -117,6 +122,13 @@ class ForestKV:
         if isinstance(self.suffix_lengths, int):
             return [self.suffix_lengths] * self.forest.rows
         return list(self.suffix_lengths)
+
+    def seen_by(self, queries: int) -> Tensor:
+        """How many tokens of its row's suffix each of a row's last `queries` sees: ``[rows, queries]`` int64, CPU."""
+        if self.seen is not None:
+            return self.seen.expand(self.forest.rows, -1)
+        lengths = torch.tensor(self.lengths(), dtype=torch.long, device="cpu")
+        return lengths[:, None] - queries + 1 + torch.arange(queries, device="cpu")
 
     def node(self, span: Span) -> Segment:
         """Keys and values of a span, each ``[kv_heads, length, head_dim]``."""

@@ -23,7 +23,7 @@ def forest_attention(
     """Attend each row's queries to its path of nodes and its suffix, in fp64.
 
     Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
-    row's path, and its suffix up to and including that position.
+    row's path, and its suffix up to and including that position; or as much of it as ``kv.seen`` says.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
@@ -51,7 +51,7 @@ def forest_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         context = keys.shape[1] - own
-        last_seen = context + own - queries + torch.arange(queries, device=query.device)
+        last_seen = context + kv.seen_by(queries)[row].to(query.device) - 1
         position = torch.arange(keys.shape[1], device=query.device)
         hidden = position > last_seen[:, None]
         if window is not None:

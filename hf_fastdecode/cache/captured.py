@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.interface import SharedKV
 from ..attention.kv import Scoring, Segment
-from ..attention.launch.step_tables import StepTables, TablesByShape
+from ..attention.launch.step_tables import NewTokens, StepTables, TablesByShape
 from ..attention.partial import Partial
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.empty import EmptyLayer
@@ -32,15 +32,13 @@ class CapturedCache(Cache):
             `SuffixOrigins`; of suffixes that are not captured in place.
 
     Attributes:
-        before: ``[rows]`` int64: tokens in each row's suffix before the step.
-        after: ``[rows]`` int32: with its token. Both are made by `begin`, where suffixes are captured in place.
+        new: Where the step's tokens are, made by `begin` where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
 
-    before: Tensor
-    after: Tensor
+    new: NewTokens
 
     def __init__(self, tables: TablesByShape, cache: SharedContextCache, origins: Tensor | None = None):
         layers = [_captured_layer(tables, layer, origins) for layer in cache.layers]
@@ -49,12 +47,17 @@ class CapturedCache(Cache):
         self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
         self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
-        self._lengths = in_place[0].tables.lengths if in_place else None  # the same for all of them
+        self._tables = in_place[0].tables if in_place else None  # lengths are the same for all of them
+        self._parallel, self._shard = cache.state.parallel, cache.state.suffix_shard
 
     def begin(self) -> None:
         """Begin a pass: read the suffixes' lengths on the device, once for all layers."""
-        if self._lengths is not None:
-            self.before, self.after = self._lengths.long(), self._lengths + 1
+        if self._tables is not None:
+            self.new = self._tables.new_tokens()
+
+    def positions_of_slots(self) -> Tensor:
+        """Positions in a suffix of the tokens that its slots here hold: ``[capacity]`` int64, on the CPU."""
+        return self._shard.positions(self.capacity)
 
     def constant(self, name: str, make: Callable[[], Any]) -> Any:
         """Tensors that do not change between steps, made in the first pass, which is not captured."""
@@ -65,7 +68,7 @@ class CapturedCache(Cache):
     def suffix(self, layer: int, dtype: torch.dtype) -> Segment:
         """Suffixes that are captured in place, ``[rows, 1, capacity, width]`` each.
 
-        Row ``i`` holds `before[i]` tokens before the step. Raises ValueError if the cache holds another dtype.
+        Raises ValueError if the cache holds another dtype.
         """
         suffix = self._in_place(layer).suffix
         require_dtype(dtype, suffix)
@@ -74,13 +77,14 @@ class CapturedCache(Cache):
     def append_in_place(self, layer: int, new: Segment) -> Segment:
         """Write a token of each row, parts ``[rows, 1, 1, width]``, to suffixes that are captured in place.
 
-        Returns the suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``after[i]`` tokens. Raises
+        Returns the suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``new.lengths[i]`` tokens. Raises
         ValueError if the cache holds another dtype.
         """
         suffix = self.suffix(layer, new.keys.dtype)
-        rows = self.constant("rows", lambda: torch.arange(len(self.before), device=self.before.device))
+        slots = self.new.slots
+        rows = self.constant("rows", lambda: torch.arange(len(slots), device=slots.device))
         for stored, part in zip(suffix, new, strict=True):
-            stored[:, 0].index_put_((rows, self.before), part[:, 0, 0])
+            stored[:, 0].index_put_((rows, slots), part[:, 0, 0])
         return suffix
 
     def attend_nodes(self, layer: int, query: Tensor, scale: float) -> Partial:
@@ -88,6 +92,15 @@ class CapturedCache(Cache):
         found = self._in_place(layer)
         require_dtype(query.dtype, found.storage.node_example)
         return found.tables.attend_nodes(layer, query, scale)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether processes divide nodes and suffixes."""
+        return self._parallel is not None
+
+    def of_all_processes(self, part: Partial) -> Partial:
+        """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
+        return part if self._parallel is None else self._parallel.merge(part)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

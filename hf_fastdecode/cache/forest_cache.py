@@ -40,6 +40,12 @@ class ForestCache(Cache):
         return self.state.forest if self.state.forest is not None else Forest(0)
 
     @property
+    def stored_forest(self) -> Forest:
+        """The part of the forest that this process stores; all of it unless processes divide it."""
+        stored = self.state.stored_forest
+        return stored if stored is not None else Forest(0)
+
+    @property
     def rows(self) -> int:
         """Number of rows (sequences)."""
         return self.forest.rows
@@ -161,7 +167,8 @@ class ForestCache(Cache):
         # Keep the same forest object for the same nodes, so that plans made for it stay valid.
         if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
             self.state.forest = self.forest.select_rows(rows)
-        self.state.suffixes.select(torch.tensor(rows, dtype=torch.long, device="cpu"), before, self._storages)
+        chosen = torch.tensor(rows, dtype=torch.long, device="cpu")
+        self.state.suffixes.select(chosen, before, self._storages, self.state.suffix_shard)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``i`` by row ``beam_idx[i]``."""

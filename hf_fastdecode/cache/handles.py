@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
-from ..attention.partial import Partial, empty_partial, merge
+from ..attention.partial import Partial
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.decode_ops import nodes_attention
 from ..attention.torch_operators.operators import cannot_run
@@ -26,7 +25,7 @@ from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
 from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
-from ..parallel.sequence import SequenceParallel, window_is_not_divided
+from ..parallel.sequence import window_is_not_divided
 from .layout import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -57,6 +56,12 @@ class StoredLayer:
         return self.state.forest
 
     @property
+    def stored_forest(self) -> Forest:
+        """The part of the forest that this process stores; all of it unless processes divide it."""
+        stored = self.state.stored_forest
+        return self.forest if stored is None else stored
+
+    @property
     def segments(self) -> dict[int, Segment]:
         """Keys and values of the nodes."""
         return {number: self.storage.keys_and_values(parts) for number, parts in self.storage.segments.items()}
@@ -75,26 +80,31 @@ class StoredLayer:
         return self.storage.version
 
     def forest_kv(self, appended: int = 0) -> ForestKV:
-        """Keys and values for PyTorch's operators, with `appended` more suffix tokens; reordered rows are copied."""
-        suffixes = self.state.suffixes
-        stored = self.storage.keys_and_values(self.storage.ordered_suffix(suffixes.origins))
-        return ForestKV(self.forest, self.segments, stored, suffixes.lengths.plus(appended).on_host())
+        """Keys and values for PyTorch's operators, with `appended` more suffix tokens; reordered rows are copied.
 
-    def attend_nodes(self, query: Tensor, scale: float, softcap: float | None = None) -> Partial:
-        """Attention ``[rows, heads, queries, head_dim]`` to the nodes alone by PyTorch's operators, in fp32.
-
-        Where they are divided between processes, this process's part is merged with the others' by a collective.
+        Where processes divide them, those that this one stores.
         """
-        state, forest = self.state, self.forest
-        stored = forest if state.parallel is None else state.parallel.stored(forest)
-        if stored.nodes:
-            part = nodes_attention(query, stored, self.segments, scale, softcap=softcap, backend=state.torch_backend)
-        else:
-            segment = next(iter(self.segments.values()), None)
-            width = query.shape[-1] if segment is None else segment.values.shape[-1]
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            part = empty_partial((*query.shape[:-1], width), query.device, dtype)
-        return part if state.parallel is None else state.parallel.merge(part)
+        state, before = self.state, self.state.suffixes.lengths
+        stored = self.storage.keys_and_values(self.storage.ordered_suffix(state.suffixes.origins))
+        lengths, seen = state.stored_suffixes(before.plus(appended)).on_host(), None
+        if state.parallel is not None:
+            own = (
+                torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.long().cpu()
+            )
+            seen = state.suffix_shard.counts(own[:, None] + 1 + torch.arange(appended, device="cpu"))
+        return ForestKV(self.stored_forest, self.segments, stored, lengths, seen)
+
+    def attend_nodes(self, query: Tensor, scale: float) -> Partial:
+        """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
+
+        By PyTorch's operators, in fp32.
+        """
+        return nodes_attention(query, self.stored_forest, self.segments, scale, backend=self.state.torch_backend)
+
+    def of_all_processes(self, part: Partial) -> Partial:
+        """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
+        parallel = self.state.parallel
+        return part if parallel is None else parallel.merge(part)
 
     def note(self, scoring: Scoring) -> None:
         """Remember the score options of the current pass."""
@@ -126,13 +136,14 @@ class DecodeKV(SharedKV):
 
     def append(self) -> ForestKV:
         """Write the new tokens and return all keys and values for PyTorch's operators."""
-        self.layer.storage.append(self.parts, self.layer.state.suffixes.lengths)
+        state = self.layer.state
+        self.layer.storage.append(self.parts, state.suffixes.lengths, state.suffix_shard)
         return self.layer.forest_kv(self.keys.shape[2])
 
     def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer, suffixes = self.layer, self.layer.state.suffixes
         tables, origins = self._tables(query, scoring), suffixes.origins
-        tables.follow(layer.forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
+        tables.follow(layer.stored_forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
         if self._is_new("triton"):
             nodes, rows = len(layer.forest.nodes), layer.forest.rows
             layer.report("decode", f"{nodes} node(s) and {rows} suffixes by triton", self._why(query, scoring))
@@ -141,7 +152,7 @@ class DecodeKV(SharedKV):
 
     def _tables(self, query: Tensor, scoring: Scoring) -> StepTables:
         """The tables of layers like this one on the query's device, made anew when they no longer suit the batch."""
-        state, forest, device = self.layer.state, self.layer.forest, query.device
+        state, forest, device = self.layer.state, self.layer.stored_forest, query.device
         shape, dominate = HeadShape.of(query[:, :, :1], self.keys, scoring), state.own_nodes_dominate
         known = state.tables.get((device, shape))
         same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
@@ -158,14 +169,10 @@ class DecodeKV(SharedKV):
         if self._is_new("pytorch"):
             did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
-        scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": scoring.sinks}
-        divided = self.layer.state.parallel
-        if divided is not None:
-            kv = replace(kv, forest=divided.without_nodes(kv.forest))
-        merged = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
-        if divided is not None:
-            merged = merge(merged, self.layer.attend_nodes(query, scoring.scale, scoring.softcap))
-        return merged.out.to(query.dtype)
+        sinks = scoring.sinks if self.layer.state.suffix_shard.counts_sinks else None
+        scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
+        part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
+        return self.layer.of_all_processes(part).out.to(query.dtype)
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""
@@ -226,7 +233,7 @@ class PrefillKV(SharedKV):
         if (parallel := state.parallel) is not None:
             if scoring.window is not None:
                 raise window_is_not_divided(scoring.window)
-            gathered = self._gathered(parallel)
+            gathered = self._gathered()
 
             def stored(name: Any) -> Segment:
                 return self._in_pass(name) if isinstance(name, InPass) else gathered(name)
@@ -275,14 +282,14 @@ class PrefillKV(SharedKV):
         """Keys and values of tokens of the pass that other processes compute."""
         return self.whole.view(Span(0, name.start, name.length))
 
-    def _gathered(self, parallel: SequenceParallel) -> GatheredContexts:
+    def _gathered(self) -> GatheredContexts:
         """Gathers contexts that are divided between processes."""
         storage, state = self.layer.storage, self.layer.state
         assert state.runs is not None
         read_here = {name for run in state.runs.runs for name in run.context if isinstance(name, Span)}
 
         def gather(span: Span) -> Segment:
-            return parallel.whole(storage.keys_and_values(storage.segments[span.segment]), span)
+            return state.whole(storage.keys_and_values(storage.segments[span.segment]), span)
 
         return GatheredContexts(state.contexts, read_here, gather)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..parallel.shards import WHOLE, Shard
+
 _FIRST_CAPACITY = 256
 
 
@@ -14,20 +16,26 @@ class SuffixOrigins:
     New tokens go to the row's own storage row. When beam search reorders rows at every step, only this table is
     permuted, once for all layers; keys and values stay in place.
 
+    Where suffixes are divided between processes, the table is of those tokens that this one stores. Lengths are those
+    of whole suffixes.
+
     Args:
         length: Tokens in each row, all in its own storage row.
         device: Device of the first layer's keys and values.
+        shard: What this process stores of each suffix.
     """
 
-    def __init__(self, rows: int, length: int, device: torch.device):
+    def __init__(self, rows: int, length: int, device: torch.device, shard: Shard = WHOLE):
+        self._shard = shard
         with torch.inference_mode(False):  # inference tensors are read-only outside inference mode
-            table = torch.empty(rows, max(_FIRST_CAPACITY, length), dtype=torch.int32, device=device)
+            table = torch.empty(rows, max(_FIRST_CAPACITY, shard.count(length)), dtype=torch.int32, device=device)
         self._tables = {device: table}  # a model may span several devices
         self._length = 0
         self.append(length)
 
     def append(self, length: int) -> None:
         """Extend every row to `length` tokens; new ones map to the row's own storage row."""
+        length = self._shard.count(length)
         if length <= self._length:  # already done by another layer of this pass
             return
         for device, table in self._tables.items():
@@ -42,7 +50,7 @@ class SuffixOrigins:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens only."""
-        self._length = min(self._length, length)
+        self._length = min(self._length, self._shard.count(length))
 
     def select(self, rows: Tensor) -> None:
         """Replace row ``i`` by row ``rows[i]``, for `rows` ``[rows]`` int64 of unchanged length."""

@@ -13,7 +13,6 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.interface import require_active
-from ..attention.kv import Segment
 from ..attention.torch_operators import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within
@@ -96,6 +95,11 @@ class SharedContextCache(ForestCache):
             held = self.layers if self.rows or self.segment_tokens else ()
             self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether suffixes have room for `tokens` tokens per row; the same on all processes that divide them."""
+        room = self.state.suffix_room(tokens)
+        return all(layer.storage.capacity >= room for layer in self.attention_layers)
+
     def reserve(self, tokens: int) -> bool:
         """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""
         moved = [layer.reserve(tokens) for layer in self.attention_layers]
@@ -120,14 +124,12 @@ class SharedContextCache(ForestCache):
         fork = self.nodes_only(self.state.forest, max_suffix=max_suffix, backend=backend)
         if own := self.suffix_length:
             for layer, twin in zip(self.attention_layers, fork.attention_layers, strict=True):
-                suffixes = layer.storage.suffixes_as_segment(
-                    own, self.state.suffixes.origins, self.forest.context_lengths
+                twin.storage.segments[len(self.segment_tokens)] = layer.storage.suffixes_as_segment(
+                    own, self.state.suffixes.origins, self.forest.context_lengths, self.state.suffix_shard
                 )
-                if self.state.parallel is not None:
-                    places = self.state.parallel.shard.places(0, suffixes.keys.shape[1]).to(suffixes.keys.device)
-                    suffixes = Segment._make(part.index_select(1, places) for part in suffixes)
-                twin.storage.segments[len(self.segment_tokens)] = suffixes
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
+            if self.state.parallel is not None:
+                fork.state.segment_runs[segment] = own
             lengths = self.suffix_lengths.tolist()
             fork.state.forest = Forest.from_paths(
                 [(*path, Span(segment, row * own, lengths[row])) for row, path in enumerate(self.forest.paths)]
@@ -143,6 +145,7 @@ class SharedContextCache(ForestCache):
         twin.state.parallel = self.state.parallel
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
+        twin.state.segment_runs = dict(self.state.segment_runs)
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
@@ -238,8 +241,9 @@ class SharedContextCache(ForestCache):
         nodes = self.stored_node_tokens * sum(storage.bytes_per_token for storage in storages)
         per_token = sum(storage.suffix_bytes_per_token for storage in storages)
         allocated = sum(storage.suffix_bytes for storage in storages)
+        own = int(self.state.suffix_shard.counts(self.suffix_lengths).sum())
         return CacheBytes(
-            stored=nodes + int(self.suffix_lengths.sum()) * per_token,
+            stored=nodes + own * per_token,
             allocated=nodes + allocated,
             stock=sum(
                 self.rows * within(self.get_seq_length(), layer.window) * layer.storage.suffix_bytes_per_token
@@ -282,6 +286,7 @@ class SharedContextCache(ForestCache):
         super().reset()
         self.protected_segments = 0
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
+        self.state.segment_runs = {}
         self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import SuffixLengths
+from ..attention.kv import Segment, SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
@@ -21,6 +21,7 @@ from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
 from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
+from ..parallel.shards import WHOLE, Shard
 from ..parallel.step_tables import DividedStepTables
 from .origins import SuffixOrigins
 from .storage import TokenStorage
@@ -152,13 +153,14 @@ class Suffixes:
         else:  # new tokens go to places that the index table gives to other rows
             self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
 
-    def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage]) -> None:
+    def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage], shard: Shard) -> None:
         """Replace row ``i`` by row ``rows[i]``.
 
         If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
 
         Args:
             rows: ``[rows]`` int64, on the CPU.
+            shard: What this process stores of each suffix.
         """
         self.ids = self.ids.select(rows)
         per_row = self.lengths.per_row
@@ -168,7 +170,7 @@ class Suffixes:
             self._copy_rows(rows, storages)
         elif self.longest:
             if self.origins is None:
-                self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device)
+                self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device, shard)
             self.origins.select(rows)
 
     def _copy_rows(self, rows: Tensor, storages: Sequence[TokenStorage]) -> None:
@@ -215,12 +217,13 @@ class SharedState:
         contexts: Of nodes that are divided between processes, the spans that the pass reads, on any of them.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
+        segment_runs: Of segments that are made of suffixes, the tokens of each of these, by number.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
             int64; None when tokens are packed into one row.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
-        parallel: The processes between which nodes are divided; None where this one stores all. `forest` is the whole
-            one on each of them, and what is stored here is `parallel`'s part of it.
+        parallel: The processes between which nodes and suffixes are divided; None where this one stores all. `forest`
+            and `suffixes` are the whole ones on each of them, and what is stored here is `parallel`'s part of them.
     """
 
     forest: Forest | None = None
@@ -238,6 +241,7 @@ class SharedState:
     contexts: tuple[Span, ...] = ()
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
+    segment_runs: dict[int, int] = field(default_factory=dict)
     places_of_pass: Tensor | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
@@ -282,11 +286,38 @@ class SharedState:
     def stored_length(self, segment: int) -> int:
         """Tokens of a segment that this process stores."""
         whole = self.segment_lengths[segment]
-        return whole if self.parallel is None else self.parallel.shard.count(whole)
+        return whole if self.parallel is None else self.parallel.shard_of(self.segment_runs, segment).count(whole)
+
+    @property
+    def stored_forest(self) -> Forest | None:
+        """The part of `forest` that this process stores; the same object for the same forest."""
+        if self.parallel is None or self.forest is None:
+            return self.forest
+        return self.parallel.stored(self.forest, self.segment_runs)
+
+    @property
+    def suffix_shard(self) -> Shard:
+        """What this process stores of each suffix."""
+        return WHOLE if self.parallel is None else self.parallel.suffix_shard
+
+    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
+        """Tokens that this process stores of suffixes of these lengths."""
+        return lengths if self.parallel is None else self.parallel.stored_suffixes(lengths)
+
+    def suffix_room(self, tokens: int) -> int:
+        """Room that a suffix of so many tokens needs, the same on all processes, so that storage moves alike.
+
+        It is that of the process which stores most, and a place more, which a step may write to that stores no token.
+        """
+        return tokens if self.parallel is None else replace(self.suffix_shard, rank=0).count(tokens) + 1
+
+    def whole(self, stored: Segment, span: Span) -> Segment:
+        """Keys and values of a whole span, from what this process stores of its segment; a collective if divided."""
+        return stored.view(span) if self.parallel is None else self.parallel.whole(stored, span, self.segment_runs)
 
     @property
     def make_tables(self) -> Callable[..., StepTables]:
-        """Makes kernel tables for this cache's nodes; arguments as for `StepTables`."""
+        """Makes kernel tables for what is stored here of nodes and suffixes; arguments as for `StepTables`."""
         return StepTables if self.parallel is None else partial(DividedStepTables, self.parallel)
 
     @property

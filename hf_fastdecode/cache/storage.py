@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention.autocast import autocast_dtype, cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
+from ..parallel.shards import WHOLE, Shard
 from .origins import SuffixOrigins
 
 _FIRST_CAPACITY = 256
@@ -66,12 +67,12 @@ class TokenStorage:
         """An empty storage of the same layout."""
         return type(self)()
 
-    def as_nodes(self, parts: Segment, starts: Tensor, dtype: torch.dtype | None = None) -> Segment:
+    def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
         """Suffix tokens in the layout of nodes.
 
         Args:
             parts: Tensors of the suffixes, each ``[rows, heads, tokens, width]``.
-            starts: ``[rows]`` int64: position of each suffix's first token.
+            positions: ``[rows, tokens]`` int64.
             dtype: Dtype of nodes made from another layout; None for that of the nodes held, or else of the model.
         """
         return parts
@@ -179,12 +180,20 @@ class TokenStorage:
         """
         assert self.suffix is not None
         stored = _map(self.suffix, lambda part: part[row : row + 1, :, span.start : span.stop])
-        nodes = self.as_nodes(stored, torch.tensor([first + span.start], device=stored[0].device), dtype)
+        positions = first + torch.arange(span.start, span.stop, device=stored[0].device)
+        nodes = self.as_nodes(stored, positions[None], dtype)
         return self.keys_and_values(_map(nodes, lambda part: part[0]))
 
-    def append(self, new: Segment, before: SuffixLengths) -> None:
-        """Write tokens, each part ``[rows, heads, tokens, width]``, after the tokens `before` them."""
+    def append(self, new: Segment, before: SuffixLengths, shard: Shard = WHOLE) -> None:
+        """Write tokens, each part ``[rows, heads, tokens, width]``, after the tokens `before` them.
+
+        Args:
+            shard: What this process stores of each suffix: other tokens are left out.
+        """
         assert self.suffix is not None
+        if shard is not WHOLE:
+            self._append_stored(new, before, shard)
+            return
         for stored, part in zip(self.suffix, new, strict=True):
             rows, _, tokens, _ = part.shape
             if before.per_row is None:
@@ -193,16 +202,31 @@ class TokenStorage:
                 at = before.per_row.to(part.device)[:, None] + torch.arange(tokens, device=part.device)
                 stored[torch.arange(rows, device=part.device)[:, None], :, at] = part.transpose(1, 2)
 
+    def _append_stored(self, new: Segment, before: SuffixLengths, shard: Shard) -> None:
+        """`append` of those tokens that this process stores; waits for the device if it alone knows the lengths."""
+        assert self.suffix is not None
+        rows, _, tokens, _ = new[0].shape
+        lengths = torch.full((rows,), before.longest, device="cpu") if before.per_row is None else before.per_row.cpu()
+        whole = lengths[:, None].long() + torch.arange(tokens, device="cpu")
+        row, token = (index.to(new[0].device) for index in shard.stores(whole).nonzero(as_tuple=True))
+        at = shard.counts(whole).to(row.device)[row, token]
+        for stored, part in zip(self.suffix, new, strict=True):
+            stored[row, :, at] = part[row, :, token]
+
     def ordered_suffix(self, origins: SuffixOrigins | None) -> Segment:
         """Suffixes in row order: the storage itself, or a copy if rows were reordered."""
         if self.suffix is None:
             raise ValueError("this cache layer holds no suffix yet; run a forward pass with the cache first")
         return self.suffix if origins is None else _map(self.suffix, origins.gather)
 
-    def suffixes_as_segment(self, length: int, origins: SuffixOrigins | None, starts: Sequence[int]) -> Segment:
+    def suffixes_as_segment(
+        self, length: int, origins: SuffixOrigins | None, starts: Sequence[int], shard: Shard
+    ) -> Segment:
         """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
 
-        Suffixes begin at the positions `starts`.
+        Args:
+            starts: The positions at which suffixes begin.
+            shard: What this process stores of each suffix; the segment is as much of the one with all tokens.
         """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
@@ -210,9 +234,10 @@ class TokenStorage:
             def side_by_side(part: Tensor) -> Tensor:
                 return part.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(1, 2)
 
-            suffixes = _map(self.ordered_suffix(origins), lambda part: part[:, :, :length])
-            nodes = self.as_nodes(suffixes, torch.tensor(starts, dtype=torch.long, device=suffixes[0].device))
-            return _map(nodes, side_by_side)
+            stored = shard.count(length)
+            suffixes = _map(self.ordered_suffix(origins), lambda part: part[:, :, :stored])
+            positions = torch.tensor(starts, dtype=torch.long, device="cpu")[:, None] + shard.positions(stored)
+            return _map(self.as_nodes(suffixes, positions.to(suffixes[0].device)), side_by_side)
 
     def select_rows(self, rows: Tensor, origins: SuffixOrigins | None) -> None:
         """Keep the suffixes of these rows, which may repeat, in newly allocated storage."""

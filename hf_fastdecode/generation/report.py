@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 from weakref import ref
@@ -20,8 +20,9 @@ class ParallelReport:
         kind: What they divided: ``sequence`` for the context, also where weights were split, or ``tensor`` for weights
             alone, as by tensor parallelism.
         ranks: Number of processes.
-        stored_tokens: Node tokens of which this process stores keys and values, those of its heads.
-        tokens: Node tokens in all.
+        stored_tokens: Tokens of which this process stores keys and values, those of its heads, at the end of the call:
+            those of nodes, and with divided contexts those that rows appended.
+        tokens: As many in all.
         collectives: Communications of each decode step that divided contexts take, beside those of split weights.
     """
 
@@ -60,6 +61,7 @@ class CallReport:
         cache: Weak reference to the call's cache.
         own_tokens: Tokens of prompts that are stored in suffixes, because one row alone has them.
         suffix_length: Tokens in each row's suffix, without those of prompts.
+        stored_suffix: Of these, tokens that this process stores.
         stored_tokens: Tokens in node storage of this process, including unused ones.
         layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
@@ -90,6 +92,7 @@ class CallReport:
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
     own_tokens: int = 0
     suffix_length: int = 0
+    stored_suffix: int = 0
     stored_tokens: int = 0
     layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
     mode: str = "eager"
@@ -116,17 +119,20 @@ class CallReport:
                 (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.layers
             ]
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
+        self.stored_suffix = cache.state.suffix_shard.count(self.suffix_length)
+        if self.parallel is not None and cache.state.parallel is not None:
+            stored = cache.stored_node_tokens + self.rows * self.stored_suffix
+            tokens = cache.node_tokens + self.rows * self.suffix_length
+            self.parallel = replace(self.parallel, stored_tokens=stored, tokens=tokens)
 
     def observe_nodes(self, cache: SharedContextCache) -> None:
         """Record the nodes that were prefilled, and how processes divided them."""
         self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
         if self.ranks > 1:
             divided = cache.state.parallel is not None
-            kind, stored, tokens = "sequence" if divided else "tensor", cache.stored_node_tokens, cache.node_tokens
-            # Own layers leave out nodes that no row has; others merge whatever each rank stores of them, if anything.
-            has_nodes, layers = bool(cache.forest.nodes), cache.attention_layers if divided else ()
-            collectives = sum(has_nodes or not layer.storage.captured_in_place for layer in layers)
-            self.parallel = ParallelReport(kind, self.ranks, stored, tokens, collectives)
+            layers = len(cache.attention_layers) if divided else 0
+            kind = "sequence" if divided else "tensor"
+            self.parallel = ParallelReport(kind, self.ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
     def begin_again(self) -> None:
         """Forget what was prefilled and reused so far in the call."""
@@ -143,7 +149,7 @@ class CallReport:
         """Bytes of keys and values at the end of the call, here and in a stock cache."""
         of_nodes = sum(size for size, _, _ in self.layer_sizes)
         of_suffixes = sum(size for _, size, _ in self.layer_sizes)
-        in_suffixes = self.rows * self.suffix_length + self.own_tokens
+        in_suffixes = self.rows * self.stored_suffix + self.own_tokens
         stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
         length = self.context_width + self.suffix_length
         stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)

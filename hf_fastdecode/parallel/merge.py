@@ -65,25 +65,25 @@ def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
     return Partial(mean, largest + total.log())
 
 
-def merge_over(group: ProcessGroup, buffer: PartialBuffer, into: Partial | None = None) -> Partial:
+def merge_over(group: ProcessGroup, buffer: PartialBuffer, dtype: torch.dtype | None = None) -> Partial:
     """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective.
 
     Args:
         buffer: That over the keys of this rank.
-        into: Where to write it, contiguous; newly allocated when None.
+        dtype: Of the result's ``out``; the buffer's when None.
     """
     by_rank, like = gathered(buffer.flat, group), buffer.partial
     if triton_is_installed() and _by_kernel(by_rank):
         from ..kernels.forest_decode.ranks import merge_ranks
 
-        found = Partial(torch.empty_like(like.out), torch.empty_like(like.lse)) if into is None else into
+        found = Partial(torch.empty_like(like.out, dtype=dtype), torch.empty_like(like.lse))
         try:
             merge_ranks(by_rank, found.out, found.lse)
             return found
         except KernelFailedError:  # on this rank alone, whose last bits then differ; rank 0 draws the tokens
             pass
     found = merged(by_rank, like.out.shape)
-    return found if into is None else Partial(into.out.copy_(found.out), into.lse.copy_(found.lse))
+    return Partial(found.out.to(dtype or like.out.dtype), found.lse)
 
 
 def _by_kernel(partials: Tensor) -> bool:

@@ -1,13 +1,14 @@
 """Sequence parallelism: the processes between which the context of each call is divided (Tree Attention).
 
-Each process stores its part of every node, and all of every suffix. In a decode step it attends to what it stores of
-the nodes, one collective a layer merges that of all processes, and each attends to the suffixes itself. Whatever else
-the model computes, each process computes whole.
+Each process stores its part of every node and of every suffix. In a decode step all of them have the new tokens' keys
+and values; each attends to what it stores, the new tokens that it will store among them, and one collective a layer
+merges that of all processes. Whatever else the model computes, each process computes whole.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import Segment
+from ..attention.kv import Segment, SuffixLengths
 from ..attention.partial import Partial
 from ..errors import Unsupported
 from .collectives import gathered
 from .merge import merge_over, partial_buffer
-from .shards import Shard
+from .shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,11 +48,18 @@ class SequenceParallel:
 
     Args:
         group: The processes; all of them run the same calls.
+
+    Attributes:
+        shard: What this process stores of a segment whose tokens are dealt out one by one.
+        suffix_shard: What it stores of each suffix.
     """
 
     def __init__(self, group: ProcessGroup):
         self.group, self.shard = group, Shard(group.rank(), group.size())
-        self._forests: tuple[Forest, Forest, Forest] | None = None  # the latest, its part here, its rows without nodes
+        self.suffix_shard = Shard(group.rank(), group.size(), SUFFIX_BLOCK)
+        # The latest ones, and what is stored of them here; another thread may replace them.
+        self._forests: tuple[Forest, Forest] | None = None
+        self._suffixes: tuple[SuffixLengths, SuffixLengths] | None = None
 
     @property
     def rank(self) -> int:
@@ -68,19 +76,35 @@ class SequenceParallel:
         """Numbers of the processes in the default group."""
         return tuple(dist.get_process_group_ranks(self.group))
 
-    def stored(self, forest: Forest) -> Forest:
-        """What this process stores of a forest; the same object for the same forest."""
-        return self._divided(forest)[1]
+    def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
+        """What this process stores of a segment.
 
-    def without_nodes(self, forest: Forest) -> Forest:
-        """The forest's rows without nodes, as suffixes are attended to; the same object for the same forest."""
-        return self._divided(forest)[2]
+        Args:
+            runs: Tokens of each suffix in segments that are made of suffixes, by number.
+        """
+        if (run := runs.get(segment)) is None:
+            return self.shard
+        return Shard(self.rank, self.ranks, self.suffix_shard.block, run)
 
-    def _divided(self, forest: Forest) -> tuple[Forest, Forest, Forest]:
-        known = self._forests  # which another thread may replace
+    def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
+        """What this process stores of a forest; the same object for the same forest. `runs` is as for `shard_of`."""
+        known = self._forests
         if known is None or known[0] is not forest:
-            known = self._forests = forest, self.shard.forest(forest), Forest(forest.rows)
-        return known
+            known = self._forests = forest, stored_forest(forest, partial(self.shard_of, runs))
+        return known[1]
+
+    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
+        """Tokens that this process stores of each suffix; the same object for the same lengths."""
+        known = self._suffixes
+        if known is None or known[0] != lengths:
+            shard, per_row = self.suffix_shard, lengths.per_row
+            stored = SuffixLengths(
+                shard.count(lengths.longest),
+                None if per_row is None else shard.counts(per_row),
+                shard.count(lengths.shortest),
+            )
+            known = self._suffixes = lengths, stored
+        return known[1]
 
     def own_tokens(self, spans: Path) -> OwnTokens:
         """What this process stores of tokens that a pass computes for these spans, one after the other."""
@@ -101,27 +125,26 @@ class SequenceParallel:
         buffer.partial.lse.copy_(own.lse)
         return merge_over(self.group, buffer)
 
-    def whole(self, stored: Segment, span: Span) -> Segment:
+    def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
         """Keys and values of a whole span: ``[kv_heads, length, head_dim]`` each; one collective.
 
         Args:
             stored: The segment that this process stores of the whole one, ``[kv_heads, tokens, head_dim]`` each.
+            runs: As for `shard_of`.
         """
-        longest = -(-span.length // self.ranks)
-        own, padded = stored.view(self.shard.span(span)), []
-        for part in own:
-            room = part.new_zeros(part.shape[0], longest, part.shape[2])
-            room[:, : part.shape[1]] = part
-            padded.append(room.flatten())
-        # The span's first token is on this rank, the next one on the next.
-        order = [(span.start + rank) % self.ranks for rank in range(self.ranks)]
-        by_rank = gathered(torch.cat(padded), self.group)[order]
-        parts = by_rank.split([len(part) for part in padded], dim=1)
+        shard = self.shard_of(runs, span.segment)
+        order, longest = places_by_rank(shard, span.start, span.stop)
+        padded = []
+        for part in stored.view(shard.span(span)):
+            room = part.new_zeros(longest, part.shape[0], part.shape[2])
+            room[: part.shape[1]] = part.transpose(0, 1)
+            padded.append(room)
+        by_rank = gathered(torch.cat([room.flatten() for room in padded]), self.group)
+        parts = by_rank.split([room.numel() for room in padded], dim=1)
+        order = order.to(by_rank.device)
         return Segment._make(
-            part.reshape(self.ranks, own.shape[0], longest, own.shape[2])
-            .permute(1, 2, 0, 3)
-            .flatten(1, 2)[:, : span.length]
-            for part, own in zip(parts, stored, strict=True)
+            part.reshape(-1, *room.shape[1:]).index_select(0, order).transpose(0, 1)
+            for part, room in zip(parts, padded, strict=True)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:

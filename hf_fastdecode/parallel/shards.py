@@ -1,17 +1,22 @@
-"""Which rank stores which tokens, where the keys and values of a context are divided between ranks (Tree Attention).
+"""Which rank stores which tokens, where keys and values are divided between ranks (Tree Attention).
 
-A segment of node storage is dealt out to the ranks in turn. What a rank
-stores of it lies end to end in its own storage, so that any span of the run is one span there too, possibly empty: a
-rank's forest is the whole forest with shorter spans, and its kernels read it like any other.
+A run of tokens, such as a segment of node storage, is dealt out to the ranks in turn. What a rank stores of it lies
+end to end in its own storage, so that any span of the run is one span there too, possibly empty: a rank's forest is
+the whole forest with shorter spans, and its kernels read it like any other.
 
 Nodes are dealt out token by token. Every rank then holds the same number of tokens of every span, give or take one,
 whatever the lengths, the number of ranks, or the part of a segment that a call reads: a prefix, a window, a path.
+
+Suffixes are dealt out in blocks of `SUFFIX_BLOCK` tokens, so that a step's few new tokens are mostly one rank's, and
+what a rank stores are runs of consecutive positions. A segment made of several suffixes, side by side, is dealt out as
+these are: it consists of as many runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +24,8 @@ from torch import Tensor
 from ..attention.forest import Forest, Path, Span
 
 SUFFIX_BLOCK = 64
-"""Consecutive tokens of a suffix on one rank. No call divides suffixes yet: all ranks store them whole."""
+"""Consecutive tokens of a suffix on one rank: at least as many as kernels take new tokens in a step, and a multiple of
+the tiles in which slim kernels count positions."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,13 @@ class Shard:
         rank: Its number.
         ranks: Number of ranks.
         block: Consecutive tokens of a run on one rank.
+        run: Tokens of each of the runs that a segment consists of, one after the other; None for one of any length.
     """
 
     rank: int
     ranks: int
     block: int = 1
+    run: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -48,9 +56,40 @@ class Shard:
         return self.rank == 0
 
     def count(self, tokens: int) -> int:
-        """How many of a run's first `tokens` tokens this rank stores."""
+        """How many of the first `tokens` tokens this rank stores."""
+        if not self.run:
+            return self._count_of_run(tokens)
+        runs, rest = divmod(tokens, self.run)
+        return runs * self._count_of_run(self.run) + self._count_of_run(rest)
+
+    def _count_of_run(self, tokens: int) -> int:
         rounds, rest = divmod(tokens, self.block * self.ranks)
         return rounds * self.block + min(max(0, rest - self.rank * self.block), self.block)
+
+    def counts(self, tokens: Tensor) -> Tensor:
+        """`count` of each number, of one run: integers on any device."""
+        period = self.block * self.ranks
+        rest = (tokens % period - self.rank * self.block).clamp(0, self.block)
+        return tokens.div(period, rounding_mode="floor") * self.block + rest
+
+    def stores(self, tokens: Tensor) -> Tensor:
+        """Whether this rank stores each of these tokens of one run: bool."""
+        return tokens.div(self.block, rounding_mode="floor") % self.ranks == self.rank
+
+    def next_stored(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens that follow so many in a run, which this rank stores: the first, and the first one not, from 0 on.
+
+        There are no others among as many as all ranks but one store in turn, and one more.
+        """
+        ahead = (self.rank * self.block - lengths) % (self.block * self.ranks)  # to the next block's beginning
+        first = torch.where(self.stores(lengths), 0, ahead)
+        return first, first + self.block - (lengths + first) % self.block
+
+    def positions(self, stored: int) -> Tensor:
+        """Positions in a run of the first `stored` tokens that this rank stores: ``[stored]`` int64, on the CPU."""
+        tokens = torch.arange(stored, device="cpu")
+        rounds = tokens.div(self.block, rounding_mode="floor")
+        return (rounds * self.ranks + self.rank) * self.block + tokens % self.block
 
     def span(self, span: Span) -> Span:
         """Where this rank stores its part of a span."""
@@ -58,30 +97,41 @@ class Shard:
         return Span(span.segment, first, self.count(span.stop) - first)
 
     def places(self, start: int, stop: int) -> Tensor:
-        """The tokens in ``start .. stop - 1`` of a run that this rank stores, in order: int64, on the CPU."""
+        """The tokens in ``start .. stop - 1`` that this rank stores, in order: int64, on the CPU."""
         tokens = torch.arange(start, stop, device="cpu")
-        return tokens[tokens // self.block % self.ranks == self.rank]
-
-    def path(self, path: Path) -> Path:
-        """A row's path on this rank."""
-        return tuple(part for span in path if (part := self.span(span)).length)
-
-    def forest(self, forest: Forest) -> Forest:
-        """The forest of what this rank stores, over the same rows; nodes of which it has no token are left out."""
-        return Forest.from_paths([self.path(path) for path in forest.paths])
+        return tokens[self.stores(tokens % self.run if self.run else tokens)]
 
 
-def whole(parts: Sequence[Tensor], block: int = 1, *, dim: int = 0) -> Tensor:
-    """A run's tokens in order, from what each rank stores of it, along a dimension of tokens.
+WHOLE = Shard(0, 1)
+"""What a process stores that divides nothing."""
+
+
+def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
+    """The forest of what a rank stores, over the same rows; nodes of which it has no token are left out.
 
     Args:
-        parts: By rank, its tokens of the run.
-        block: As for `Shard`.
-        dim: The dimension of tokens.
+        forest: The whole one.
+        shard_of: What the rank stores of a segment, by number.
     """
-    length = sum(part.shape[dim] for part in parts)
-    places = [Shard(rank, len(parts), block).places(0, length) for rank in range(len(parts))]
-    given, expected = [part.shape[dim] for part in parts], list(map(len, places))
-    if given != expected:
-        raise ValueError(f"of {length} tokens in blocks of {block} the ranks store {expected}, got {given}")
-    return torch.cat(list(parts), dim).index_select(dim, torch.cat(places).argsort().to(parts[0].device))
+
+    def stored(path: Path) -> Path:
+        return tuple(part for span in path if (part := shard_of(span.segment).span(span)).length)
+
+    return Forest.from_paths([stored(path) for path in forest.paths])
+
+
+@lru_cache(maxsize=64)  # all layers of a pass gather the same spans
+def places_by_rank(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
+    """Where tokens ``start .. stop - 1`` are among what all ranks store of them, each rank's part padded alike.
+
+    Args:
+        shard: Any rank's.
+
+    Returns:
+        For each token, rank * longest + place there: ``[length]`` int64, on the CPU; and the longest part's tokens.
+    """
+    places = [replace(shard, rank=rank).places(start, stop) - start for rank in range(shard.ranks)]
+    longest, order = max(map(len, places)), torch.empty(stop - start, dtype=torch.long, device="cpu")
+    for rank, own in enumerate(places):
+        order[own] = rank * longest + torch.arange(len(own), device="cpu")
+    return order, longest

@@ -1,8 +1,9 @@
-"""Kernel tables of decode steps whose nodes are divided between processes."""
+"""Kernel tables of decode steps whose nodes and suffixes are divided between processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,21 +11,18 @@ from torch import Tensor
 from ..attention.forest import Forest
 from ..attention.kv import Scoring, SuffixLengths
 from ..attention.launch.own_nodes import NO_OWN_NODES, OwnNodes
-from ..attention.launch.step_tables import StepTables, StoredKV
+from ..attention.launch.step_tables import DescribedStep, NewTokens, StepTables
 from ..attention.partial import Partial
-from ..errors import Unsupported
 from .merge import merge_over, partial_buffer
 from .sequence import SequenceParallel, window_is_not_divided
 
 
 class DividedStepTables(StepTables):
-    """As `StepTables`, where this process stores a part of the nodes, and the suffixes whole.
-
-    Its own tables are those of the suffixes; `nodes_here` has the part of the forest that is stored here.
+    """As `StepTables`, of what this process stores of nodes and suffixes; attention is merged with the others'.
 
     Args:
         parallel: The processes.
-        rows: As for `StepTables`, likewise the others; the forest is the whole one.
+        rows: As for `StepTables`, likewise the others; the forest is what this process stores of the whole one.
     """
 
     def __init__(
@@ -36,20 +34,32 @@ class DividedStepTables(StepTables):
         device: torch.device,
         own_nodes: OwnNodes = NO_OWN_NODES,
     ):
-        known = list(layers)
-        super().__init__(rows, known, parallel.without_nodes(forest), device, own_nodes, with_nodes=False)
-        self.nodes_here = StepTables(rows, known, parallel.stored(forest), device)
+        super().__init__(rows, layers, forest, device, own_nodes)
         self._parallel = parallel
+        # Lengths and new tokens as `forest_decode` reads them, and the lengths of whole suffixes.
+        with torch.inference_mode(False):
+            self._divided = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        self.lengths = self._divided[0]
 
-    def fits(self, forest: Forest) -> bool:
-        stored, without = self._parallel.stored(forest), self._parallel.without_nodes(forest)
-        return self.nodes_here.fits(stored) and super().fits(without)
+    @property
+    def _kernel_lengths(self) -> Tensor:
+        return self._divided[:3]
 
-    def follow(
-        self, forest: Forest, suffixes: SuffixLengths, layers: Mapping[int, StoredKV], *, in_order: bool = True
-    ) -> None:
-        self.nodes_here.follow(self._parallel.stored(forest), SuffixLengths(), layers, in_order=in_order)
-        super().follow(self._parallel.without_nodes(forest), suffixes, layers, in_order=in_order)
+    def _stored(self, suffixes: SuffixLengths) -> SuffixLengths:
+        return self._parallel.stored_suffixes(suffixes)
+
+    def _write_lengths(self, now: DescribedStep) -> None:
+        shard, whole = self._parallel.suffix_shard, now.suffixes.per_row
+        if whole is None:
+            whole = torch.tensor([now.suffixes.longest], dtype=torch.int32, device="cpu")
+        first, stop = shard.next_stored(whole)
+        table = torch.stack([shard.counts(whole) - now.own_tokens, first, stop, whole])
+        rows = self.rows if now.suffixes.per_row is None else len(whole)
+        self._divided[:, :rows].copy_(table, non_blocking=True)  # the host need not wait: the copy is staged
+
+    def new_tokens(self) -> NewTokens:
+        stored, first, _, whole = self._divided
+        return NewTokens(whole.long(), stored.long(), stored + (first == 0))
 
     def attend(
         self,
@@ -60,33 +70,13 @@ class DividedStepTables(StepTables):
         scoring: Scoring,
         origins: Tensor | None = None,
         other: Partial | None = None,
+        into: Partial | None = None,
     ) -> Tensor:
-        """As `StepTables.attend`, with one collective.
-
-        Raises:
-            Unsupported: As there, before the collective.
-            RuntimeError: The kernel of the suffixes cannot run here; the other processes may wait for this one.
-        """
+        """As `StepTables.attend`, with one collective after all that could raise; without `other` and `into`."""
         if scoring.window is not None:
             raise window_is_not_divided(scoring.window)
-        kv_heads = new_keys.shape[1]
-        nodes = self.attend_nodes(layer, query, scoring.scale, kv_heads=kv_heads, soft_cap=scoring.softcap)
-        try:
-            return super().attend(layer, query, new_keys, new_values, scoring, origins, other=nodes)
-        except Unsupported as error:
-            raise RuntimeError(f"attention to suffixes failed after that to nodes: {error}") from error
-
-    def attend_nodes(
-        self,
-        layer: int,
-        query: Tensor,
-        scale: float,
-        *,
-        kv_heads: int | None = None,
-        soft_cap: float | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
-        """As `StepTables.attend_nodes`, over the nodes of all processes, with one collective."""
+        if scoring.sinks is not None and not self._parallel.suffix_shard.counts_sinks:
+            scoring = replace(scoring, sinks=None)
         buffer = partial_buffer(query.shape, query.device)
-        self.nodes_here.attend_nodes(layer, query, scale, kv_heads=kv_heads, soft_cap=soft_cap, into=buffer.partial)
-        return merge_over(self._parallel.group, buffer, into)
+        super().attend(layer, query, new_keys, new_values, scoring, origins, into=buffer.partial)
+        return merge_over(self._parallel.group, buffer, query.dtype).out

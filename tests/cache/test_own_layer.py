@@ -51,7 +51,8 @@ class FlatAttention(LlamaAttention):
             handle, _ = cache.update(*flat, self.layer_idx)
             kv = handle.append()
             kv = replace(kv, suffix=Segment(*map(self.with_heads, kv.suffix)))
-            out, _ = forest_attention(query, kv, self.scaling, backend=cache.state.torch_backend)
+            part = forest_attention(query, kv, self.scaling, backend=cache.state.torch_backend)
+            out = handle.layer.of_all_processes(part).out
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 

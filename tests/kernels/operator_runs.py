@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
+from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, pytorch_attention, pytorch_lse
 
@@ -30,6 +33,8 @@ def decode(
     fewer_programs: bool = True,
     origins: Tensor | None = None,
     other: Partial | None = None,
+    into: Partial | None = None,
+    divided: bool = False,
     return_lse: bool = True,
     rounded: bool = True,
 ):
@@ -89,7 +94,7 @@ def decode(
         node_addresses(kv.forest, kv.segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         slots,
-        before,
+        before.repeat(3, 1) if divided else before,
         schedule,
         config,
         scale=head_dim**-0.5,
@@ -98,12 +103,67 @@ def decode(
         sinks=sinks,
         origins=origins,
         other=other,
+        into=into,
         return_lse=return_lse,
     )
     for whole, part in zip(stored, new, strict=True):
         written = whole[slots[taking].long()].gather(2, index[taking])
         assert torch.equal(written, part[taking]), "the new tokens were not appended"
     return out.to(query.dtype) if rounded else out, lse
+
+
+def decode_divided(
+    query: Tensor, kv: ForestKV, shard: Shard, *, softcap: float | None, config: Config, sinks: Tensor | None = None
+) -> Partial:
+    """The partial of one rank, from what it stores of nodes and suffixes; checks what it appends."""
+    rows, heads, queries, head_dim = query.shape
+    kv_heads = kv.suffix.keys.shape[1]
+    whole = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device)
+    before, nodes = whole - queries, replace(shard, block=1)
+    forest = stored_forest(kv.forest, lambda _: nodes)
+    segments = [
+        Segment._make(part[:, nodes.places(0, part.shape[1]).to(part.device)] for part in segment)
+        for segment in kv.segments
+    ]
+    places = [shard.places(0, int(length)).to(query.device) for length in whole]
+    stored = Segment(*(torch.full_like(part, torch.nan) for part in kv.suffix))
+    expected = Segment(*(part.clone() for part in stored))
+    for row, own in enumerate(places):
+        old = own[own < before[row]]
+        for empty, full, part in zip(stored, expected, kv.suffix, strict=True):
+            empty[row, :, : len(old)] = part[row, :, old]
+            full[row, :, : len(own)] = part[row, :, own]
+    at = before[:, None] + torch.arange(queries, device=query.device)
+    new = [part.gather(2, at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()) for part in kv.suffix]
+    schedule = make_schedule(
+        node_shapes(forest, heads // kv_heads * queries, config),
+        rows,
+        kv_heads=kv_heads,
+        queries=heads // kv_heads * queries,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=config.per_sm * multiprocessors(query.device),
+        device=query.device,
+    )
+    buffer = torch.full((query.numel() // head_dim * (head_dim + 1),), torch.nan, device=query.device)
+    into = buffer[: query.numel()].view(query.shape), buffer[query.numel() :].view(query.shape[:-1])
+    forest_decode(
+        query,
+        *new,
+        node_addresses(forest, segments).to(query.device),
+        torch.tensor(suffix_addresses(stored), device=query.device),
+        torch.arange(rows, dtype=torch.int32, device=query.device),
+        torch.stack([shard.counts(before), *shard.next_stored(before)]),
+        schedule,
+        config,
+        scale=head_dim**-0.5,
+        soft_cap=softcap,
+        sinks=sinks if shard.counts_sinks else None,
+        into=into,
+    )
+    for found, wanted in zip(stored, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    return Partial(*into)
 
 
 def check(

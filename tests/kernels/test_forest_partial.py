@@ -11,6 +11,7 @@ from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV
 from hf_fastdecode.attention.launch.kernel_call import node_addresses
 from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.parallel.shards import Shard
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
 
@@ -19,7 +20,7 @@ from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, forest
 from hf_fastdecode.kernels.forest_decode.limits import multiprocessors
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, make_schedule
 
-from .operator_runs import decode
+from .operator_runs import decode, decode_divided
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -147,6 +148,29 @@ def test_a_partial_beside_nodes_that_overlap(overlap_suffix):
     assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
 
 
+@pytest.mark.parametrize(
+    ("queries", "group", "overlap_suffix", "softcap"),
+    [(1, 1, False, None), (1, 4, False, None), (1, 4, True, None), (3, 4, True, 2.0), (3, 1, False, None)],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_ranks_store_of_nodes_and_suffixes(ranks, queries, group, overlap_suffix, softcap):
+    """Each rank appends its part of the new tokens; the partials of all merge to attention to all keys."""
+    forest = random_forest(random.Random(5), ROWS, 3, longest=LONGEST)
+    lengths = [queries + 5 * row % 17 for row in range(ROWS)]
+    options = {"heads": 2 * group, "kv_heads": 2, "head_dim": HEAD_DIM, "queries": queries, "dtype": torch.half}
+    query, kv = make_inputs(forest, lengths, **options, device=DEVICE, seed=queries)
+    sinks = torch.randn(2 * group, device=DEVICE)
+    config = Config(16, block_n=CONFIG.block_n, overlap=False, overlap_suffix=overlap_suffix, suffix=CONFIG.suffix)
+    scoring = {"softcap": softcap, "sinks": sinks}
+    shards = [Shard(rank, ranks, block=3 if ranks > 1 else LONGEST) for rank in range(ranks)]
+    parts = [decode_divided(query, kv, shard, config=config, **scoring) for shard in shards]
+    assert ranks < 4 or any(torch.isneginf(part.lse).any() for part in parts)  # of rows that have no key here
+    assert all((part.out[torch.isneginf(part.lse)] == 0).all() for part in parts)
+    found = merge(*parts)
+    oracle, oracle_lse = reference.forest_attention(query, kv, **scoring)
+    assert_error_rule(found.out.half(), pytorch_attention(query, kv, **scoring), oracle, oracle_lse)
+
+
 def test_arguments_are_checked():
     query, kv = inputs(5, 1)
     partial = nodes_alone(query, kv)
@@ -154,6 +178,10 @@ def test_arguments_are_checked():
         decode(query, kv, config=CONFIG, other=Partial(partial.out.half(), partial.lse))
     with pytest.raises(ValueError, match=r"other\[1\] must be"):
         decode(query, kv, config=CONFIG, other=Partial(partial.out, partial.lse[:, :1]))
+    with pytest.raises(ValueError, match=r"into\[0\] must be .* float32"):
+        decode(query, kv, config=CONFIG, into=Partial(partial.out.half(), partial.lse))
+    with pytest.raises(ValueError, match="a window of 5 tokens cannot count keys on other devices"):
+        decode(query, kv, config=CONFIG, divided=True, window=5)
     with pytest.raises(ValueError, match="a window of 5 tokens cannot count the keys behind `other`"):
         decode(query, kv, config=CONFIG, other=partial, window=5)
     with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):

@@ -22,11 +22,16 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_fastdecode.parallel import sequence
+
 from ..fresh_processes import run_fresh
 from ..interpreter import make_faster
 
 SECONDS = 60
 """Time limit of a communication, after which a scenario fails that left the other processes waiting."""
+
+FEW_TOKENS = 2
+"""Consecutive tokens of a suffix on one rank, in scenarios on the CPU: short suffixes are divided too."""
 
 
 @dataclass
@@ -115,6 +120,7 @@ def run(files: list[str], folders: dict[str, str], out: str, ranks: list[int], b
 
     if backend == "gloo":
         make_faster()
+        sequence.SUFFIX_BLOCK = FEW_TOKENS
     for file in files:
         import_module(f"tests.parallel.{file}")
     rank, count = 0, max(ranks)

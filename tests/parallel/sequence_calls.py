@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.conversion.to_slim import to_slim
+from hf_fastdecode.parallel.shards import SUFFIX_BLOCK
 
 from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
+from .processes import FEW_TOKENS
 
 TEXT = ragged_prompts(87)["input_ids"]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
@@ -39,6 +41,7 @@ class Call:
         path: Which path runs, and how its reason begins.
         seeds_differ: Whether ranks have other random seeds, of which rank 0's counts.
         divides_prefill: Whether passes of a few tokens are divided too.
+        block: Consecutive tokens of a suffix on one rank.
         ranks: For how many processes.
     """
 
@@ -50,6 +53,7 @@ class Call:
     path: str = "shared: "
     seeds_differ: bool = False
     divides_prefill: bool = False
+    block: int = FEW_TOKENS
     ranks: tuple[int, ...] = (2,)
 
     def make_model(self) -> PreTrainedModel:
@@ -76,7 +80,7 @@ CALLS: dict[str, Call] = {
     "samples": Call(text(), SAMPLING | {"num_return_sequences": 5}, seeds_differ=True, ranks=(2, 3, 4)),
     "ragged": Call(ragged_prompts(5, 60, 33), GREEDY, ranks=(2, 3)),
     "two-levels": Call(levels(), SAMPLING | {"num_return_sequences": 2}, seeds_differ=True, ranks=(2, 4)),
-    "long-suffix": Call(text(20), GREEDY | {"max_new_tokens": 60}),
+    "long-suffix": Call(text(20), GREEDY | {"max_new_tokens": 200}, block=SUFFIX_BLOCK, ranks=(2, 3)),
     "fewer-tokens-than-ranks": Call(text(2), SAMPLING | {"num_return_sequences": 3}, ranks=(2, 3, 4)),
     "one-token": Call(text(1), GREEDY),
     "rows-end-early": Call(
@@ -86,6 +90,14 @@ CALLS: dict[str, Call] = {
     "beam-samples": Call(text(), BEAMS | {"do_sample": True}),
     "prompt-lookup": Call(
         ones(TEXT[:, :30].repeat(1, 3)), GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4}, ranks=(2, 3)
+    ),
+    "prompt-lookup-by-kernels": Call(
+        ones(TEXT[:, :30].repeat(1, 3)),
+        GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4},
+        config={"num_attention_heads": 2, "num_key_value_heads": 1},
+        options={"backend": "triton"},
+        block=8,
+        ranks=(2, 3),
     ),
     "chunked-prefill": Call(levels(), GREEDY, options={"max_prefill_tokens": 7}, ranks=(2, 3)),
     "prefill": Call(levels(), GREEDY, divides_prefill=True, ranks=(2, 3, 4)),

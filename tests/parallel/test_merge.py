@@ -13,7 +13,7 @@ from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.parallel import merge
 from hf_fastdecode.parallel.merge import merged, partial_buffer
-from hf_fastdecode.parallel.shards import Shard
+from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, random_forest
 
@@ -69,7 +69,8 @@ def test_merged_shards_keep_the_error_rule(ranks: int, dtype: torch.dtype, sinks
         shard, buffer = Shard(rank, ranks), partial_buffer(shape)
         buffer.flat.fill_(torch.nan)  # whatever is not written shows
         own = (storage[0][:, shard.places(0, stored)], storage[1][:, shard.places(0, stored)])
-        part = over_forest(query, shard.forest(forest), own, sink if shard.counts_sinks else None)
+        here = stored_forest(forest, lambda _, shard=shard: shard)
+        part = over_forest(query, here, own, sink if shard.counts_sinks else None)
         for view, one in zip(buffer.partial, part, strict=True):
             view.copy_(one)
         buffers.append(buffer.flat)
@@ -112,7 +113,7 @@ def test_a_kernel_that_fails_leaves_the_merge_to_pytorch(monkeypatch: pytest.Mon
     monkeypatch.setattr(merge, "gathered", lambda *_: by_rank)
     monkeypatch.setattr(merge, "_by_kernel", lambda _: True)
     monkeypatch.setattr(ranks, "merge_ranks", fail)
-    into = partial_buffer(shape).partial
-    for found in (merge.merge_over(None, buffers[0]), merge.merge_over(None, buffers[0], into)):
-        for one, expected in zip(found, merged(by_rank, shape), strict=True):
-            assert torch.equal(one, expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        found, expected = merge.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
+        assert torch.equal(found.out, expected.out.to(dtype))
+        assert torch.equal(found.lse, expected.lse)

@@ -40,12 +40,12 @@ def padded(rows: list[list[int]]) -> dict[str, Tensor]:
 
 def gathered(cache: SharedContextCache) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of all nodes' segments in every layer, from what each process stores."""
-    parallel, found = cache.state.parallel, []
+    found = []
     for layer in cache.attention_layers:
         for number, length in enumerate(cache.state.segment_lengths):
             if number in layer.storage.segments:
                 segment = layer.storage.keys_and_values(layer.storage.segments[number])
-                found.append(tuple(segment if parallel is None else parallel.whole(segment, Span(number, 0, length))))
+                found.append(tuple(cache.state.whole(segment, Span(number, 0, length))))
     return found
 
 

@@ -22,6 +22,9 @@ from .scenarios import split_model
 LONG = 1500
 """Tokens of a prompt whose prefill two GPUs divide."""
 
+FED = 300
+"""Tokens of a prompt that passes and steps append: several blocks of a suffix on each GPU."""
+
 
 def make_model(models: Models, **sizes: Any) -> PreTrainedModel:
     """A model whose every step has a clear winner, for its head is its embedding: tokens of all ways are the same."""
@@ -55,6 +58,19 @@ def sequence_greedy(models: Models) -> Any:
                 call = fd.explain(model).last_call
             seen = [call.path, call.mode, call.captures, call.parallel.tokens]
             found[f"{length} {mode}"] = [torch.equal(first, tokens), lost_by(model, tokens, given), *seen]
+    return found
+
+
+@scenario
+def sequence_long_answers(models: Models) -> Any:
+    """Suffixes of several blocks on each GPU, in eager and captured steps; long ones are attended to as own nodes."""
+    model, found = make_model(models), []
+    given = prompts(models, 40, 4) | {"do_sample": False, "max_new_tokens": 700}
+    stock = model.generate(**given)
+    for mode in ("eager", "graph"):
+        with fd.enabled(model, mode=mode, sequence_parallel="auto"):
+            same, call = torch.equal(model.generate(**given), stock), fd.explain(model).last_call
+            found.append((same, call.mode, call.parallel.tokens))
     return found
 
 
@@ -93,19 +109,20 @@ def sequence_slim(models: Models) -> Any:
 
 @scenario
 def sequence_errors(models: Models) -> Any:
-    """Errors of logits after a prefill and steps, ours and PyTorch's, against fp64."""
+    """Errors of logits after a prefill, passes and steps, ours and PyTorch's, against fp64."""
     model, found = make_model(models), []
     model.lm_head.weight.data.normal_(std=0.05)
     tokens = prompts(models, LONG, 1)["input_ids"]
     exact = copy.deepcopy(model).double()
     with torch.no_grad():
-        oracle, stock = exact(tokens).logits[:, -4:], model(tokens).logits[:, -4:]
+        oracle, stock = exact(tokens).logits[:, -FED:], model(tokens).logits[:, -FED:]
     for backend in ("auto", "triton"):
         with fd.enabled(model, sequence_parallel="auto", backend=backend), torch.no_grad():
-            cache = fd.prefill(model, tokens[:, :-4])
-            steps = [model(tokens[:, place : place + 1], **{CACHE: cache}).logits for place in range(-4, -1)]
-            steps.append(model(tokens[:, -1:], **{CACHE: cache}).logits)
-        logits = torch.cat(steps, 1)
+            cache, logits = fd.prefill(model, tokens[:, :-FED]), []
+            for count in (FED - 14, 6, 4, 1, 1, 1, 1):
+                fed = tokens[:, LONG - FED + cache.suffix_length :][:, :count]
+                logits.append(model(fed, **{CACHE: cache}).logits)
+        logits = torch.cat(logits, 1)
         found.append(((logits.double() - oracle).norm().item(), (stock.double() - oracle).norm().item()))
         found[-1] += (logits.float().cpu().numpy().tobytes().hex()[:2000],)
     return found
@@ -170,6 +187,11 @@ def test_eager_and_captured_steps_draw_the_best_tokens(seen):
         assert lost <= 4 * error, name
         assert (path, mode, captures) == ("shared", name.split()[1], 0), name
         assert tokens > 0
+
+
+@pytest.mark.gpu
+def test_long_answers(seen):
+    assert [one[:2] for one in both(seen, "sequence_long_answers")] == [[True, "eager"], [True, "graph"]]
 
 
 @pytest.mark.gpu

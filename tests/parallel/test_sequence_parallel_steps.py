@@ -24,11 +24,13 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads"
 ONE_LAYER = SMALL | {"sliding_window": 300, "layer_types": ["sliding_attention"]}
 FEW = GREEDY | {"max_new_tokens": 4}
 SAMPLES = SAMPLING | {"num_return_sequences": 2, "max_new_tokens": 4}
+BEAMS = {"num_beams": 2, "do_sample": False}
 
 STEPS: dict[str, Call] = {
     "eager": Call(text(), GREEDY),
     "samples": Call(levels(), SAMPLES),
     "by-kernels": Call(text(), FEW, config=SMALL, options=KERNELS),
+    "beams-by-kernels": Call(text(20), BEAMS | {"max_new_tokens": 6}, config=SMALL, options=KERNELS),
     "sinks-by-kernels": Call(text(20), FEW, model="gpt_oss", config=ONE_LAYER, options=KERNELS),
     "captured": Call(levels(), SAMPLES, config=SMALL, options=GRAPH),
     "captured-soft-cap": Call(text(20), FEW, model="gemma2", config=ONE_LAYER, options=GRAPH),

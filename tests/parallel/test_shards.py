@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastdecode.attention.forest import Forest, Span
-from hf_fastdecode.parallel.shards import SUFFIX_BLOCK, Shard, whole
+from hf_fastdecode.parallel.shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
 
 from ..attention.exactness import PROPERTY
 from ..attention.forests import random_forest, tokens
@@ -23,22 +25,38 @@ def forests(draw: st.DrawFn) -> Forest:
     return random_forest(draw(st.randoms(use_true_random=False)), rows, depth, draw(st.sampled_from([3, 20, 200])))
 
 
+def stored(forest: Forest, shards: Sequence[Shard]) -> list[Forest]:
+    """What each rank stores of a forest whose segments are dealt out alike."""
+    return [stored_forest(forest, lambda _, shard=shard: shard) for shard in shards]
+
+
 @PROPERTY
-@given(forest=forests(), ranks=RANKS, block=BLOCKS)
-def test_ranks_store_every_token_of_a_path_once(forest, ranks, block):
+@given(forest=forests(), ranks=RANKS, block=BLOCKS, run=st.sampled_from([None, 1, 7, 130]))
+def test_ranks_store_every_token_of_a_path_once(forest, ranks, block, run):
     longest = max((node.span.stop for node in forest.nodes), default=0)
-    shards = [Shard(rank, ranks, block) for rank in range(ranks)]
+    if run is not None:  # a segment made of suffixes, of one of which each span is
+        forest = Forest.from_paths([tuple(one for span in path for one in cut(span, run)) for path in forest.paths])
+    shards = [Shard(rank, ranks, block, run) for rank in range(ranks)]
     places = [shard.places(0, longest).tolist() for shard in shards]  # from a rank's storage to the whole run
-    local = [shard.forest(forest) for shard in shards]
+    local = stored(forest, shards)
     for row, path in enumerate(forest.paths):
-        stored = [
+        found = [
             (segment, places[rank][position])
-            for rank, found in enumerate(local)
-            for segment, position in tokens(found.paths[row])
+            for rank, one in enumerate(local)
+            for segment, position in tokens(one.paths[row])
         ]
-        assert sorted(stored) == sorted(tokens(path))
-    assert {found.rows for found in local} == {forest.rows}
-    assert sum(found.stored_tokens for found in local) == forest.stored_tokens
+        assert sorted(found) == sorted(tokens(path))
+    assert {one.rows for one in local} == {forest.rows}
+    assert sum(one.stored_tokens for one in local) == forest.stored_tokens
+
+
+def cut(span: Span, run: int) -> Iterator[Span]:
+    """The span in parts of one suffix each."""
+    start = span.start
+    while start < span.stop:
+        stop = min(span.stop, (start // run + 1) * run)
+        yield Span(span.segment, start, stop - start)
+        start = stop
 
 
 @PROPERTY
@@ -62,16 +80,38 @@ def test_what_is_appended_goes_behind_what_a_rank_has(first, second, ranks, bloc
 
 
 @PROPERTY
-@given(length=st.integers(0, 300), ranks=RANKS, block=BLOCKS)
-def test_the_whole_is_what_ranks_have_in_order(length, ranks, block):
-    run = torch.randn(2, length, 3)
-    parts = [run[:, Shard(rank, ranks, block).places(0, length)] for rank in range(ranks)]
-    assert torch.equal(whole(parts, block, dim=1), run)
+@given(
+    start=st.integers(0, 300), length=st.integers(0, 300), ranks=RANKS, block=BLOCKS, run=st.sampled_from([None, 90])
+)
+def test_the_whole_is_what_ranks_have_in_order(start, length, ranks, block, run):
+    whole = torch.randn(start + length)
+    order, longest = places_by_rank(Shard(0, ranks, block, run), start, start + length)
+    shards = [Shard(rank, ranks, block, run) for rank in range(ranks)]
+    parts = [whole[shard.places(start, start + length)] for shard in shards]
+    gathered = torch.cat([torch.nn.functional.pad(part, (0, longest - len(part))) for part in parts])
+    assert torch.equal(gathered[order], whole[start:])
 
 
-def test_parts_of_no_run_are_refused():
-    with pytest.raises(ValueError, match=r"of 4 tokens in blocks of 1 the ranks store \[2, 2\], got \[1, 3\]"):
-        whole([torch.zeros(1), torch.zeros(3)])
+@PROPERTY
+@given(lengths=st.lists(st.integers(0, 600), min_size=1, max_size=5), ranks=st.integers(2, 9), block=BLOCKS)
+def test_suffixes_grow_where_ranks_store_them(lengths, ranks, block):
+    """Of as many new tokens as a step may have, each is stored by one rank, behind what that has."""
+    before, most = torch.tensor(lengths), block * (ranks - 1) + 1
+    stored_by = torch.zeros(len(lengths), most, dtype=torch.long)
+    for rank in range(ranks):
+        shard = Shard(rank, ranks, block)
+        first, stop = shard.next_stored(before)
+        new = torch.arange(most)
+        own = (new >= first[:, None]) & (new < stop[:, None])
+        assert torch.equal(own, shard.stores(before[:, None] + new))
+        assert shard.counts(before).tolist() == [shard.count(length) for length in lengths]
+        for length in lengths:
+            assert shard.positions(shard.count(length)).tolist() == shard.places(0, length).tolist()
+        stored_by += own
+    assert bool((stored_by == 1).all())
+
+
+def test_shards_of_no_rank_are_refused():
     with pytest.raises(ValueError, match=r"a rank must be in 0\.\.1, got 2"):
         Shard(2, 2)
     with pytest.raises(ValueError, match="at least 1 token"):
@@ -81,6 +121,6 @@ def test_parts_of_no_run_are_refused():
 def test_more_ranks_than_tokens():
     """Rows whose every token lies elsewhere have no node."""
     forest = Forest.from_paths([(Span(0, 0, 1), Span(0, 1, 1)), (Span(0, 0, 1), Span(0, 2, 1))])
-    paths = [Shard(rank, 5).forest(forest).paths for rank in range(5)]
+    paths = [one.paths for one in stored(forest, [Shard(rank, 5) for rank in range(5)])]
     one = (Span(0, 0, 1),)
     assert paths == [(one, one), (one, ()), ((), one), ((), ()), ((), ())]

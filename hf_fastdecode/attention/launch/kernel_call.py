@@ -108,6 +108,7 @@ def run_kernels(
     scoring: Scoring,
     origins: Tensor | None = None,
     other: Partial | None = None,
+    into: Partial | None = None,
 ) -> Tensor:
     """`forest_decode` on tensors of any strides, on a CUDA device that need not be the current one.
 
@@ -115,7 +116,7 @@ def run_kernels(
     needs the last dimension of queries, keys and values to be contiguous: they are copied where it is not.
 
     Returns:
-        ``[rows, heads, queries, head_dim]`` in the query's dtype.
+        ``[rows, heads, queries, head_dim]`` in the query's dtype; fp32 with `into`.
     """
     from ...kernels.forest_decode.api import forest_decode
 
@@ -137,6 +138,7 @@ def run_kernels(
         sinks=scoring.sinks,
         origins=origins,
         other=other,
+        into=into,
     )
     return out
 
@@ -150,7 +152,6 @@ def run_node_kernels(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
-    into: Partial | None = None,
 ) -> Partial:
     """`forest_partial` likewise: the fp32 partial of the nodes."""
     from ...kernels.forest_decode.api import forest_partial
@@ -158,6 +159,6 @@ def run_node_kernels(
     if query.stride(-1) != 1:
         query = query.contiguous()
     parts = forest_partial(
-        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap, into=into
+        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap
     )
     return Partial(*parts)

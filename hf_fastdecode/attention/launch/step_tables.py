@@ -61,8 +61,6 @@ class _Scheduled:
 
     def load(self, plan: LaunchPlan, suffix_length: int) -> None:
         """Load the schedule of a plan with the same launch parameters, unless it is loaded."""
-        if not self.tables.piece_count:  # made for rows that never have nodes
-            return
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
             self.plan, self.programs = plan, 0  # until the copy is done
@@ -70,12 +68,34 @@ class _Scheduled:
             self.programs = programs
 
 
-class _Described(NamedTuple):
-    """Step that the tables describe: the batch's forest, leading suffix tokens in own nodes, and suffix lengths."""
+class DescribedStep(NamedTuple):
+    """Step that the tables describe.
+
+    Attributes:
+        forest: The batch's.
+        own_tokens: Leading suffix tokens in own nodes.
+        suffixes: Lengths of whole suffixes.
+        stored: Lengths of what is stored here of them.
+    """
 
     forest: Forest
     own_tokens: int
     suffixes: SuffixLengths
+    stored: SuffixLengths
+
+
+class NewTokens(NamedTuple):
+    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each.
+
+    Attributes:
+        positions: int64: tokens in each row's suffix before the step.
+        slots: int64: where the token is written.
+        lengths: int32: tokens stored with it.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
 
 
 class StepTables:
@@ -87,7 +107,6 @@ class StepTables:
         forest: The forest that decides the sizes, which are rounded up; launch parameters are chosen for that of the
             first step.
         own_nodes: How to attend to long suffixes.
-        with_nodes: Whether rows may have nodes; without, nothing is launched for them.
     """
 
     def __init__(
@@ -97,11 +116,9 @@ class StepTables:
         forest: Forest,
         device: torch.device,
         own_nodes: OwnNodes = NO_OWN_NODES,
-        *,
-        with_nodes: bool = True,
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
-        self._sized_for, self._launches_nodes = forest, with_nodes or own_nodes.used
+        self._sized_for = forest
         self._places = {layer: place for place, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
@@ -113,7 +130,7 @@ class StepTables:
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         # Filled by the layers' first forward pass.
         self._schedules: dict[HeadShape, _Scheduled] = {}
-        self._described: _Described | None = None  # None also after a failed update
+        self._described: DescribedStep | None = None  # None also after a failed update
         self._versions: dict[int, object] = {}  # of the storage whose addresses are written, by layer
 
     def fits(self, forest: Forest) -> bool:
@@ -132,11 +149,12 @@ class StepTables:
 
         Args:
             forest: The batch's nodes, for which `fits` holds.
-            suffixes: Tokens in each row's suffix before the step.
+            suffixes: Tokens in each row's suffix before the step, of whole suffixes where these are divided.
             layers: Storage of layers, by index; that of others is assumed not to have moved.
             in_order: Whether each row's suffix is stored in its own slot throughout, as own nodes need.
         """
-        now = _Described(forest, self._wanted_own_tokens(suffixes) if in_order else 0, suffixes)
+        stored = self._stored(suffixes)
+        now = DescribedStep(forest, self._wanted_own_tokens(stored) if in_order else 0, suffixes, stored)
         before, self._described = self._described, None
         if before is None or before.forest is not forest:
             rows = torch.arange(self.rows, dtype=torch.int32, device="cpu")
@@ -151,6 +169,15 @@ class StepTables:
         self._write_addresses(layers, now.own_tokens)
         self._described = now
 
+    def _stored(self, suffixes: SuffixLengths) -> SuffixLengths:
+        """Tokens stored here of suffixes of these lengths."""
+        return suffixes
+
+    def new_tokens(self) -> NewTokens:
+        """Where a step of one token per row finds it, computed on the device; without own nodes."""
+        positions = self.lengths.long()
+        return NewTokens(positions, positions, self.lengths + 1)
+
     def attend(
         self,
         layer: int,
@@ -160,6 +187,7 @@ class StepTables:
         scoring: Scoring,
         origins: Tensor | None = None,
         other: Partial | None = None,
+        into: Partial | None = None,
     ) -> Tensor:
         """Append new keys and values to the suffixes, and attend.
 
@@ -168,9 +196,10 @@ class StepTables:
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
             other: When given, the partial of further keys, fp32.
+            into: When given, where to write the partial, fp32 and contiguous.
 
         Returns:
-            ``[rows, heads, queries, head_dim]`` in the query's dtype.
+            ``[rows, heads, queries, head_dim]`` in the query's dtype; fp32 with `into`.
 
         Raises:
             Unsupported: The kernels do not support these, or cannot be compiled or launched here.
@@ -178,8 +207,8 @@ class StepTables:
 
         def run(known: _Scheduled) -> Tensor:
             place = self._places[layer]
-            tables = (self.nodes[place], self.suffixes[place], self.slots, self.lengths, known.tables)
-            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins, other)
+            tables = (self.nodes[place], self.suffixes[place], self.slots, self._kernel_lengths, known.tables)
+            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins, other, into)
 
         return self._run(run, query, new_keys, new_values, scoring)
 
@@ -191,7 +220,6 @@ class StepTables:
         *,
         kv_heads: int | None = None,
         soft_cap: float | None = None,
-        into: Partial | None = None,
     ) -> Partial:
         """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
 
@@ -199,7 +227,6 @@ class StepTables:
             query: ``[rows, heads, queries, head_dim]`` in the dtype of the nodes.
             kv_heads: KV heads of the nodes; as many as the query has when None.
             soft_cap: As for `forest_partial`.
-            into: Where to write the partial, likewise.
 
         Returns:
             The partial, in fp32; that of no keys for rows without nodes.
@@ -211,7 +238,7 @@ class StepTables:
         def run(known: _Scheduled) -> Partial:
             nodes = self.nodes[self._places[layer]]
             tables = (nodes, self.slots, known.tables, known.plan.config)
-            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap, into)
+            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap)
 
         keys = query[:, :kv_heads]  # of the shape that new keys would have
         return self._run(run, query, keys, keys, Scoring(scale, soft_cap, None, None))
@@ -240,9 +267,7 @@ class StepTables:
         depths += self.own_nodes.used
         room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
-        if not self._launches_nodes:
-            return _Scheduled(plan, 0, Capacity(), plan.schedule(1))
-        programs = plan.programs(self._described.suffixes.longest - self._described.own_tokens)
+        programs = plan.programs(self._described.stored.longest - self._described.own_tokens)
         with torch.inference_mode(False):
             return _Scheduled(plan, programs, room, plan.schedule(programs, room))
 
@@ -252,7 +277,12 @@ class StepTables:
         wanted = self.own_nodes.used and bool(self._schedules) and not windowed
         return own_tokens(suffixes.shortest) if wanted else 0
 
-    def _write_lengths(self, now: _Described) -> None:
+    @property
+    def _kernel_lengths(self) -> Tensor:
+        """The lengths as `forest_decode` reads them."""
+        return self.lengths
+
+    def _write_lengths(self, now: DescribedStep) -> None:
         """Write the tokens of suffixes that are not in own nodes."""
         if now.suffixes.per_row is None:
             self.lengths.fill_(now.suffixes.longest - now.own_tokens)
@@ -260,10 +290,10 @@ class StepTables:
             own = now.suffixes.per_row - now.own_tokens
             self.lengths[: len(own)].copy_(own, non_blocking=True)  # the host need not wait: the copy is staged
 
-    def _update_schedules(self, before: _Described | None, now: _Described) -> None:
+    def _update_schedules(self, before: DescribedStep | None, now: DescribedStep) -> None:
         """Update the schedules for other nodes (no `before`), or every few tokens for longer suffixes."""
-        length = now.suffixes.longest
-        if before is not None and before.suffixes.longest // _SCHEDULE_INTERVAL == length // _SCHEDULE_INTERVAL:
+        length = now.stored.longest
+        if before is not None and before.stored.longest // _SCHEDULE_INTERVAL == length // _SCHEDULE_INTERVAL:
             return
         for shape, known in self._schedules.items():
             # The tables, and the graph that reads them, are made for these launch parameters.

@@ -39,7 +39,8 @@ def forest_attention(
     """Attend each row's queries to its path of nodes and its suffix.
 
     Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
-    row's path, and its suffix up to and including that position; under a window, the last ``window`` of these tokens.
+    row's path, and its suffix up to and including that position, or as much as ``kv.seen`` says; under a window, the
+    last ``window`` of these tokens.
     `reference.forest_attention` is the specification, and has the same name and arguments, without `backend`.
 
     Args:
@@ -67,7 +68,7 @@ def forest_attention(
         raise ValueError(
             f"got queries of {rows} rows, a forest of {kv.forest.rows}, suffixes of {len(kv.suffix.keys)}"
         )
-    if rows and not queries <= shortest <= longest <= kv.suffix.keys.shape[2]:
+    if rows and not (queries if kv.seen is None else 0) <= shortest <= longest <= kv.suffix.keys.shape[2]:
         raise ValueError(
             f"suffixes must hold at least their {queries} queries' own tokens and at most their capacity of "
             f"{kv.suffix.keys.shape[2]}, got {shortest} to {longest}"
@@ -201,22 +202,22 @@ def _suffix_partial(
     """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on."""
     shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
-    if longest == shortest and queries == 1:
+    seen = kv.seen_by(queries)
+    if longest == shortest and (not seen.numel() or int(seen.min()) == longest):
         return dense.windowed_partial(packed, keys, values, oldest)
+    earlier = None
     if longest == shortest:
         # Only the queries' own tokens need a causal mask, on a small square.
-        old = longest - queries
+        old = max(0, longest - queries)
         earlier = dense.windowed_partial(packed, keys[:, :, :old], values[:, :, :old], oldest)
         oldest = None if oldest is None else oldest - old
-        keys, values, lengths = keys[:, :, old:], values[:, :, old:], [queries] * packed.shape[0]
+        keys, values, seen = keys[:, :, old:], values[:, :, old:], seen - old
     else:
         dense.raise_if_forced("suffixes of unequal length")
-        earlier, lengths = None, kv.lengths()
-    position = torch.arange(queries, device=packed.device).repeat(packed.shape[2] // queries)  # of each packed query
     # [rows, queries_per_kv_head]
-    last_seen = torch.tensor(lengths, device=packed.device)[:, None] - queries + position
+    seen = seen.to(packed.device).repeat(1, packed.shape[2] // queries)
     token = torch.arange(keys.shape[2], device=packed.device)
-    visible = token <= last_seen[..., None]
+    visible = token < seen[..., None]
     if oldest is not None:
         visible &= token >= oldest.to(packed.device)[..., None]
     # Values past a row's length are undefined, and 0 * NaN is NaN.

@@ -1,12 +1,14 @@
 """The ways of attention over a context that is divided between processes.
 
-All of them attend to what they hold by the same kernels (on a CPU PyTorch's operators), and then to the suffixes,
-which every rank has whole. They differ in what they communicate.
+All of them attend to what they hold by the same kernels (on a CPU PyTorch's operators). They differ in what they
+communicate, and in the suffixes, which every rank has whole: but for the package's own way by kernels, which divides
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -95,13 +97,14 @@ def make_step(way: str, stack: Stack, processes: Processes) -> Step:
     here = ByKernels if kernels else ByOperators
     if way == "one-gpu":
         if kernels:
-            return _by_tables(stack, StepTables(stack.case.rows, layers, stack.forest, device))
+            return _by_tables(stack, StepTables(stack.case.rows, layers, stack.forest, device), stack)
         alone = here(stack, stack.forest, [])
         return lambda: [alone.finish(layer, alone.nodes(layer, stack.queries[layer])) for layer in layers]
     parallel = SequenceParallel(processes.group)
-    stored = parallel.stored(stack.forest)
+    stored = parallel.stored(stack.forest, {})
     if way == "tree" and kernels:
-        return _by_tables(stack, DividedStepTables(parallel, stack.case.rows, layers, stack.forest, device))
+        divided = replace(stack, forest=stored, layers=[_divided(one, parallel) for one in stack.layers])
+        return _by_tables(divided, DividedStepTables(parallel, stack.case.rows, layers, stored, device), stack)
     if way == "ring":
         return Ring(here, stack, stored, processes).step
     merged: dict[str, Callable[[Partial], Partial]] = {
@@ -114,13 +117,21 @@ def make_step(way: str, stack: Stack, processes: Processes) -> Step:
     return lambda: [own.finish(layer, merging(own.nodes(layer, stack.queries[layer]))) for layer in layers]
 
 
-def _by_tables(stack: Stack, tables: StepTables) -> Step:
-    """What the package itself runs in a step."""
-    tables.follow(stack.forest, SuffixLengths.of(SUFFIX), dict(enumerate(stack.layers)))
-    return lambda: [
-        tables.attend(layer, stack.queries[layer], *stack.new(layer), stack.scoring)
-        for layer in range(stack.case.layers)
-    ]
+def _divided(layer: StoredLayer, parallel: SequenceParallel) -> StoredLayer:
+    """The layer with what this process stores of its suffixes."""
+    places = parallel.suffix_shard.places(0, SUFFIX + 1).to(layer.held.device)
+    return StoredLayer(layer.held, Segment._make(part.index_select(2, places) for part in layer.suffix))
+
+
+def _by_tables(stored: Stack, tables: StepTables, stack: Stack) -> Step:
+    """What the package itself runs in a step, on what is stored here; new tokens are those of the whole stack."""
+    tables.follow(stored.forest, SuffixLengths.of(SUFFIX), dict(enumerate(stored.layers)))
+
+    def step() -> list[Tensor]:
+        layers = range(len(stored.layers))  # which the tables have addresses of
+        return [tables.attend(one, stack.queries[one], *stack.new(one), stack.scoring) for one in layers]
+
+    return step
 
 
 def three_all_reduces(own: Partial, processes: Processes) -> Partial:

@@ -159,9 +159,8 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
                 "batch_repeat_interleave, or pass it to generate of a model that is enabled, which does"
             )
         self._check_shapes(parts)
-        before = state.suffixes.longest
-        after = before + queries
-        self.storage.grow(rows, after, before, Segment._make(part[0] for part in parts), most=state.max_suffix)
+        after = state.suffixes.longest + queries
+        self._grow(after, Segment._make(part[0] for part in parts))
         if state.suffixes.origins is not None:
             state.suffixes.origins.append(after)
         self.appended = queries
@@ -182,7 +181,15 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         like = self.storage.suffix_example
         if state.forest is None or like is None or (not self.storage.segments and not self.storage.capacity):
             raise ValueError("this cache layer holds no tokens; prefill it first")
-        return self.storage.grow(state.forest.rows, tokens, state.suffixes.longest, like, most=state.max_suffix)
+        return self._grow(tokens, like)
+
+    def _grow(self, tokens: int, like: Segment) -> bool:
+        """Allocate room for `tokens` suffix tokens per row, see `TokenStorage.grow`."""
+        state = self.state
+        assert state.forest is not None
+        room, used = state.suffix_room(tokens), state.suffix_shard.count(state.suffixes.longest)
+        most = None if state.max_suffix is None else state.suffix_room(state.max_suffix)
+        return self.storage.grow(state.forest.rows, room, used, like, most)
 
     @property
     def batch_size(self) -> int:

@@ -19,6 +19,10 @@ class AttendsByItself(Protocol):
     It finds nodes and suffixes through the cache that its `forward` is given: a `SharedContextCache`, or in captured
     steps a `CapturedCache`. `ModelLayout.of` finds such layers by `attends_by_itself` and `layer_idx`.
 
+    Where processes divide a cache, nodes and suffixes are what this one stores of them. The layer then attends to
+    these, each query to as many tokens of its suffix as `ForestKV.seen_by` says, and hands its partial to
+    `of_all_processes`.
+
     Attributes:
         attends_by_itself: True.
         suffixes_read: What reads suffixes in captured steps, for reports.
@@ -80,7 +84,7 @@ class OwnStorage(TokenStorage):
         if self.example is None:
             self.example = Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in parts))
 
-    def as_nodes(self, parts: Segment, starts: Tensor, dtype: torch.dtype | None = None) -> Segment:
+    def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
         """Convert suffix tokens to keys and values, which nodes store.
 
         Raises:
@@ -92,11 +96,9 @@ class OwnStorage(TokenStorage):
                 "the suffixes of this cache are stored without values, and the model whose layers make them is gone; "
                 "keep the model, or prefill the whole text again"
             )
-        keys, coordinates = parts
-        positions = starts[:, None] + torch.arange(keys.shape[2], device=keys.device)
         if dtype is None and (held := self.node_example) is not None:
             dtype = held[0].dtype
-        return layer.as_nodes(keys, coordinates, positions, dtype)
+        return layer.as_nodes(*parts, positions, dtype)
 
     @property
     def node_example(self) -> Segment | None:

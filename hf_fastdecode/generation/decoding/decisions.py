@@ -90,7 +90,7 @@ class Decisions:
         Later, in a pass, one process could not tell the others that its memory is short.
         """
         needed, fits = cache.suffix_length + 1, True
-        if self.ranks.count == 1 or all(layer.storage.capacity >= needed for layer in cache.attention_layers):
+        if self.ranks.count == 1 or cache.has_room(needed):
             return
         try:
             cache.reserve(needed)

@@ -84,7 +84,7 @@ class CapturedStep:
         device, queries = model.device, options.queries
         self.rows, self.options = rows, options
         self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
-        self.tables = TablesByShape(rows, self._alike(cache), cache.forest, device, cache.state.make_tables)
+        self.tables = TablesByShape(rows, self._alike(cache), cache.stored_forest, device, cache.state.make_tables)
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
         view, tensors_of = self._prepare(model, cache)
@@ -130,7 +130,7 @@ class CapturedStep:
         if not self.reads(cache):
             return False
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
-        return (most is None or longest <= most) and self.tables.fits(cache.forest)
+        return (most is None or longest <= most) and self.tables.fits(cache.stored_forest)
 
     @property
     def longest_row(self) -> int | None:
@@ -182,4 +182,4 @@ class CapturedStep:
         suffixes = cache.state.suffixes
         if not (suffixes.in_order or self.options.reordered):
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
-        self.tables.follow(cache.forest, suffixes.lengths, layers)
+        self.tables.follow(cache.stored_forest, suffixes.lengths, layers)

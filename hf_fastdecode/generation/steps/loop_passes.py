@@ -251,7 +251,7 @@ class CapturedPasses:
     def _must_grow(cache: SharedContextCache, queries: int) -> bool:
         """Whether suffixes have no room for a pass's tokens: on all ranks or on none."""
         needed = cache.suffix_length + queries
-        return any(layer.storage.capacity < needed for layer in cache.attention_layers)
+        return not cache.has_room(needed)
 
     def _has_grown(self, cache: SharedContextCache, queries: int) -> bool:
         """Allocate room for a pass's tokens, and for some more passes of drafts; whether there was memory for it.

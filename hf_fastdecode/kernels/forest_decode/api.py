@@ -39,12 +39,16 @@ def forest_decode(
     origins: Tensor | None = None,
     other: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
 
     Query ``j`` sees its row's nodes, the suffix before this step, and new tokens ``0..j``. Everything that differs
     between steps is read on the device, keys and values through their addresses, so that a captured CUDA graph serves
     other prompts, lengths and storage.
+
+    Where suffixes are divided between devices, each of them appends and sees a part of the new tokens, possibly none,
+    and a query may see no key at all: then ``out`` is 0 and the log-sum-exp ``-inf``.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
@@ -57,7 +61,9 @@ def forest_decode(
         suffix: ``[4]`` int64: device address of the suffixes' keys ``[slots, kv_heads, capacity, head_dim]``, of their
             values, and elements from one slot and from one KV head to the next in both; written at ``lengths``.
         slots: ``[rows]`` int32: slot of each row's suffix; -1 for an inactive row, whose output is 0.
-        lengths: ``[rows]`` int32: tokens in each suffix before this step.
+        lengths: ``[rows]`` int32: tokens in each suffix before this step. ``[3, rows]`` where suffixes are divided:
+            tokens that are stored here, and of the new ones, counted from 0, the first that is, and the first after it
+            that is not; both may be beyond the last. Not with a window.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
         config: Launch parameters, with the block sizes of the schedule.
         scale: Factor on the scores, positive.
@@ -71,14 +77,15 @@ def forest_decode(
         other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
             `forest_partial` returns them, contiguous. Not with a window, which would not count its keys.
         return_lse: Return the partial: ``out`` in fp32, and the natural-log log-sum-exp.
+        into: Where to write the partial, contiguous, which is then returned; newly allocated when None.
 
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; with `return_lse`, ``out`` and the
         log-sum-exp ``[rows, heads, queries]``, both fp32.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other` or the
-            Hopper kernel.
+        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other`,
+            divided suffixes or the Hopper kernel.
         KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
             configuration or backend.
     """
@@ -87,11 +94,14 @@ def forest_decode(
     check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
     check_table("suffix", suffix, (4,), torch.int64)
     check_table("slots", slots, (rows,), torch.int32)
-    check_table("lengths", lengths, (rows,), torch.int32)
+    divided = lengths.dim() > 1
+    check_table("lengths", lengths, (3, rows) if divided else (rows,), torch.int32)
     if sinks is not None:
         check_table("sinks", sinks, (heads,), torch.float32)
     if origins is not None:
         check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
+    if divided and window is not None:
+        raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
     if other is not None:
         if window is not None:
             raise ValueError(f"a window of {window} tokens cannot count the keys behind `other`; give it no window")
@@ -104,16 +114,22 @@ def forest_decode(
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    dtype = torch.float32 if return_lse else query.dtype
-    out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
-    lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
+    lse: Tensor | None
+    if into is not None:
+        out, lse = into
+        check_table("into[0]", out, tuple(query.shape), torch.float32)
+        check_table("into[1]", lse, (rows, heads, queries), torch.float32)
+    else:
+        dtype = torch.float32 if return_lse else query.dtype
+        out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
+        lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
     depths = schedule.row_units.shape[0]
     overlap_suffix = config.overlap_suffix and depths > 0
     # Tensor cores need at least 16 queries; what they compute goes through memory to be merged without the padding.
     block_p = (
         1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
     )
-    options = _options(query, schedule, config, kv_heads, lse=return_lse)
+    options = _options(query, schedule, config, kv_heads, lse=lse is not None) | {"DIVIDED": divided}
     own_out = own_lse = out
     if overlap_suffix or (depths > 0 and block_p > 1):
         own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
@@ -181,12 +197,12 @@ def forest_partial(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to each row's nodes, without a causal rule.
 
-    For cross-attention, and for nodes that are spread over devices: partials of each device's nodes merge to the
-    partial of all (Tree Attention, section 5), which `forest_decode` accepts as ``other``.
+    For cross-attention, layers that attend to suffixes by themselves, and nodes that are spread over devices: partials
+    of each device's nodes merge to the partial of all (Tree Attention, section 5), which `forest_decode` accepts as
+    ``other``.
 
     Args:
         query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
@@ -197,7 +213,6 @@ def forest_partial(
         kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        into: Where to write the results, contiguous; newly allocated when None.
 
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
@@ -213,18 +228,14 @@ def forest_partial(
     check_table("slots", slots, (rows,), torch.int32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, None)
-    if into is None:
-        out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
-    else:
-        out, lse = into
-        check_table("into[0]", out, tuple(query.shape), torch.float32)
-        check_table("into[1]", lse, (rows, heads, queries), torch.float32)
+    out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
     if not schedule.piece_count or not rows:
         return out.zero_(), lse.fill_(-torch.inf)
     workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)
     with launching(Kernel.FOREST, query.device):
-        _merge(slots, schedule, workspace, None, (out, lse), _options(query, schedule, config, kv_heads, lse=True))
+        options = _options(query, schedule, config, kv_heads, lse=True) | {"DIVIDED": False}
+        _merge(slots, schedule, workspace, None, (out, lse), options)
     return out, lse
 
 

@@ -145,6 +145,7 @@ def merge_rows(
     PDL: tl.constexpr,
     ROWS: tl.constexpr,  # rows per program
     OWN: tl.constexpr,  # whether to merge the suffixes' partials too; without, rows without nodes get (0, -inf)
+    DIVIDED: tl.constexpr,  # with OWN, whether these may be empty
 ):
     merged = tl.load(overlap_suffix) == 0 if OWN else False  # by the suffix kernel
     if merged:
@@ -167,6 +168,8 @@ def merge_rows(
     if OWN:
         row_max = tl.load(own_lse + at, mask=valid_query, other=0.0)
         row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
+        if DIVIDED:
+            row_sum = tl.where(row_max > LOWEST, 1.0, 0.0)
         acc = tl.load(own_out + place, mask=kept, other=0.0)
     else:
         row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
@@ -187,7 +190,10 @@ def merge_rows(
         DEPTHS,
         False,
     )
-    seen = active if OWN else row_sum > 0
+    if OWN and DIVIDED:
+        seen = active & (row_sum > 0)
+    else:
+        seen = active if OWN else row_sum > 0
     result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
     if LSE:

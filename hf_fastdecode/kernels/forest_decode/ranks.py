@@ -19,7 +19,7 @@ def merge_ranks(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
 
     Args:
         gathered: ``[ranks, numbers]`` fp32, contiguous: of each rank its ``out`` and then its log-sum-exp, contiguous.
-        out: ``[..., head_dim]`` fp32, contiguous.
+        out: ``[..., head_dim]``, contiguous.
         lse: ``[...]`` fp32, contiguous.
     """
     ranks, numbers = gathered.shape
@@ -68,5 +68,5 @@ def _merge_ranks(
         total += weight
         mean += weight[:, None] * tl.load(part + at, mask=valid, other=0.0)
     divisor = tl.where(total > 0, total, 1.0)
-    tl.store(out + at, mean / divisor[:, None], mask=valid)
+    tl.store(out + at, (mean / divisor[:, None]).to(out.dtype.element_ty), mask=valid)
     tl.store(lse + query, tl.where(total > 0, shift + tl.log(divisor), float("-inf")), mask=inside)

@@ -41,7 +41,8 @@ def attend_suffixes(
     new_values,
     suffix,  # [4] int64: addresses of keys and values [slots, kv_heads, capacity, head_dim], slot and head strides
     slots,  # [rows] int32: slot of a row's suffix; -1 for an inactive row
-    lengths,  # [rows] int32: tokens in a row's suffix before this step
+    lengths,  # [rows] int32: tokens in a row's suffix before this step; with DIVIDED [3, rows]: those stored here, and
+    # the first new token that is, and the first behind it that is not
     row_units,  # [depths, rows] int32; this and the next three as in `Schedule`
     row_offsets,
     row_tiles,
@@ -88,6 +89,7 @@ def attend_suffixes(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     OTHER: tl.constexpr,
+    DIVIDED: tl.constexpr,  # whether suffixes are divided between devices: this one may have no key of a row
     ORIGINS: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,
@@ -110,6 +112,9 @@ def attend_suffixes(
     # Independent loads first, so that all are in flight at once.
     slot = tl.load(slots + row)
     before = tl.load(lengths + row)
+    if DIVIDED:
+        first_new = tl.load(lengths + rows + row)
+        stop_new = tl.load(lengths + 2 * rows + row)
     slot_stride = tl.load(suffix + 2)
     base = (slot * slot_stride + head * tl.load(suffix + 3)) * (element.primitive_bitwidth // 8)
     suffix_keys = aligned(tl.load(suffix) + base, element)
@@ -121,7 +126,10 @@ def attend_suffixes(
     new_token = tl.arange(0, BLOCK_Q)
     key_at = row64 * new_key_row_stride + head * new_key_head_stride + new_token[:, None] * new_key_stride
     value_at = row64 * new_value_row_stride + head * new_value_head_stride + new_token[:, None] * new_value_stride
-    kept = (new_token < QUERIES)[:, None] & in_dim[None, :]
+    is_new = new_token < QUERIES
+    if DIVIDED:
+        is_new = is_new & (new_token >= first_new) & (new_token < stop_new)
+    kept = is_new[:, None] & in_dim[None, :]
     new_k = tl.load(new_keys + key_at + dims[None, :], mask=kept, other=0.0)
     new_v = tl.load(new_values + value_at + dims[None, :], mask=kept, other=0.0)
     active = slot >= 0
@@ -180,14 +188,18 @@ def attend_suffixes(
     # Attend to the new tokens in registers, and append them to the suffix.
     if BLOCK_P == 1:
         row_max, row_sum, acc = online_softmax_step_single_query(
-            q, new_k, new_v, new_token < 1, row_max, row_sum, acc, scale, soft_cap, 1, SOFT_CAP
+            q, new_k, new_v, is_new, row_max, row_sum, acc, scale, soft_cap, 1, SOFT_CAP
         )
     else:
         scores = qk_scores(q, new_k, scale, soft_cap, SOFT_CAP)
         scores = tl.where(new_token[None, :] <= position[:, None], scores, -float("inf"))
+        if DIVIDED:
+            scores = tl.where(is_new[None, :], scores, -float("inf"))
         if WINDOW and QUERIES > 1:
             scores = tl.where(new_token[None, :] > (position - window)[:, None], scores, -float("inf"))
         row_max, row_sum, acc = online_softmax_step(scores, scale_log2, new_v, row_max, row_sum, acc, element)
+    if DIVIDED:
+        before -= first_new
     if active:
         place = (before + new_token)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(suffix_keys + place, new_k, mask=kept)
@@ -199,6 +211,8 @@ def attend_suffixes(
     kept = (index < queries_per_kv_head)[:, None] & in_dim[None, :]
     if THROUGH_MEMORY:  # memory of this program alone
         own_at = first_query + within
+        if DIVIDED:
+            row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # of no key, whose row max is LOWEST
         tl.store(own_lse + own_at, row_max + tl.log2(row_sum), mask=valid_query)
         result = acc * (1.0 / row_sum)[:, None]
         tl.store(
@@ -211,6 +225,8 @@ def attend_suffixes(
         tl.debug_barrier()
         row_max = tl.load(own_lse + at, mask=index < queries_per_kv_head, other=0.0)
         row_sum = tl.full([WIDTH], 1.0, tl.float32)
+        if DIVIDED:
+            row_sum = tl.where(row_max > LOWEST, 1.0, 0.0)
         acc = tl.load(own_out + at[:, None] * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
     if HAS_NODES:
         if PDL:  # from here on the node partials are read
@@ -232,8 +248,12 @@ def attend_suffixes(
             DEPTHS,
             SCALAR,
         )
+    found = active
+    if DIVIDED:
+        found = (row_sum > 0) & active
+        row_sum = tl.where(found, row_sum, 1.0)
     result = tl.where(active, acc * (1.0 / row_sum)[:, None], 0.0)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
     if LSE:
-        lse = tl.where(active, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
+        lse = tl.where(found, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
         tl.store(out_lse + at, lse, mask=index < queries_per_kv_head)

@@ -131,21 +131,24 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
         coordinates,
         slim.key_offset,
         (cos, sin),
-        cache.before,
+        cache.new.slots,
         (suffix.keys[:, 0], suffix.values[:, 0]),
     )[:, :, None]
     if reason := kernel_refusal(layer, rotated, suffix):
         raise Unsupported(reason)
-    averages, of_coordinates, lse = averages_by_kernel(layer, rotated, suffix, cache.after, cache.constants[OF_SLOTS])
+    found = averages_by_kernel(layer, rotated, suffix, cache.new.lengths, cache.constants[OF_SLOTS])
+    averages, of_coordinates, lse = found
     terms = [Term(*slim.from_keys.product(averages))]
     if slim.directions is not None:
         terms.append(Term(*slim.directions.product(of_coordinates)))
     in_range, has_nodes = stored_dtype == torch.float16, cache.has_nodes
-    product_dtype = torch.float32 if has_nodes else dtype
+    merges = has_nodes or cache.is_divided
+    product_dtype = torch.float32 if merges else dtype
     out = stored_product(terms, slim.constant, in_range=in_range, arrived=arrived, dtype=product_dtype)
-    if not has_nodes:
+    if not merges:
         return out[:, None]
-    partial = Partial(out.view(rows, layer.heads, 1, -1), lse[..., None])
-    to_nodes = layer.scored_query(query.to(dtype), rotation.tokens).to(dtype)
-    merged = merge(partial, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
-    return merged.out.transpose(1, 2).flatten(2).to(dtype)
+    merged = Partial(out.view(rows, layer.heads, 1, -1), lse[..., None])
+    if has_nodes:
+        to_nodes = layer.scored_query(query.to(dtype), rotation.tokens).to(dtype)
+        merged = merge(merged, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
+    return cache.of_all_processes(merged).out.transpose(1, 2).flatten(2).to(dtype)

@@ -78,7 +78,7 @@ def forest_rotation(
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)
-    slots = torch.arange(before.longest + count, device=device)[None]
+    slots = cache.state.suffix_shard.places(0, before.longest + count).to(device)[None]
     if not takes_kernels(cache.state.backend, device):
         return Rotation(position_ids, tokens, tables(slots), tables(places))
     keys, kernel = _of_slots(tables, slots)
@@ -109,10 +109,10 @@ def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, 
     """As `forest_rotation` for a captured step; tables of slots are made once, as the constant `OF_SLOTS`."""
 
     def of_slots() -> RotaryTables:
-        return _of_slots(tables, torch.arange(cache.capacity, device=position_ids.device)[None])[1]
+        return _of_slots(tables, cache.positions_of_slots().to(position_ids.device)[None])[1]
 
     cache.constant(OF_SLOTS, of_slots)
-    return Rotation(position_ids, tables(position_ids), None, tables(cache.before[:, None]))
+    return Rotation(position_ids, tables(position_ids), None, tables(cache.new.positions[:, None]))
 
 
 def takes_kernels(backend: str, device: torch.device) -> bool:

@@ -77,6 +77,7 @@ def shared_attention(
         merged = by_kernel or _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
         if kv.forest.nodes:
             merged = merge(merged, handle.layer.attend_nodes(to_nodes, layer.scaling))
+        merged = handle.layer.of_all_processes(merged)
     count, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
     did = f"{count} and slim suffixes by {pytorch}"
     if by_kernel is not None:
@@ -115,21 +116,22 @@ def _by_kernel(
 
 def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tables | None) -> Partial:
     """Attention of each row's queries, ``[rows, heads, queries, head_dim]``, to its suffix, causal among them."""
-    queries, (shortest, longest) = query.shape[2], kv.suffix_bounds
+    shortest, longest = kv.suffix_bounds
     keys, coordinates = (part[:, :, :longest] for part in kv.suffix)
     if tables is not None:  # longer than needed, where only the device knew the lengths
         tables = tables[0][:, :longest], tables[1][:, :longest]
-    lengths = torch.tensor(kv.lengths() if shortest < longest else [longest], device=query.device)
-    last_seen = lengths[:, None] - queries + torch.arange(queries, device=query.device)
+    seen = kv.seen_by(query.shape[2]).to(query.device)
     slot = torch.arange(longest, device=query.device)
     if shortest < longest:  # slots behind a suffix are undefined, and 0 * NaN is NaN
+        lengths = torch.tensor(kv.lengths(), device=query.device)
         used = (slot < lengths[:, None])[:, None, :, None]
         keys, coordinates = keys.where(used, 0), coordinates.where(used, 0)
     tokens = layer.read(keys, coordinates, tables)
     scores = attention_scores(*layer.score_operands(query, tokens), layer.scaling)
-    scores = scores.masked_fill(slot > last_seen[:, None, :, None], -torch.inf)
+    scores = scores.masked_fill(slot >= seen[:, None, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    return Partial(layer.values.averaged((scores - lse[..., None]).exp(), tokens.keys, tokens.coordinates), lse)
+    weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()  # of a query without a token, 0
+    return Partial(layer.values.averaged(weights, tokens.keys, tokens.coordinates), lse)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -170,6 +172,7 @@ def captured_attention(
         if cache.has_nodes:
             to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
             merged = merge(merged, _attend_to_nodes(layer, cache, to_nodes))
+        merged = _of_all_processes(cache, merged)
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
 
 
@@ -185,9 +188,14 @@ def _append_and_average(
         raise Unsupported(reason)
     # Read here rather than passed, because compiled code would be made again for each number of slots.
     tables = cache.constants[OF_SLOTS] if layer.config.rotary else None
-    return averages_by_kernel(layer, query, suffix, cache.after, tables)
+    return averages_by_kernel(layer, query, suffix, cache.new.lengths, tables)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_to_nodes(layer: SlimTokens, cache: CapturedCache, query: Tensor) -> Partial:
     return cache.attend_nodes(layer.layer_idx, query, layer.scaling)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _of_all_processes(cache: CapturedCache, part: Partial) -> Partial:
+    return cache.of_all_processes(part)

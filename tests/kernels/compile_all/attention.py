@@ -91,7 +91,7 @@ def attend_in_parts(
     config: Config,
     scoring: Scoring,
 ) -> None:
-    """The nodes alone, and a step that goes on with their partial and returns its own."""
+    """The nodes alone, a step that goes on with their partial and returns its own, and one of divided suffixes."""
     nodes, kv_heads = addresses[0], new[0].shape[1]
     parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
     if scoring.window is not None:
@@ -104,6 +104,9 @@ def attend_in_parts(
     merge_ranks(torch.empty(2, query.numel() + query[..., 0].numel(), dtype=torch.float32, device=CUDA), *other)
     parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
     forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
+    divided = torch.empty(3, query.shape[0], dtype=torch.int32, device=CUDA)
+    parts |= {"other": None, "into": other}
+    forest_decode(query, *new, *addresses, rows_of[0], divided, schedule, config, **parts)
 
 
 def prefill_everything() -> None:
