@@ -80,7 +80,8 @@ def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
 
         def failed_at(seconds: float) -> tuple[int, str] | None:
             now.return_value = seconds
-            watch._look_at_peers()
+            with watch._news:
+                watch._look_at_peers()
             return watch.failed
 
         assert [failed_at(seconds) for seconds in (0.2, 9.0, 9.2, 9.4)] == [None] * 4
