@@ -104,7 +104,8 @@ class StepBench:
             return None
         if way not in self._checked:
             split, whole_heads = self._split(way)
-            model = make_model("tiny", self.processes.device, torch.float32, split=split, whole_heads=whole_heads)
+            shape = "tiny" if self.processes.count <= 2 else "tiny-8-heads"  # tensor parallelism splits KV heads
+            model = make_model(shape, self.processes.device, torch.float32, split=split, whole_heads=whole_heads)
             ids = random_prompt(model, _CHECKED_CONTEXT)
 
             def tokens() -> list[Any]:

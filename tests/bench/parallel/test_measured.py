@@ -57,11 +57,11 @@ def test_rows_of_each_kind(seen):
     rows = seen[0]["measured"]
     assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "ok")
     of_ours = [row for row in rows.values() if row.get("ran")]
-    assert [row["ran"] for row in of_ours] == ["eager, sampler hf"] * 3
+    assert [row["ran"] for row in of_ours] == ["eager, sampler hf"] * 4
     bytes_of = [row["kv_bytes"] for row in of_ours]
     assert bytes_of[0] == 2 * 2 * 79 * 2 * 32 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32
     # Of 79 tokens rank 0 has 40; split heads are halves.
-    assert bytes_of[1:] == [bytes_of[0] * 40 // 79, bytes_of[0] // 2]
+    assert bytes_of[1:] == [bytes_of[0] * 40 // 79, bytes_of[0] // 2, bytes_of[0] * 40 // 79]
 
 
 def test_tables_of_each_kind():
