@@ -16,7 +16,15 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.experts import reference
 from hf_fastdecode.kernels.experts.api import experts, largest, route
-from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal, routing_refusal
+from hf_fastdecode.kernels.experts.config import (
+    MOST_OF_AN_EXPERT,
+    MOST_PAIRS,
+    Config,
+    Configs,
+    most_items,
+    refusal,
+    routing_refusal,
+)
 from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
 from hf_fastdecode.kernels.experts.grouped import grouped_experts, grouped_refusal
 from hf_fastdecode.kernels.pointwise.forms import Activation
@@ -256,7 +264,7 @@ def test_chosen_configurations(shape: str) -> None:
     """Shapes of models, at numbers of rows up to the most that are served, also in a captured graph."""
     count, per_row, hidden, inner, layout, gate = SHAPES[shape]
     weights = weights_of(count, hidden, inner, torch.bfloat16, **layout)
-    for rows in (1, 16, 64, 128, min(256, 1024 // per_row)):
+    for rows in {1, 16, 64, min(MOST_PAIRS, MOST_OF_AN_EXPERT * count) // per_row}:
         x, (chosen, shares) = random(rows, hidden, seed=1, dtype=torch.bfloat16), routed(rows, per_row, count)
         given = x, weights, chosen, shares, GATES[gate]
         assert refusal(*given[:-1]) is None
