@@ -30,6 +30,8 @@ _CALLS = {1: "first_call_s", 2: "second_call_s", 3: "third_call_s", 10: "tenth_c
 _COLUMNS = ("status", *_CALLS.values(), "more_rows_s", "longer_prompt_s", "reused_first_token_s", "ran")
 _FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 _MOST_S = 900.0
+_UNTIL_CAPTURED = 5
+"""Calls of a prompt until its passes are captured in ``auto``."""
 
 
 class FirstCallsBench:
@@ -45,8 +47,8 @@ class FirstCallsBench:
         ``first_call_s``, ``second_call_s``, ``third_call_s``, ``tenth_call_s``: seconds of the same call, from an idle
         device to an idle device, the model being loaded. Then in the same process: ``more_rows_s``, the first call
         with half as many samples more; ``longer_prompt_s``, the first with a prompt of twice the length.
-        ``reused_first_token_s``: the median of repeated calls of one new token with ``reuse_prefix=True``; None for
-        ways that are not ours. ``ran``: what our report says ran in the tenth call.
+        ``reused_first_token_s``: the median of calls of one new token with ``reuse_prefix=True``, after calls of the
+        same prompt; None for ways that are not ours. ``ran``: what our report says ran in the tenth call.
         """
         result, key = dict.fromkeys(_COLUMNS), (case.call, way_name)
         folder = self._filled.pop(key, None) if case.caches == "warm" else None
@@ -90,7 +92,9 @@ def time_calls(case: GenerateCase, way_name: str, device: torch.device) -> dict[
     reused = None
     if way.enable is not None:
         with using(model, replace(way, enable={**way.enable, "reuse_prefix": True})):
-            reused = median([seconds(case, 1) for _ in range(8)][3:])
+            for _ in range(_UNTIL_CAPTURED):
+                seconds(case)
+            reused = median(seconds(case, 1) for _ in range(5))
     calls: dict[str, float | None] = {name: times[number - 1] for number, name in _CALLS.items()}
     return {
         "status": "ok",
