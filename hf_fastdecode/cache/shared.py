@@ -217,7 +217,7 @@ class SharedContextCache(ForestCache):
                 f"the cache holds {self.suffix_length} suffix tokens but knows the ids of {ids.length}; append with "
                 "input_ids through the enabled model"
             )
-        return ids.whole(self.rows).cpu()
+        return ids.known(self.rows).cpu()
 
     def path_tokens(self, path: Path) -> Tensor:
         """Token ids of a path: ``[length]`` int64, on the CPU."""

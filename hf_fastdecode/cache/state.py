@@ -44,7 +44,7 @@ class SuffixIds:
         """Known tokens per row, up to the longest suffix."""
         return sum(part.shape[1] for part in self._parts)
 
-    def whole(self, rows: int) -> Tensor:
+    def known(self, rows: int) -> Tensor:
         """All known ids ``[rows, length]``; undefined beyond a row's own length."""
         if not self._parts:
             return torch.empty(rows, 0, dtype=torch.long, device="cpu")
@@ -61,8 +61,8 @@ class SuffixIds:
         ids = ids.to(torch.long, copy=True)  # may be a view of a tensor that the caller changes
         if before.per_row is None:
             few = len(self._parts) < _MOST_PARTS
-            return SuffixIds((*(self._parts if few else (self.whole(len(ids)),)), ids))
-        known = self.whole(len(ids)).to(ids.device)
+            return SuffixIds((*(self._parts if few else (self.known(len(ids)),)), ids))
+        known = self.known(len(ids)).to(ids.device)
         known = torch.cat([known, ids.new_zeros(ids.shape)], dim=1)
         lengths = before.per_row.to(ids.device, non_blocking=True).long()
         at = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
@@ -72,14 +72,14 @@ class SuffixIds:
         """The first `tokens` of every row."""
         if tokens >= self.length or not self._parts:
             return self
-        return SuffixIds((self.whole(len(self._parts[0]))[:, :tokens],))
+        return SuffixIds((self.known(len(self._parts[0]))[:, :tokens],))
 
     def select(self, rows: Tensor) -> SuffixIds:
         """The ids of these rows, ``[rows]`` int64 on any device."""
         if not self._parts:
             return self
-        whole = self.whole(len(self._parts[0]))
-        return SuffixIds((whole.index_select(0, rows.to(whole.device)),))
+        known = self.known(len(self._parts[0]))
+        return SuffixIds((known.index_select(0, rows.to(known.device)),))
 
 
 class Suffixes:

@@ -67,7 +67,7 @@ class CallReport:
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
         fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations,
-            in captured passes mixtures of experts; empty if none did.
+            mixtures of experts and their routers; empty if none did.
         sampler: Sampling code used: ``hf`` or ``fast``.
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.

@@ -27,11 +27,17 @@ _MOST_THREADS = 8
 Result = TypeVar("Result")
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a Triton kernel over a grid of programs, or only compile it, see `compiled_ahead`."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
+    """Launch a Triton kernel over a grid of programs, or only compile it, see `compiled_ahead`.
+
+    Returns:
+        Whether it was launched. Otherwise its outputs are what memory held: indices in them must be made valid.
+    """
     left_out = _left_out.get()
-    if left_out is None or not left_out.covers(kernel, grid, arguments, options):
-        kernel[grid](*arguments, **options)
+    if left_out is not None and left_out.covers(kernel, grid, arguments, options):
+        return False
+    kernel[grid](*arguments, **options)
+    return True
 
 
 def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:

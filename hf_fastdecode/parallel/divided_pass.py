@@ -70,7 +70,7 @@ class DividedPass:
         own = places[group.rank()]
         return cls(group, tokens, own, PackedRuns(cut_runs(runs, own)), order, longest)
 
-    def whole(self, own: Segment) -> Segment:
+    def segment_of_all(self, own: Segment) -> Segment:
         """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
         padded = []
         for part in own:
@@ -90,7 +90,7 @@ class DividedPass:
         found = [(place_of[token], index) for index, token in enumerate(wanted) if token in place_of]
         return [place for place, _ in found], [index for _, index in found]
 
-    def together(self, own: Tensor, indices: Sequence[int], count: int) -> Tensor:
+    def numbers_of_all(self, own: Tensor, indices: Sequence[int], count: int) -> Tensor:
         """Numbers ``[count, ...]`` of tokens, of which this rank has those at `indices`; one collective."""
         whole = own.new_zeros(count, *own.shape[1:])
         whole[list(indices)] = own

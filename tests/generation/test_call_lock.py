@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fastdecode.generation.steps.call_lock import CallLock, Holder
+from hf_fastdecode.generation.steps.call_lock import CallLock, LockHolder
 from hf_fastdecode.generation.steps.captures import Captures
 from hf_fastdecode.generation.steps.modes import holding_captures
 from hf_fastdecode.parallel.agreement import ALONE
@@ -94,7 +94,7 @@ def test_an_interruption_of_a_prefill_that_begins_ahead_leaves_them_free_at_the_
 
 
 def test_one_holder_at_a_time() -> None:
-    lock, first, second = CallLock(), Holder(), Holder()
+    lock, first, second = CallLock(), LockHolder(), LockHolder()
     assert lock.acquire(first, wait=True)
     assert not lock.acquire(second, wait=False)
     lock.release(second)

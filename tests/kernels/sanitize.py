@@ -28,8 +28,9 @@ from triton.experimental.gluon import language as gl
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.kernels.experts import reference as experts_reference
-from hf_fastdecode.kernels.experts.api import experts, largest
-from hf_fastdecode.kernels.experts.forms import Gate, Weights
+from hf_fastdecode.kernels.experts.api import experts, largest, route
+from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
+from hf_fastdecode.kernels.experts.grouped import grouped_experts
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
 from hf_fastdecode.kernels.pointwise import api as pointwise
@@ -164,6 +165,13 @@ def mix() -> None:
         shares, chosen = largest(scores - torch.arange(5, device="cuda"), 2)
         arguments = x, weights, chosen, shares, Gate(Activation.SILU)
         torch.testing.assert_close(experts(*arguments), experts_reference.experts(*arguments), rtol=0.02, atol=0.02)
+        wide = [part.bfloat16() if isinstance(part, torch.Tensor) else part for part in weights]
+        arguments = x.bfloat16(), Weights(*wide), chosen, shares, Gate(Activation.SILU)
+        found, expected = grouped_experts(*arguments), experts_reference.experts(*arguments)
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+    routing = Routing(2, first=False, whole=False)
+    given = x[:30], torch.randn(5, 96, device="cuda").half(), torch.randn(5, device="cuda").half(), routing
+    torch.testing.assert_close(route(*given), experts_reference.route(*given), rtol=0.02, atol=0.02)
 
 
 RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}

@@ -18,11 +18,13 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from tests.kernels.compile_all import CUDA, Activation, Claimed, Claiming, NormForm, gated, pretending, rms_norm
+from tests.kernels.compile_all.pretended import CUDA, Claimed, Claiming, pretending
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
 from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
+from hf_fastdecode.kernels.pointwise.api import gated, rms_norm
+from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm
 
 launched, runs = [], []
 

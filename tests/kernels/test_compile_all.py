@@ -9,7 +9,8 @@ import sys
 from ..fresh_processes import ROOT
 
 LAUNCHES = """
-from tests.kernels.compile_all import launches, pretending
+from tests.kernels.compile_all.launches import launches
+from tests.kernels.compile_all.pretended import pretending
 
 with pretending((9, 0)):
     print(*sorted({launch.kernel.__module__.split(".")[2] for launch in launches()}))

@@ -13,10 +13,12 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 pytest.importorskip("triton")
 
+from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.experts import reference
-from hf_fastdecode.kernels.experts.api import experts, largest
-from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal
-from hf_fastdecode.kernels.experts.forms import Gate, Weights
+from hf_fastdecode.kernels.experts.api import experts, largest, route
+from hf_fastdecode.kernels.experts.config import MOST_PAIRS, Config, Configs, most_items, refusal, routing_refusal
+from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
+from hf_fastdecode.kernels.experts.grouped import grouped_experts, grouped_refusal
 from hf_fastdecode.kernels.pointwise.forms import Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,6 +113,24 @@ def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dty
     assert_as_exact(found, stock(*given), exact(*given))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_experts(transposed: bool, gate: str, dtype: torch.dtype) -> None:
+    """Both orders of weights and of gates, with biases and without, and an expert without rows."""
+    if DEVICE == "cuda" and dtype != torch.bfloat16:
+        pytest.skip("PyTorch's grouped products are fast in bf16")
+    for interleaved, biased, rows in ((False, False, 1), (True, True, 70), (False, True, 33)):
+        layout = {"transposed": transposed, "interleaved": interleaved, "biased": biased}
+        weights = weights_of(5, 96, 160, dtype, **layout)
+        x, (chosen, shares) = random(rows, 96, seed=1, dtype=dtype), routed(rows, 2, 4)
+        given = x, weights, chosen, shares, GATES[gate]
+        assert grouped_refusal(*given[:-1]) is None
+        found = grouped_experts(*given)
+        assert torch.equal(found, grouped_experts(*given))
+        assert_as_exact(found, stock(*given), exact(*given))
+
+
 def test_numbers_that_are_none_stay_so() -> None:
     weights = weights_of(3, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
     x, chosen = random(3, 64, seed=1, dtype=torch.float16), torch.tensor([[0], [1], [1]], device=DEVICE)
@@ -171,6 +191,41 @@ def test_largest_of_equal_and_other_numbers() -> None:
     assert largest(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 3], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "count", "width"), [(1, 4, 64), (5, 33, 300), (16, 32, 2880), (32, 128, 512)])
+def test_route(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
+    x, bias = random(rows, width, seed=1, dtype=dtype), random(count, seed=2, dtype=dtype)
+    weight = (random(count, width, seed=3) / width**0.5).to(dtype)
+    for first, whole, own in product((False, True), (False, True), (None, bias)):
+        given = x, weight, own, Routing(min(4, count), first, whole)
+        assert routing_refusal(*given) is None
+        found, again = route(*given), route(*given)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+        scores, shares, chosen = found
+        expected = reference.route(*given)
+        assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in expected]
+        exact = x.double() @ weight.double().T + (0 if own is None else own.double())
+        assert_as_exact(scores, expected[0], exact)
+        # What is chosen of the same scores, of equal ones the first.
+        assert torch.equal(chosen, scores.float().sort(dim=-1, descending=True, stable=True)[1][:, : chosen.shape[1]])
+        of_all = scores.double().softmax(-1).gather(1, chosen)
+        own_shares = of_all if first else scores.double().gather(1, chosen).softmax(-1)
+        torch.testing.assert_close(shares.double(), own_shares, rtol=torch.finfo(shares.dtype).eps * 4, atol=1e-6)
+
+
+def test_indices_of_launches_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may compile in a pass that launches none: a model's code then gathers by what it is given."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(99))
+    token = ahead._left_out.set(SimpleNamespace(covers=lambda *_: True))
+    try:
+        x = random(3, 64, seed=1, dtype=torch.float16)
+        found = largest(x, 2)[1], route(x, x, None, Routing(2, first=False, whole=False))[2]
+    finally:
+        ahead._left_out.reset(token)
+    assert all(not places.any() for places in found)
+
+
 def test_what_is_not_served() -> None:
     weights = weights_of(4, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
     x, (chosen, shares) = random(2, 64, seed=1, dtype=torch.float16), routed(2, 2, 4)
@@ -201,7 +256,7 @@ def test_chosen_configurations(shape: str) -> None:
     """Shapes of models, at numbers of rows up to the most that are served, also in a captured graph."""
     count, per_row, hidden, inner, layout, gate = SHAPES[shape]
     weights = weights_of(count, hidden, inner, torch.bfloat16, **layout)
-    for rows in (1, 16, 64, 128):
+    for rows in (1, 16, 64, 128, min(256, 1024 // per_row)):
         x, (chosen, shares) = random(rows, hidden, seed=1, dtype=torch.bfloat16), routed(rows, per_row, count)
         given = x, weights, chosen, shares, GATES[gate]
         assert refusal(*given[:-1]) is None

@@ -28,7 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]
         config = AutoConfig.for_model(model_type, **sizes | own)
         folders[name] = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
-    files = [f"test_tensor_parallel_{part}" for part in ("calls", "layouts", "loops")]
+    files = [*(f"test_tensor_parallel_{part}" for part in ("calls", "layouts", "loops")), "test_loop_passes"]
     return run_scenarios(files + SEQUENCE_PARALLEL, folders, tmp_path_factory.mktemp("seen"))
 
 

@@ -149,7 +149,10 @@ def run(files: list[str], folders: dict[str, str], out: str, ranks: list[int], b
             seen[name] = {"value": scenario.run(Models(rank, group, split, alone))}
         except Exception as error:
             seen[name] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-4000:]}
-        distributed.barrier(group)
+        try:
+            distributed.barrier(group)
+        except RuntimeError as error:  # an error of one process alone, which the others wait for
+            raise RuntimeError(f"after {name!r}, of which rank {rank} saw {seen[name]}") from error
     Path(out, f"{rank}.json").write_text(json.dumps(seen))
     distributed.barrier()
     distributed.destroy_process_group()

@@ -15,6 +15,8 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 
+from .exactness import lost_by
+from .loops import loops_on_gpu, require_captured_loops
 from .processes import Models, Seen, run_scenarios, scenario
 from .scenarios import split_model
 
@@ -43,19 +45,6 @@ def prompts(models: Models, length: int, rows: int) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[0, :7], ids[0, :7] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-@torch.no_grad()
-def lost_by(model: PreTrainedModel, tokens: Tensor, given: dict[str, Any]) -> tuple[float, float]:
-    """By how much logits of the greedy tokens are below the largest in fp64, and PyTorch's own largest error."""
-    length = given["input_ids"].shape[1]
-    mask = torch.ones_like(tokens)
-    mask[:, :length] = given.get("attention_mask", mask[:, :length])
-    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    exact = copy.deepcopy(model).double()(**inputs).logits[:, length - 1 : -1]
-    error = (model(**inputs).logits[:, length - 1 : -1] - exact).abs().max()
-    chosen = exact.gather(-1, tokens[:, length:, None])
-    return (exact.amax(-1, keepdim=True) - chosen).max().item(), error.item()
 
 
 @scenario
@@ -164,6 +153,19 @@ def sequence_beams(models: Models) -> Any:
         return torch.equal(model.generate(**given), stock), fd.explain(model).last_call.path
 
 
+@scenario
+def sequence_loops(models: Models) -> Any:
+    """Loops of transformers' own and of the user's replay captured passes, which communicate."""
+    model = make_model(models)
+    return loops_on_gpu(model, copy.deepcopy(model), sequence_parallel="auto")
+
+
+@scenario
+def sequence_loops_and_weights(models: Models) -> Any:
+    alone = make_model(models, num_key_value_heads=1)
+    return loops_on_gpu(split_model(alone), alone, sequence_parallel="auto")
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     if torch.cuda.device_count() < 2:
@@ -221,3 +223,9 @@ def test_weights_split_between_the_same_gpus(seen):
 @pytest.mark.gpu
 def test_beams(seen):
     assert both(seen, "sequence_beams") == [True, "shared"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sequence_loops", "sequence_loops_and_weights"])
+def test_other_loops_replay_captured_passes(seen, name):
+    require_captured_loops(both(seen, name))

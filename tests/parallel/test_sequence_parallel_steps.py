@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.parallel import collectives
 
 from .processes import Models, add_scenario, scenario
-from .scenarios import capturing, same_value
+from .scenarios import capturing, same_value, values
 from .sequence_calls import GREEDY, SAMPLING, Call, levels, text
 
 KERNELS = {"backend": "triton"}
@@ -75,6 +77,42 @@ def captures_between_others(models: Models) -> Any:
     return found
 
 
+@scenario
+def collectives_of_a_step(models: Models) -> Any:
+    """Reported and counted collectives of a step, with nodes, and without where a cache held the whole prompt."""
+    found = {}
+    for name in ("llama-gqa", "slim"):
+        model = Call({}, {}, model=name).make_model()
+        with fd.enabled(model, sequence_parallel="auto"):
+            for tokens in (1, 9):
+                given, counts = text(tokens), []
+                for steps in (2, 5):
+                    cache = fd.prefill(model, given["input_ids"])
+                    with mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gathers:
+                        arguments = GREEDY | {"max_new_tokens": steps, "eos_token_id": None, CACHE: cache}
+                        model.generate(**given, **arguments)
+                    counts.append(gathers.call_count)
+                report = fd.explain(model).last_call
+                found[f"{name} {tokens}"] = report.parallel.collectives, (counts[1] - counts[0]) / 3, report.forest
+    return found
+
+
+@scenario
+def merge_without_its_kernel_on_one_rank(models: Models) -> Any:
+    """PyTorch's operators merge there, of as many collectives, so that no rank waits."""
+    ranks = pytest.importorskip("hf_fastdecode.kernels.forest_decode.ranks")
+    call, fails = STEPS["by-kernels"], mock.Mock(side_effect=KernelFailedError("no compiler"))
+    model, kernel = call.make_model(), fails if models.rank else ranks.merge_ranks
+    expected = model.generate(**call.prompts, **call.arguments)
+    with (
+        mock.patch.object(ranks, "merge_ranks", kernel),
+        mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gathers,
+        fd.enabled(model, sequence_parallel="auto", **call.options),
+    ):
+        same = torch.equal(model.generate(**call.prompts, **call.arguments), expected)
+    return same, gathers.call_count, models.rank == 0 or fails.call_count
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_one_collective_a_layer(seen, name):
     call = STEPS[name]
@@ -92,3 +130,17 @@ def test_captures_serve_the_same_processes(seen):
     pytest.importorskip("triton")
     found = same_value(seen, "captures_between_others")
     assert found == [[True, "graph", True], [True, "graph", False], [True, "graph", True]]
+
+
+def test_where_the_merge_kernel_fails_on_one_rank_pytorch_merges_there(seen):
+    pytest.importorskip("triton")
+    first, second = values(seen, "merge_without_its_kernel_on_one_rank")
+    assert first == [True, 3, True]
+    assert second == [True, 3, 3]
+
+
+def test_reports_count_the_collectives_of_a_step(seen):
+    found = same_value(seen, "collectives_of_a_step")
+    layers = {"llama-gqa 1": 2, "llama-gqa 9": 2, "slim 1": 0, "slim 9": 2}
+    assert {name: one[:2] for name, one in found.items()} == {name: [count, count] for name, count in layers.items()}
+    assert {name: "node" in one[2] for name, one in found.items()} == {name: name.endswith("9") for name in layers}

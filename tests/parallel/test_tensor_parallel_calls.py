@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.prompts import start
+from hf_fastdecode.generation.prompts import first_pass, start
+from hf_fastdecode.generation.steps.call_lock import LockHolder
+from hf_fastdecode.generation.steps.captures import Captures
+from hf_fastdecode.parallel.agreement import Together
 
 from .processes import Models, scenario
 from .scenarios import (
     GREEDY,
     PROMPT,
     PROMPTS,
+    capturing,
     draw,
     raising,
     reason,
@@ -105,6 +111,45 @@ def other_stores_of_prefixes(models: Models) -> Any:
         return first == again == third, known, fd.explain(model).last_call.known_tokens
 
 
+@scenario
+def comparisons(models: Models) -> Any:
+    """How often a call compares what its processes have, whether all of them share it or one refuses it early."""
+    refused, found = Unsupported("it cannot share"), {}
+    sampled = {"do_sample": True, "max_new_tokens": 4}
+    with fd.enabled(models.split["llama"]) as model:
+        for loop, where, arguments in (
+            ("ours", start, sampled | {"num_return_sequences": 4}),
+            ("beams", first_pass, sampled | {"num_beams": 3, "num_return_sequences": 3}),
+        ):
+            for refuses in (False, True):
+                with ExitStack() as stack:
+                    if refuses:
+                        stack.enter_context(raising(1, models, where, "check_prompts", refused))
+                    asked = [stack.enter_context(_counting(name)) for name in ("first", "smallest", "_gathered")]
+                    draw(model, 0, **arguments)
+                found[loop, refuses] = *[one.call_count for one in asked], reason(model)[:6]
+    return list(found.values())
+
+
+def _counting(name: str) -> Any:
+    return mock.patch.object(Together, name, autospec=True, side_effect=getattr(Together, name))
+
+
+@scenario
+def prefill_begun_on_one_rank(models: Models) -> Any:
+    """A process that could begin a call's prefill, and so hold its captures, compares who holds them all the same."""
+
+    def begin(captures: Captures, model: Any, inputs: Any, scope: Any) -> None:
+        captures.lock.acquire(LockHolder(scope), wait=False)
+
+    with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
+        if models.rank:
+            vars(model)["_hf_fastdecode"].captures.prefills.again = None, mock.ANY
+        with mock.patch.object(Captures, "begin_prefill", begin), _counting("smallest") as asked:
+            tokens = draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 3})
+        return tokens, asked.call_count, fd.explain(model).last_call.mode
+
+
 @pytest.mark.parametrize(
     ("name", "field"),
     [
@@ -129,6 +174,19 @@ def test_what_one_rank_refuses_all_run_stock(seen):
     assert first[0] == second[0] == 4
     assert second[1].startswith("stock: the model is in training mode with ")
     assert first[1] == second[1].replace("stock: ", "stock: on rank 1, ")
+
+
+def test_all_ranks_compare_as_often_also_where_one_refuses_early(seen):
+    ours, ours_refused, beams, beams_refused = same_value(seen, "comparisons")
+    assert [one[-1] for one in (ours, ours_refused, beams, beams_refused)] == ["shared", "stock:", "shared", "stock:"]
+    for one, exchanges in ((ours, 0), (ours_refused, 1), (beams, 0), (beams_refused, 1)):
+        assert one[1] > 0
+        assert one[2] == exchanges  # of the reason
+
+
+def test_a_rank_that_could_hold_captures_before_the_others_asks_them(seen):
+    pytest.importorskip("triton")
+    assert same_value(seen, "prefill_begun_on_one_rank")[2] == "graph"
 
 
 def test_an_error_of_one_rank_ends_the_call_on_all(seen):

@@ -18,7 +18,7 @@ from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
 from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes
-from hf_fastdecode.generation.steps.call_lock import Holder
+from hf_fastdecode.generation.steps.call_lock import LockHolder
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.runners import CapturedSteps
 
@@ -147,7 +147,7 @@ def captures_in_use_on_one_rank(models: Models) -> Any:
         mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
         fd.enabled(models.split["small"], backend="triton") as model,
     ):
-        lock, other = vars(model)["_hf_fastdecode"].captures.lock, Holder()
+        lock, other = vars(model)["_hf_fastdecode"].captures.lock, LockHolder()
         other.thread = 0  # none of this process
         if models.rank:
             lock.acquire(other, wait=False)
@@ -236,7 +236,7 @@ def failing_pass_of_a_capture(models: Models) -> Any:
     """A pass that fails ends the call in its process, which does not go on eagerly."""
 
     def fail(step: CapturedStep) -> None:
-        with graph_capture.running_pass(mock.Mock(count=2)):
+        with graph_capture.pass_before_capture(mock.Mock(count=2)):
             raise torch.OutOfMemoryError("no memory")
 
     with (

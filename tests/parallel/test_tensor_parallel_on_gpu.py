@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.steps import graph_capture
 
+from .loops import loops_on_gpu, require_captured_loops
 from .processes import Models, Seen, run_scenarios, scenario
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 16, "max_new_tokens": 64}
@@ -91,6 +94,35 @@ def failed_capture(models: Models) -> Any:
         captures.CapturedStep.__init__ = original
 
 
+@scenario
+def captured_loops(models: Models) -> Any:
+    """Loops of transformers' own and of the user's replay captured passes, which communicate."""
+    return loops_on_gpu(models.split["llama"], models.alone["llama"])
+
+
+@scenario
+def failed_capture_of_passes(models: Models) -> Any:
+    """One rank cannot record a pass: all run eagerly, then, and once it alone knows so."""
+    model, found = models.split["llama"], []
+    given = {"input_ids": prompt(models).repeat(2, 1), "num_beams": 4, "do_sample": False, "max_new_tokens": 20}
+    with fd.enabled(model, mode="eager"):
+        eager = model.generate(**given)
+    with fd.enabled(model):
+        captures = vars(model)["_hf_fastdecode"].captures
+        captures.steps_asked = 10_000
+        record = mock.Mock(side_effect=RuntimeError("cannot")) if models.rank else graph_capture.reserve
+        with mock.patch.object(graph_capture, "reserve", record):
+            for _ in range(2):
+                same, call = torch.equal(model.generate(**given), eager), fd.explain(model).last_call
+                found.append((same, call.path, call.mode, call.mode_reason))
+                if models.rank == 0:
+                    captures.retry()
+        captures.retry()
+        same, call = model.generate(**given).shape == eager.shape, fd.explain(model).last_call
+        found.append((same, call.path, call.mode, call.captures))
+    return found
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     if torch.cuda.device_count() < 2:
@@ -108,7 +140,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]
 
 
 def same_value(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
-    assert [one.error for one in seen[name]] == ["", ""]
+    assert [one.error for one in seen[name]] == ["", ""], [one.trace for one in seen[name]]
     assert seen[name][0] == seen[name][1]
     return seen[name][0].value
 
@@ -159,3 +191,18 @@ def test_where_one_rank_cannot_capture_all_run_eagerly(seen):
         "rank 1, with which this process computes the model, failed: RuntimeError: cannot",
     ]
     assert second.value[1:] == ["eager", "cannot"]
+
+
+@pytest.mark.gpu
+def test_other_loops_replay_captured_passes(seen):
+    require_captured_loops(same_value(seen, "captured_loops"))
+
+
+@pytest.mark.gpu
+def test_where_one_rank_cannot_capture_passes_all_run_eagerly(seen):
+    first, second = seen["failed_capture_of_passes"]
+    assert (first.error, second.error) == ("", ""), first.trace + second.trace
+    failed = "rank 1, with which this process computes the model, failed: RuntimeError: cannot"
+    for one, reasons in ((first, [failed, "on rank 1, cannot"]), (second, ["cannot", "cannot"])):
+        eagerly = [[True, "shared", "eager", reason] for reason in reasons]
+        assert one.value == [*eagerly, [True, "shared", "graph", 1]]

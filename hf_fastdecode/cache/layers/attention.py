@@ -119,7 +119,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             new = Segment(parts[0][0], parts[1][0])
             own, spans = new, self.state.packed_spans
             if (divided := self.state.divided) is not None:
-                new = divided.whole(own)
+                new = divided.segment_of_all(own)
             handle = PrefillKV(self, own, new)
             if self.state.suffix_rows:
                 self._fill_suffixes(spans, suffix_parts or parts)

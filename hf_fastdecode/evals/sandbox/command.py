@@ -30,7 +30,7 @@ class Ended:
     cpu_seconds: float
 
 
-class Holder(Protocol):
+class SandboxHolder(Protocol):
     """What holds a sandbox that is set up. Nothing but the program reads and writes its streams, as far as known."""
 
     stdin: IO[bytes]

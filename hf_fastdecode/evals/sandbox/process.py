@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import IO, Final, Self
 
-from .command import Holder
+from .command import SandboxHolder
 from .limits import Exceeded, LimitExceeded, Limits, Usage, memory_is_exhausted, starved_seconds, usage_of
 
 _POLL: Final = 0.05  # seconds between two looks at what the processes use
@@ -33,7 +33,7 @@ class SandboxedProcess:
         exit_code: 128 + the number of a signal; None until it has ended by itself.
     """
 
-    def __init__(self, holder: Holder, limits: Limits):
+    def __init__(self, holder: SandboxHolder, limits: Limits):
         self.limits = limits
         self.stderr = bytearray()
         self.cpu_seconds = 0.0

@@ -2,7 +2,8 @@
 
 transformers' own implementations copy the weights of each row's experts, or sort and gather rows by some fifty
 launches. The kernels of `kernels.experts` serve the few rows of captured passes, unless these leave products to
-PyTorch (``fuse_projections=False``); other passes keep transformers'.
+PyTorch (``fuse_projections=False``). Other passes keep transformers' ``grouped_mm``, by `grouped_experts` where that
+serves them, or else whatever it runs.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from ...kernels.experts import reference
 from ...kernels.experts.api import experts
 from ...kernels.experts.config import refusal
 from ...kernels.experts.forms import Gate, Weights
+from ...kernels.experts.grouped import grouped_experts, grouped_refusal
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise.forms import Activation
 from ...kernels.row_products.config import fuses_products
 from .runs import is_plain, runs_fused
 from .trial import function_key, names_in, random, settings, twin
 
-WHAT = "mixtures of experts in captured passes"
+WHAT = "mixtures of experts"
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
@@ -36,7 +38,8 @@ _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
-_OF_TRANSFORMERS = ("grouped_mm", "batched_mm")
+_GROUPED = "grouped_mm"
+_OF_TRANSFORMERS = (_GROUPED, "batched_mm")
 """Implementations that are replaced: transformers' choices, of which it takes one by default."""
 
 
@@ -111,17 +114,21 @@ def replacement(module: nn.Module, form: Form) -> Any:
 
 def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
     own = vars(getattr(module, "config", None) or object)
-    served = own.get(EXPERTS_FIELD) in _OF_TRANSFORMERS and is_plain(module)
-    if not (served and fuses_products()) or len(args) != 3 or kwargs or not runs_fused(args[0]):
+    implementation = own.get(EXPERTS_FIELD)
+    if implementation not in _OF_TRANSFORMERS or not is_plain(module) or len(args) != 3 or kwargs:
         return uncompiled_call(module, *args, **kwargs)
     x, chosen, shares = args
+    if not runs_fused(x):
+        return uncompiled_call(module, *args)
     weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)
-    if refusal(x, weights, chosen, shares) is not None:
-        return uncompiled_call(module, *args)
     try:
-        return experts(x, weights, chosen, shares, form.gate)
+        if fuses_products() and refusal(x, weights, chosen, shares) is None:
+            return experts(x, weights, chosen, shares, form.gate)
+        if implementation == _GROUPED and grouped_refusal(x, weights, chosen, shares) is None:
+            return grouped_experts(x, weights, chosen, shares, form.gate)
     except KernelFailedError:
-        return uncompiled_call(module, *args)
+        pass
+    return uncompiled_call(module, *args)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

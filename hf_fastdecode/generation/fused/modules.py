@@ -15,11 +15,11 @@ from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...kernels.installed import triton_is_installed
-from . import experts, gated, norms, rotary
+from . import experts, gated, norms, rotary, routers
 from .runs import fused_here, is_plain
 from .trial import tried
 
-_KINDS: tuple[ModuleType, ...] = (norms, gated, rotary, experts)
+_KINDS: tuple[ModuleType, ...] = (norms, gated, rotary, experts, routers)
 """Each has ``WHAT``, ``may_be(class)``, ``kind(module)``, ``form_of(module)`` and ``replacement(module, form)``."""
 
 # What trials found, by kind; a model's own, since its code may read its config.

@@ -43,7 +43,7 @@ class RowProducts:
         from ...kernels.row_products.api import row_products
 
         try:
-            return row_products(inputs, weights, biases, self._counters(inputs.device))
+            return row_products(inputs, weights, biases, self.counters(inputs.device))
         except KernelFailedError:
             return None
 
@@ -60,11 +60,12 @@ class RowProducts:
         from ...kernels.row_products.api import gated_product
 
         try:
-            return gated_product(inputs, *weights, biases, activation, self._counters(inputs.device))
+            return gated_product(inputs, *weights, biases, activation, self.counters(inputs.device))
         except KernelFailedError:
             return None
 
-    def _counters(self, device: torch.device) -> Tensor | None:
+    def counters(self, device: torch.device) -> Tensor | None:
+        """Arrival counters of launches on the current stream; None without a GPU."""
         from ...kernels.counters import counters
 
         if device.type != "cuda":

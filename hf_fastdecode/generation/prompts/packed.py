@@ -195,7 +195,7 @@ def packed_passes(
             )
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
-            kept = divided.together(kept, indices, len(here))
+            kept = divided.numbers_of_all(kept, indices, len(here))
         yield PrefillPass(here, kept, output)
 
 

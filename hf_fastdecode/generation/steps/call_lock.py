@@ -6,10 +6,14 @@ import threading
 import time
 
 _SECONDS = 0.005
-"""Between two tries of who waits: for calls of other threads, which take far longer."""
+"""Between two tries of who waits: for calls of other threads, which take far longer.
+
+No event or condition wakes up who waits: an interruption within its methods may leave taken for ever the lock that it
+has itself, which is what `CallLock` is for.
+"""
 
 
-class Holder:
+class LockHolder:
     """Who may hold a lock: a call, in the thread that makes this object.
 
     Args:
@@ -28,14 +32,14 @@ class CallLock:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[str, Holder] = {}
+        self._holders: dict[str, LockHolder] = {}
 
     @property
-    def holder(self) -> Holder | None:
+    def holder(self) -> LockHolder | None:
         """Who holds it."""
         return self._holders.get("")
 
-    def acquire(self, holder: Holder, *, wait: bool) -> bool:
+    def acquire(self, holder: LockHolder, *, wait: bool) -> bool:
         """Take it, at once or once it is free; within a ``try`` whose ``finally`` releases it. Whether it is taken."""
         while self._holders.setdefault("", holder) is not holder:
             if not wait:
@@ -43,7 +47,7 @@ class CallLock:
             time.sleep(_SECONDS)
         return True
 
-    def release(self, holder: Holder | None) -> None:
+    def release(self, holder: LockHolder | None) -> None:
         """Release it, if this is who holds it."""
         if holder is not None and self.holder is holder:
             del self._holders[""]

@@ -54,8 +54,8 @@ class OutputFields:
         for name, value in output.items():
             if isinstance(value, Cache):
                 self._places[name] = None
-            elif name in SET_BY_CALLS and (holder := _holder(model, name, value)) is not None:
-                self._places[name] = holder
+            elif name in SET_BY_CALLS and (owner := _owner(model, name, value)) is not None:
+                self._places[name] = owner
             elif isinstance(value, tuple | list):
                 self._places[name] = tuple(place(name, one) for one in value)
             else:
@@ -81,7 +81,7 @@ class OutputFields:
         return self._kind(**fields)
 
 
-def _holder(model: nn.Module, name: str, value: Any) -> nn.Module | None:
+def _owner(model: nn.Module, name: str, value: Any) -> nn.Module | None:
     """The module whose attribute of this name is the value, which the pass has not computed."""
     return next((module for module in model.modules() if getattr(module, name, None) is value), None)
 
@@ -105,9 +105,14 @@ class CapturedPass(CapturedStep):
         view.position_planes = 0  # positions are given with their planes
         return view, lambda output: tuple(fields.take(model, output))
 
+    @property
+    def longest_suffix(self) -> int | None:
+        """Most tokens of a suffix before the pass; None for any number."""
+        return None if self._origins is None else self._origins.shape[1]
+
     def fits(self, cache: SharedContextCache) -> bool:
-        known = self._origins is None or cache.suffix_length <= self._origins.shape[1]
-        return known and super().fits(cache)
+        longest = self.longest_suffix
+        return (longest is None or cache.suffix_length <= longest) and super().fits(cache)
 
     def run(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> list[Tensor]:
         """Run one pass, and return copies of the output's tensors, ``[batch, tokens, ...]``.

@@ -20,7 +20,7 @@ from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
 from ..structure import Known, Structure
-from .call_lock import CallLock, Holder
+from .call_lock import CallLock, LockHolder
 from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
 from .compiled_layers import CompiledLayers
@@ -198,7 +198,7 @@ class Captures:
             return
         scope.callback(self.end_ahead, scope)
         try:
-            if not self.lock.acquire(Holder(scope), wait=False):
+            if not self.lock.acquire(LockHolder(scope), wait=False):
                 return
             shape, _ = again
             if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:

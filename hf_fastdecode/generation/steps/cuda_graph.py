@@ -129,9 +129,13 @@ class CapturedStep:
         """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
         if not self.reads(cache):
             return False
-        same_up_to = self.lengths.same_up_to
-        longest = cache.longest_row(self.options.queries)
-        return (same_up_to is None or longest <= same_up_to) and self.tables.fits(cache.stored_forest)
+        most, longest = self.longest_row, cache.longest_row(self.options.queries)
+        return (most is None or longest <= most) and self.tables.fits(cache.stored_forest)
+
+    @property
+    def longest_row(self) -> int | None:
+        """Most tokens of a row, which has a window that hides none of them; None for any number."""
+        return self.lengths.same_up_to
 
     def reads(self, cache: SharedContextCache) -> bool:
         """Whether the suffixes that were captured in place are those of this batch, and have not moved."""

@@ -58,7 +58,7 @@ def pass_context(
 
 
 @contextmanager
-def running_pass(ranks: Ranks) -> Iterator[None]:
+def pass_before_capture(ranks: Ranks) -> Iterator[None]:
     """Context of a pass that processes compute together: errors end the call, but `Unsupported`, which all raise."""
     try:
         yield
@@ -104,7 +104,7 @@ class CapturedGraph:
         with CAPTURING, context(), torch.cuda.device(device):
             stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), running_pass(ranks):
+            with torch.cuda.stream(stream), pass_before_capture(ranks):
                 sizes = [output.nbytes for output in compiled_ahead(run, device, partial(_on_any, ranks))]
             torch.cuda.current_stream().wait_stream(stream)
             with ranks.together():  # what is recorded communicates at replays only

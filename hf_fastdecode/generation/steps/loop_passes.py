@@ -2,7 +2,8 @@
 
 Beam search, assisted decoding and a user's loop pass tokens to the model and read its output. After the first pass,
 which prefills (`prompts.first_pass`), each pass replays a captured one where its arguments allow; others run eagerly,
-and the call's report says how many and why.
+and the call's report says how many and why. Processes that compute the model together replay the same ones
+(`pass_agreement`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ...cache.captured import storages_in_place
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, ran_out_of_memory
 from ...kernels.forest_decode.limits import MAX_QUERIES
+from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..identity import captured_state
 from ..model_walk import ModelWalk
@@ -30,6 +32,7 @@ from .captured_pass import CapturedPass
 from .captures import capture_reason
 from .cuda_graph import CaptureOptions
 from .modes import cannot_run, choose_mode, fused_rows, holding_captures
+from .pass_agreement import PassAgreement
 from .runners import report_captured
 
 _QUERIES = (1, 4, MAX_QUERIES)
@@ -53,11 +56,11 @@ class CapturedPasses:
     def __init__(self, call: CallContext, *, reorders: bool, watches: bool):
         self._call, self._captures, self._model = call, call.state.captures, call.model
         self._reorders, self._watches = reorders, watches
-        self._steps: dict[CaptureOptions, CapturedPass] = {}
+        self._agreement = PassAgreement(call.ranks, asks_always=watches)
         self._checked = False
         self._state: Hashable = None  # of the model at the first pass, for a loop of the user's
         self._watch: ModelWatch | None = None
-        self._failures: dict[CaptureOptions, str] = {}  # of this call's batch
+        self._failures: dict[CaptureOptions, str] = {}  # of this call, on all ranks
         self._changed: str | None = None  # why no further pass is captured
         self._captured, self._eager = 0, Counter[str]()
 
@@ -72,9 +75,10 @@ class CapturedPasses:
 
         Raises ValueError if a forced mode cannot be captured.
         """
-        reason = self._changed or self._refusal(cache, arguments)
         output = None
-        if reason is None:
+        if (reason := self._changed or self._refusal(cache, arguments)) is not None:
+            reason = self._agreement.refuse(reason)
+        else:
             output, reason = self._run(cache, arguments)
         if reason is not None:
             self._eager[reason] += 1
@@ -170,7 +174,8 @@ class CapturedPasses:
                 if parts:  # the whole pass runs eagerly
                     cache.crop(before - cache.suffix_length)
                 return None, reason
-            parts.append(step.run(cache, part, places))
+            with self._call.ranks.watch.running_pass(self._call.options.peer_timeout):
+                parts.append(step.run(cache, part, places))
             if (origins := cache.state.suffixes.origins) is not None:
                 origins.append(cache.suffix_length + part.shape[1])
             cache.record_captured_step(part)
@@ -183,61 +188,97 @@ class CapturedPasses:
         self, cache: SharedContextCache, tokens: int, planes: tuple[int, ...], extra: dict[str, Any]
     ) -> tuple[CapturedPass | None, str | None]:
         """The captured pass for so many tokens of each row, or None and why there is none."""
-        call, captures = self._call, self._captures
+        call, captures, agreement = self._call, self._captures, self._agreement
         queries = next(number for number in _QUERIES if number >= tokens)
         given = tuple(sorted((name, value) for name, value in extra.items() if not is_nothing(value)))
         compiled = call.mode == "compile" and queries == 1 and not extra.get("output_hidden_states")
         fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         options = CaptureOptions(compiled, fused, given, queries, planes, self._reorders)
-        if (reason := captures.pass_failures.get(options) or self._failures.get(options)) is not None:
-            return None, reason
-        self._reserve(cache, queries)
-        if (step := self._steps.get(options)) is not None and step.fits(cache):
+        if (reason := self._failures.get(options)) is not None:
+            return None, agreement.refuse(reason)
+        grows = self._must_grow(cache, queries)
+        if not grows and (step := agreement.replayed(cache, options)) is not None:
             return step, None
+        has_room = not grows or self._has_grown(cache, queries)
+        step, reason = agreement.ask(cache, options, captures.pass_failures.get(options), has_room=has_room)
+        if step is None and reason is None:
+            return self._find(cache, options, tokens, planes, extra)
+        if reason is not None and not agreement.asks_always:
+            self._failures[options] = reason
+        return step, reason
+
+    def _find(
+        self,
+        cache: SharedContextCache,
+        options: CaptureOptions,
+        tokens: int,
+        planes: tuple[int, ...],
+        extra: dict[str, Any],
+    ) -> tuple[CapturedPass | None, str | None]:
+        """As `_step`, where all ranks are to find or capture the pass: it fails on all alike or ends the call."""
+        call, captures = self._call, self._captures
         try:
             found = captures.find(self._model, cache, call.structure, options, CapturedPass)
+        except PassFailedError:
+            raise
         except Exception as error:  # out of memory, or an operation not allowed during capture
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if ran_out_of_memory(error):
                 captures.clear()
-                self._steps, self._changed = {}, f"out of memory ({reason})"
+                self._agreement.forget()
+                self._changed = f"out of memory ({reason})"
                 return None, self._changed
             unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
-            only_compiled = compiled and call.options.mode == "auto" and not unsupported
+            only_compiled = options.compiled and call.options.mode == "auto" and not unsupported
             if not only_compiled and (forced := call.options.needs_capture):
                 raise cannot_run(forced, reason) from error
         else:
             assert isinstance(found, CapturedPass)
-            self._steps[options] = found
+            self._agreement.keep(options, found)
             report_captured(cache, call.structure)
             return found, None
         if only_compiled:
             captures.compile_failure = f"the layers cannot be compiled ({reason})"
             call.set_mode("graph", captures.compile_failure)
             return self._step(cache, tokens, planes, extra)
-        (self._failures if unsupported else captures.pass_failures)[options] = reason
+        self._failures[options] = reason
+        if not unsupported:
+            captures.pass_failures[options] = reason
         call.state.log_once(f"passes of a decoding loop run eagerly: they cannot be captured ({reason})")
         return None, reason
 
     @staticmethod
-    def _reserve(cache: SharedContextCache, queries: int) -> None:
-        """Allocate room for a pass's tokens, and where storage must move, for some more passes of drafts."""
+    def _must_grow(cache: SharedContextCache, queries: int) -> bool:
+        """Whether suffixes have no room for a pass's tokens: on all ranks or on none."""
         needed = cache.suffix_length + queries
-        if not cache.has_room(needed):
+        return not cache.has_room(needed)
+
+    def _has_grown(self, cache: SharedContextCache, queries: int) -> bool:
+        """Allocate room for a pass's tokens, and for some more passes of drafts; whether there was memory for it.
+
+        A process with a model of its own raises its error.
+        """
+        needed = cache.suffix_length + queries
+        try:
             cache.reserve(needed if queries == 1 else needed + 4 * MAX_QUERIES)
+        except torch.OutOfMemoryError:
+            if self._call.ranks.count == 1:
+                raise
+            return False
+        return True
 
 
 def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a loop's later passes, with the reason, as `choose_mode` does for decode steps."""
-    if call.ranks.count > 1:
-        reason = "several processes compute the model together, which capture passes of this package's loop only"
-    elif call.scope is not None and call.scope.is_open:
-        return choose_mode(call, new_tokens)
-    else:
-        reason = "the decoding loop runs outside of generate, or in another thread"
-    if forced := call.options.needs_capture:
-        call.state.log_once(f"{forced} not used: {reason}")
-    return "eager", reason
+    try:
+        with call.ranks.together():
+            if call.scope is None or not call.scope.is_open:
+                raise Unsupported("the decoding loop runs outside of generate, or in another thread")
+    except Unsupported as error:
+        if forced := call.options.needs_capture:
+            call.state.log_once(f"{forced} not used: {error.what}")
+        return "eager", error.what
+    return choose_mode(call, new_tokens)
 
 
 def capture_passes(call: CallContext, cache: SharedContextCache, *, reorders: bool, watches: bool) -> None:

@@ -16,7 +16,7 @@ from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..support import step_arguments
-from .call_lock import Holder
+from .call_lock import LockHolder
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
 from .prefill_passes import PrefillPasses
@@ -87,7 +87,7 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
         call.set_mode("eager", "it runs inside another generate call of this model")
         yield False
         return
-    holder, before = Holder(), captures.made
+    holder, before = LockHolder(), captures.made
     try:
         acquired = captures.lock.acquire(holder, wait=forced is not None)
         if call.ranks.all(acquired) == [False]:

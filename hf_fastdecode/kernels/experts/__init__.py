@@ -1,1 +1,1 @@
-"""Experts of a mixture for a few rows: each chosen expert's weights are read once, at the rate of memory."""
+"""Mixtures of experts: for a few rows each chosen expert's weights are read once; for many, PyTorch's products."""

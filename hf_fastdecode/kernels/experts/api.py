@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..counters import counters
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options, shared_memory
 from ..installed import interpreted
 from ..pointwise.forms import Activation
-from . import kernel
+from . import kernel, router
 from .config import Config, Configs, choose_configs, most_items
-from .forms import Gate, Weights
+from .forms import Gate, Routing, Weights
 
 _PLACES = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
+_PART = 256  # numbers of a row for a program of `route`
 
 
 def experts(
@@ -140,6 +142,60 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, arrived: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of experts, the shares of those that are chosen, and which these are; of equal scores the first.
+
+    Args:
+        x: ``[rows, hidden]``; see `config.routing_refusal` for what is served.
+        weight: ``[experts, hidden]``.
+        bias: ``[experts]``, or None.
+        routing: How experts are chosen.
+        arrived: `counters`, which no launch uses at the same time; new ones when None.
+
+    Returns:
+        Scores ``[rows, experts]`` in the dtype of `x`, shares ``[rows, count]`` in this or fp32, experts
+        ``[rows, count]`` int64.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, width), count, device = x.shape, len(weight), x.device
+    parts, block_rows, block_experts = -(-width // _PART), max(16, _power_of_two(rows)), max(16, _power_of_two(count))
+    scores = torch.empty(rows, count, dtype=x.dtype, device=device)
+    shares = torch.empty(rows, routing.experts, dtype=torch.float32 if routing.whole else x.dtype, device=device)
+    chosen = torch.empty(rows, routing.experts, dtype=torch.int64, device=device)
+    with launching(Kernel.EXPERTS, device):
+        launched = launch(
+            router.route,
+            (parts,),
+            x.contiguous(),
+            weight,
+            weight if bias is None else bias,
+            scores,
+            shares,
+            chosen,
+            torch.empty(parts, block_rows, block_experts, dtype=torch.float32, device=device),
+            counters(device) if arrived is None else arrived,
+            rows,
+            WIDTH=width,
+            EXPERTS=count,
+            COUNT=routing.experts,
+            BIAS=bias is not None,
+            FIRST=routing.first,
+            BLOCK_M=block_rows,
+            BLOCK_E=block_experts,
+            BLOCK_K=_PART,
+            BLOCK_T=_power_of_two(routing.experts),
+            PARTS=parts,
+            **overlap_options(device),
+        )
+    if not launched:
+        chosen.zero_()  # a model's own code may gather by them
+    return scores, shares, chosen
+
+
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`torch.topk` along the last axis, which of equal numbers takes the first.
 
@@ -157,7 +213,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(rows, count, dtype=scores.dtype, device=device)
     places = torch.empty(rows, count, dtype=torch.int64, device=device)
     with launching(Kernel.EXPERTS, device):
-        launch(
+        launched = launch(
             kernel.largest,
             (rows,),
             scores,
@@ -169,4 +225,6 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
             num_warps=1,
             **overlap_options(device),
         )
+    if not launched:
+        places.zero_()  # a model's own code may gather by them
     return values, places

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..failures import Kernel, failure
 from ..forest_decode.limits import HALF_PRECISION, compute_capability
 from ..installed import interpreted
-from .forms import Weights
+from .forms import Routing, Weights
 
 MOST_PAIRS: Final = 1024
 """Pairs of a row and an expert."""
@@ -22,6 +22,15 @@ MOST_EXPERTS: Final = 512
 
 MOST_LARGEST: Final = 16
 """Numbers that `largest` finds in a row."""
+
+MOST_ROUTED: Final = 32
+"""Rows of a router."""
+
+MOST_ROUTES: Final = 128
+"""Experts of a router."""
+
+MOST_WIDTH: Final = 8192
+"""Numbers of a row of a router."""
 
 WIDTHS: Final = 32
 """What the widths of products are multiples of."""
@@ -134,4 +143,35 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
             return "it needs compute capability 8.0"
     elif not interpreted():
         return f"it runs on CUDA devices, got {x.device.type!r}"
+    return failure(Kernel.EXPERTS, x.device)
+
+
+def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
+    """Why `route` does not serve these tensors; None when it does.
+
+    Args:
+        x: ``[rows, hidden]``.
+        weight: ``[experts, hidden]``.
+        bias: ``[experts]``, or None.
+        routing: How experts are chosen.
+    """
+    parts = (x, weight) if bias is None else (x, weight, bias)
+    kinds = {(type(part), part.layout, part.dtype, part.device) for part in parts}
+    if not kinds <= {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}:
+        return "it takes plain tensors of one dtype and device"
+    if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
+        return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} numbers, got {tuple(x.shape)}"
+    count = len(weight)
+    if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or (bias is not None and bias.shape != (count,)):
+        return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
+    if not 1 <= routing.experts <= min(count, MOST_LARGEST):
+        return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
+    if any(not part.is_contiguous() for part in parts[1:]) or weight.data_ptr() % 16:
+        return "it takes contiguous weights that begin at multiples of 16 bytes"
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        return "it computes no gradients"
+    if x.dtype not in HALF_PRECISION and not interpreted():
+        return f"it takes fp16 and bf16, got {x.dtype}"
+    if not interpreted() and (x.device.type != "cuda" or compute_capability(x.device) < (8, 0)):
+        return "it runs on CUDA devices of compute capability 8.0"
     return failure(Kernel.EXPERTS, x.device)

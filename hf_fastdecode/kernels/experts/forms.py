@@ -56,3 +56,18 @@ class Weights(NamedTuple):
     @property
     def inner(self) -> int:
         return self.down.shape[1 if self.transposed else 2]
+
+
+class Routing(NamedTuple):
+    """How a router chooses experts and their shares.
+
+    Attributes:
+        experts: Of a row.
+        first: Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their
+            sum.
+        whole: Whether shares stay in fp32; else they are rounded to the dtype of the input.
+    """
+
+    experts: int
+    first: bool
+    whole: bool

@@ -65,6 +65,19 @@ def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def opened(gates, ups, alpha, limit, offset, ACTIVATION: tl.constexpr):
+    """See `forms.Gate`, of fp32 numbers."""
+    gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
+    ups = tl.maximum(ups, -limit, propagate_nan=tl.PropagateNan.ALL)
+    ups = tl.minimum(ups, limit, propagate_nan=tl.PropagateNan.ALL) + offset
+    if ACTIVATION == SILU:
+        gates = gates / (1.0 + tl.exp(-alpha * gates))
+    else:
+        gates = activated(gates, ACTIVATION)
+    return gates * ups
+
+
+@triton.jit
 def products(
     x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
@@ -128,16 +141,10 @@ def products(
                 gates, ups = tl.split(tl.permute(tl.reshape(total, (HALF, 2, BLOCK_M)), (0, 2, 1)))
             else:
                 gates, ups = tl.split(tl.permute(tl.reshape(total, (2, HALF, BLOCK_M)), (1, 2, 0)))
-            gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
-            ups = tl.maximum(ups, -limit, propagate_nan=tl.PropagateNan.ALL)
-            ups = tl.minimum(ups, limit, propagate_nan=tl.PropagateNan.ALL) + offset
-            if ACTIVATION == SILU:
-                gates = gates / (1.0 + tl.exp(-alpha * gates))
-            else:
-                gates = activated(gates, ACTIVATION)
             inner = block * HALF + tl.arange(0, HALF)
             to = pair[None, :] * INNER + inner[:, None]
-            tl.store(out + to, (gates * ups).to(out.dtype.element_ty), mask=there[None, :] & (inner < INNER)[:, None])
+            result = opened(gates, ups, alpha, limit, offset, ACTIVATION).to(out.dtype.element_ty)
+            tl.store(out + to, result, mask=there[None, :] & (inner < INNER)[:, None])
         else:
             to = pair[None, :] * COLUMNS + column[:, None]
             tl.store(out + to, total, mask=there[None, :] & kept[:, None])
@@ -172,6 +179,80 @@ def add_up(
 
 
 @triton.jit
+def open_sorted(
+    gate_up,  # [pairs, 2 * INNER], of pairs in the order of experts
+    bias,  # [experts, 2 * INNER]; not read without BIAS
+    chosen,  # [pairs] integers, in the order of experts
+    order,  # [pairs] int64: number of each pair
+    places,  # [pairs] int32: place in the order of experts of each pair, written here
+    out,  # [pairs, INNER]
+    alpha,  # as in `forms.Gate`
+    limit,
+    offset,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if block == 0:
+        tl.store(places + tl.load(order + place), place.to(tl.int32))
+    column = block * BLOCK_C + tl.arange(0, BLOCK_C)
+    if INTERLEAVED:
+        both = 2 * block * BLOCK_C + tl.arange(0, 2 * BLOCK_C)
+        numbers = tl.load(gate_up + place * (2 * INNER) + both, mask=both < 2 * INNER, other=0.0).to(tl.float32)
+        if BIAS:
+            of_expert = bias + tl.load(chosen + place).to(tl.int64) * (2 * INNER)
+            numbers += tl.load(of_expert + both, mask=both < 2 * INNER, other=0.0).to(tl.float32)
+        gates, ups = tl.split(tl.reshape(numbers, (BLOCK_C, 2)))
+    else:
+        at, kept = gate_up + place * (2 * INNER) + column, column < INNER
+        gates = tl.load(at, mask=kept, other=0.0).to(tl.float32)
+        ups = tl.load(at + INNER, mask=kept, other=0.0).to(tl.float32)
+        if BIAS:
+            of_expert = bias + tl.load(chosen + place).to(tl.int64) * (2 * INNER) + column
+            gates += tl.load(of_expert, mask=kept, other=0.0).to(tl.float32)
+            ups += tl.load(of_expert + INNER, mask=kept, other=0.0).to(tl.float32)
+    result = opened(gates, ups, alpha, limit, offset, ACTIVATION)
+    tl.store(out + place * INNER + column, result.to(out.dtype.element_ty), mask=column < INNER)
+
+
+@triton.jit
+def add_up_sorted(
+    products,  # [pairs, COLUMNS], of pairs in the order of experts
+    bias,  # [experts, COLUMNS]; not read without BIAS
+    chosen,  # [pairs] integers
+    places,  # [pairs] int32, as `open_sorted` writes them
+    shares,  # [pairs]
+    out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
+    COLUMNS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    kept = column < COLUMNS
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for own in tl.static_range(PAIRS_PER_ROW):
+        pair = row * PAIRS_PER_ROW + own
+        at = tl.load(places + pair).to(tl.int64) * COLUMNS + column
+        numbers = tl.load(products + at, mask=kept, other=0.0).to(tl.float32)
+        if BIAS:
+            of_expert = bias + tl.load(chosen + pair).to(tl.int64) * COLUMNS + column
+            numbers += tl.load(of_expert, mask=kept, other=0.0).to(tl.float32)
+        total += numbers * tl.load(shares + pair).to(tl.float32)
+    tl.store(out + row * COLUMNS + column, total.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def ordered(bits):
+    """Bits of fp32 numbers as integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def largest(
     scores,  # [rows, COLUMNS], contiguous
     values,  # [rows, COUNT]: the largest of each row, in falling order
@@ -188,14 +269,11 @@ def largest(
     # A number's bits, as an integer of the same order, before its column from behind: no two are equal, and NaN is
     # larger than any number.
     score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    bits = score.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = bits.to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
+    key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
     key = tl.where(column < COLUMNS, key, LEAST)
     for place in tl.static_range(COUNT):
         most = tl.max(key, 0)
-        bits = (most >> 32).to(tl.int32)
-        value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
         tl.store(values + row * COUNT + place, value.to(values.dtype.element_ty))
         tl.store(columns + row * COUNT + place, BLOCK - 1 - (most & 0xFFFFFFFF))
         key = tl.where(key == most, LEAST, key)

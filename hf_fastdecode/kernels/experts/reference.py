@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pointwise.forms import Activation
-from .forms import Gate, Weights
+from .forms import Gate, Routing, Weights
 
 
 def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
@@ -33,3 +33,13 @@ def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weights: Weights) -> Tensor:
     own = weight[expert]
     return F.linear(x, own.T if weights.transposed else own, None if bias is None else bias[expert])
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """See `api.route`."""
+    scores = F.linear(x, weight, bias)
+    values = F.softmax(scores, dim=-1, dtype=torch.float32) if routing.first else scores
+    values, chosen = values.topk(routing.experts, dim=-1)
+    if not routing.first:
+        values = F.softmax(values.float(), dim=-1)
+    return scores, values if routing.whole else values.to(x.dtype), chosen

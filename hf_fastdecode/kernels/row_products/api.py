@@ -168,6 +168,7 @@ def _launch(
             BLOCK_N=config.columns,
             BLOCK_K=config.at_once,
             STAGES=config.stages if not interpreted() else 1,
+            **overlap_options(device),
         )
 
 

@@ -7,6 +7,7 @@ multiprocessor reading, parts go to programs of their own; the last to arrive ad
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..pointwise.kernel import activated
 
@@ -39,6 +40,7 @@ def row_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a divisor of width
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
     tiles_0, tiles_1 = tl.cdiv(columns_0, BLOCK_N), tl.cdiv(columns_1, BLOCK_N)
@@ -56,6 +58,9 @@ def row_products(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = total
     first = part * part_width
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     for start in tl.range(first, tl.minimum(first + part_width, width), BLOCK_K, num_stages=STAGES):
         numbers = tl.load(x + here + start, mask=(row < rows)[None, :], other=0.0)
         total = tl.dot(tl.load(weight + at + start, eviction_policy="evict_first"), numbers, total)

@@ -118,6 +118,24 @@ def test_products_that_are_left_to_pytorch(launches: Counted) -> None:
     assert launches.count == 0
 
 
+def test_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that are not captured, unless transformers has changed to another implementation."""
+    grouped = Counted(experts.grouped_experts)
+    monkeypatch.setattr(experts, "grouped_experts", grouped)
+    monkeypatch.setattr(experts, "grouped_refusal", lambda *_: None)
+    model = half("mixtral-window")
+    expected = logits(model)
+    with FusedModules(model).installed():
+        found = logits(model)
+        assert grouped.count == 2
+        model.set_experts_implementation("batched_mm")
+        logits(model)
+    model.set_experts_implementation("grouped_mm")
+    logits(model)
+    assert grouped.count == 2
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_many_pairs_keep_the_models_code(launches: Counted) -> None:
     model = half("mixtral-window")
     most = MOST_OF_AN_EXPERT * 4 // 2  # rows, of which each has two of four experts

@@ -1,0 +1,91 @@
+"""Routers within steps: which are found, and when the kernel runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+pytest.importorskip("triton")
+
+from hf_fastdecode.generation.fused import routers
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.fused.products import RowProducts
+from hf_fastdecode.generation.fused.routers import form_of, kind, may_be
+from hf_fastdecode.generation.fused.trial import tried
+from hf_fastdecode.kernels.experts.config import MOST_ROUTED
+from hf_fastdecode.kernels.experts.forms import Routing
+from hf_fastdecode.kernels.row_products.config import fusing_products
+
+from .test_modules import DEVICE, Counted
+
+COUNT, HIDDEN = 6, 64
+
+
+def config(**more: Any) -> Any:
+    fields = {"num_experts_per_tok": 2, "num_local_experts": COUNT, "num_experts": COUNT, "hidden_size": HIDDEN}
+    return SimpleNamespace(**fields, **more)
+
+
+class Sigmoid(MixtralTopKRouter):
+    """Shares are no softmax."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = F.linear(x, self.weight)
+        values, chosen = torch.topk(scores.sigmoid(), self.top_k)
+        return scores, values, chosen
+
+
+@pytest.mark.parametrize(
+    ("router", "routing"),
+    [
+        (GptOssTopKRouter(config()), Routing(2, first=False, whole=False)),
+        (MixtralTopKRouter(config()), Routing(2, first=False, whole=True)),
+        (Qwen3MoeTopKRouter(config(norm_topk_prob=True)), Routing(2, first=False, whole=False)),
+        (Qwen3MoeTopKRouter(config(norm_topk_prob=False)), Routing(2, first=True, whole=False)),
+        (Sigmoid(config()), None),
+    ],
+    ids=["gpt-oss", "mixtral", "qwen3, normed", "qwen3", "sigmoid"],
+)
+def test_which_are_found(router: nn.Module, routing: Routing | None) -> None:
+    assert may_be(type(router))
+    assert kind(router) is not None
+    assert tried(form_of, router) == routing
+
+
+def test_others_are_left_alone() -> None:
+    assert not may_be(nn.Linear)
+    router = MixtralTopKRouter(config())
+    router.correction = nn.Parameter(torch.zeros(COUNT))
+    assert kind(router) is None
+
+
+def test_when_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Counted(routers.route)
+    monkeypatch.setattr(routers, "route", launches)
+    router = GptOssTopKRouter(config()).to(DEVICE, torch.float16)
+    nn.init.normal_(router.weight, std=0.2)
+    x = torch.randn(2 * MOST_ROUTED, HIDDEN, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+    few = x[:MOST_ROUTED]
+    with torch.no_grad():
+        expected = router(few)
+        with FusedModules(router).installed(), RowProducts().here():
+            router(few)  # not captured
+            assert launches.count == 0
+            with fusing_products():
+                router(x)
+                assert launches.count == 0
+                found = router(few)
+                assert launches.count == 1
+        router(few)
+    assert launches.count == 1
+    torch.testing.assert_close(found[0], expected[0], rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(found[1], expected[1], rtol=2e-2, atol=2e-3)
+    assert (found[2] == expected[2]).float().mean() > 0.9

@@ -1,0 +1,128 @@
+"""Launches of the decode and the prefill kernels."""
+
+from __future__ import annotations
+
+from itertools import cycle, product
+
+import torch
+from torch import Tensor
+
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import Scoring
+from hf_fastdecode.attention.launch.kernel_call import run_kernels
+from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
+from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
+from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
+from hf_fastdecode.kernels.forest_decode.schedule import Schedule
+from hf_fastdecode.kernels.prefill.api import prefill_attention, prefill_partial
+
+from .pretended import CUDA
+
+
+def attend_everything() -> None:
+    """Decode steps of many layouts over contexts of many lengths, in turn with everything that scores can undergo."""
+    dtypes = cycle((torch.bfloat16, torch.float16))
+    scorings = cycle(
+        Scoring(0.1, softcap=softcap, window=window, sinks=sinks)
+        for softcap, window, sinks in product((None, 30.0), (None, 500), (None, torch.zeros(1)))
+    )
+    layouts = product(
+        (64, 80, 96, 128, 192, 256),  # head_dim
+        ((1, 8), (1, 32), (3, 3), (4, 8), (8, 1), (16, 2)),  # query heads of a KV head, KV heads
+        (1, 7, 33, 128, 1024),  # rows
+        (300, 20_000),  # tokens of the node that all rows share
+        (1, 3),  # tokens of a row
+    )
+    for (head_dim, (group, kv_heads), rows, context, queries), dtype, scoring in zip(layouts, dtypes, scorings):
+        forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
+        attend(dtype, head_dim, group, kv_heads, forest, queries, scoring)
+    for dtype, softcap, (group, kv_heads), head_dim in product(
+        (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
+    ):
+        attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
+
+
+def deep_tree() -> Forest:
+    """Eight levels of short nodes, which are read in chains."""
+    levels = [(depth, 1 << depth) for depth in range(8)]
+    nodes = [
+        Node(Span(depth, 16 * index, 16), index * 1024 // count, 1024 // count, depth)
+        for depth, count in levels
+        for index in range(count)
+    ]
+    return Forest(1024, nodes)
+
+
+def attend(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    kv_heads: int,
+    forest: Forest,
+    queries: int,
+    scoring: Scoring,
+) -> None:
+    """One decode step of a layer, with suffixes that are short and long, in order and reordered."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=CUDA)
+
+    rows = forest.rows
+    query = empty(rows, group * kv_heads, queries, head_dim)
+    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, head_dim)
+    if scoring.sinks is not None:
+        scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
+    addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
+    rows_of = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
+    plan = LaunchPlan(forest, HeadShape.of(query, new[0], scoring), CUDA)
+    for programs in {plan.programs(0), plan.programs(2000)}:
+        schedule = plan.schedule(programs)
+        for origins in (None, empty(rows, 4096, dtype=torch.int32)):
+            run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
+        attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
+
+
+def attend_in_parts(
+    query: Tensor,
+    new: tuple[Tensor, Tensor],
+    addresses: tuple[Tensor, Tensor],
+    rows_of: tuple[Tensor, Tensor],
+    schedule: Schedule,
+    config: Config,
+    scoring: Scoring,
+) -> None:
+    """The nodes alone, a step that goes on with their partial and returns its own, and one of divided suffixes."""
+    nodes, kv_heads = addresses[0], new[0].shape[1]
+    parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
+    if scoring.window is not None:
+        return
+    forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
+    other = (
+        torch.empty(query.shape, dtype=torch.float32, device=CUDA),
+        torch.empty(query.shape[:-1], dtype=torch.float32, device=CUDA),
+    )
+    merge_ranks(torch.empty(2, query.numel() + query[..., 0].numel(), dtype=torch.float32, device=CUDA), *other)
+    parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
+    forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
+    divided = torch.empty(3, query.shape[0], dtype=torch.int32, device=CUDA)
+    parts |= {"other": None, "into": other}
+    forest_decode(query, *new, *addresses, rows_of[0], divided, schedule, config, **parts)
+
+
+def prefill_everything() -> None:
+    """Passes of layers with soft caps, windows and sinks: alone, and over a context, whose partial is merged."""
+    layouts = product((64, 80, 96, 128, 192, 256), ((1, 8), (2, 8), (8, 8)), (torch.bfloat16, torch.float16))
+    for (head_dim, (group, kv_heads), dtype), (softcap, sinks) in product(
+        layouts, product((None, 30.0), (False, True))
+    ):
+        query = torch.empty(group * kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
+        keys = torch.empty(kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
+        intervals = torch.empty(3, 1000, dtype=torch.int32, device=CUDA)
+        earlier = tuple(
+            torch.empty(shape, dtype=torch.float32, device=CUDA) for shape in (query.shape, query.shape[:2])
+        )
+        own = torch.empty(len(query), dtype=torch.float32, device=CUDA) if sinks else None
+        options = {"scale": 0.1, "soft_cap": softcap}
+        prefill_partial(query, keys, keys, intervals, earlier=earlier, **options)
+        for before in (None, earlier):
+            prefill_attention(query, keys, keys, intervals, sinks=own, earlier=before, **options)
