@@ -34,6 +34,7 @@ class CapturedCache(Cache):
     Attributes:
         new: Where the step's tokens are, made by `begin` where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
+        is_divided: Whether processes divide nodes and suffixes.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -49,6 +50,7 @@ class CapturedCache(Cache):
         self.constants: dict[str, Any] = {}
         self._tables = in_place[0].tables if in_place else None  # lengths are the same for all of them
         self._parallel, self._shard = cache.state.parallel, cache.state.suffix_shard
+        self.is_divided = self._parallel is not None
 
     def begin(self) -> None:
         """Begin a pass: read the suffixes' lengths on the device, once for all layers."""
@@ -92,11 +94,6 @@ class CapturedCache(Cache):
         found = self._in_place(layer)
         require_dtype(query.dtype, found.storage.node_example)
         return found.tables.attend_nodes(layer, query, scale)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether processes divide nodes and suffixes."""
-        return self._parallel is not None
 
     def of_all_processes(self, part: Partial) -> Partial:
         """Attention to all keys, of the partial over those stored here: one collective where they are divided."""

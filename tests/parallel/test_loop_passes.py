@@ -19,6 +19,8 @@ from hf_fastdecode.generation.steps import loop_passes
 from hf_fastdecode.generation.steps.captured_pass import CapturedPass
 from hf_fastdecode.generation.steps.cuda_graph import CaptureOptions
 from hf_fastdecode.generation.steps.pass_agreement import PassAgreement, Way
+from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
+from hf_fastdecode.parallel import sequence
 from hf_fastdecode.parallel.agreement import Alone, NoRoomError, Together
 
 from .loops import close, logits_of_loop, reorder
@@ -72,7 +74,8 @@ def captured_loops_of_split_weights(models: Models) -> Any:
 @scenario
 def captured_loops_of_divided_contexts(models: Models) -> Any:
     call = Call({}, {}, config=SMALL)
-    return ways(call.make_model(), call.make_model(), sequence_parallel="auto")
+    with mock.patch.object(sequence, "SUFFIX_BLOCK", MAX_QUERIES):  # the fewest tokens that kernels can follow
+        return ways(call.make_model(), call.make_model(), sequence_parallel="auto")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
+from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 
 from .exactness import lost_by
 from .loops import loops_on_gpu, require_captured_loops
@@ -119,9 +120,11 @@ def sequence_errors(models: Models) -> Any:
     for backend in ("auto", "triton"):
         with fd.enabled(model, sequence_parallel="auto", backend=backend), torch.no_grad():
             cache, logits = fd.prefill(model, tokens[:, :-FED]), []
-            for count in (FED - 14, 6, 4, 1, 1, 1, 1):
+            first = [MAX_QUERIES] * (FED // MAX_QUERIES - 1) if backend == "triton" else [FED // 2]
+            for count in (*first, 7, 1, 1, FED):
                 fed = tokens[:, LONG - FED + cache.suffix_length :][:, :count]
-                logits.append(model(fed, **{CACHE: cache}).logits)
+                at_once = MAX_QUERIES if backend == "triton" else FED
+                logits += [model(part, **{CACHE: cache}).logits for part in fed.split(at_once, 1)]
         logits = torch.cat(logits, 1)
         found.append(((logits.double() - oracle).norm().item(), (stock.double() - oracle).norm().item()))
         found[-1] += (logits.float().cpu().numpy().tobytes().hex()[:2000],)

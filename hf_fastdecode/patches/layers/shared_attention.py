@@ -172,7 +172,8 @@ def captured_attention(
         if cache.has_nodes:
             to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
             merged = merge(merged, _attend_to_nodes(layer, cache, to_nodes))
-        merged = _of_all_processes(cache, merged)
+        if cache.is_divided:
+            merged = _of_all_processes(cache, merged)
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
 
 
