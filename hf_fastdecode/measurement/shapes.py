@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b-mha": _shape(32016, 4096, 11008, 32, 32, 32),  # CodeLlama-7B's
     "7b-gqa": _shape(32000, 4096, 14336, 32, 32, 8),  # Mistral-7B's
     "8b-gqa": _shape(128256, 4096, 14336, 32, 32, 8),  # Llama-3.1-8B's
+    "8b-mqa": _shape(128256, 4096, 14336, 32, 32, 1),  # the same with one KV head
     "13b-mha": _shape(32016, 5120, 13824, 40, 40, 40),  # CodeLlama-13B's
     "1b-gqa": _shape(128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True),  # Llama-3.2-1B's
     "qwen3-4b": _shape(

@@ -70,7 +70,8 @@ class PeerWatch(Unwatched):
         self._place, self._in_call = "", False
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
-        self._vain: dict[int, float] = {}  # since when a peer that left is waited for, by rank
+        self._vain: dict[int, float] = {}  # for how long a peer that left has been waited for, by rank
+        self._looked = monotonic()  # when peers were last looked at
         self._is_ending = False
         self._freeing = Lock()
         self._holders: WeakSet[Clearable] = WeakSet()
@@ -287,11 +288,14 @@ class PeerWatch(Unwatched):
         """Give up the groups if a peer did, or cannot take part in this call any more."""
         self._adopt()
         mine, now, heartbeat = self._standing(), monotonic(), self._heartbeat
+        # At most so much, so that where this process was stopped, its call gets time to leave, as the peer did.
+        since, self._looked = min(now - self._looked, 2 * IN_CALLS), now
         for rank, theirs in heartbeat.peers.items():
             if (cause := parted(mine, theirs)) is not None:
                 self._fail(rank, cause)
             elif (cause := waits_in_vain(mine, theirs)) is not None:
-                if now - self._vain.setdefault(rank, now) > _GRACE:
+                self._vain[rank] = self._vain.get(rank, -since) + since
+                if self._vain[rank] > _GRACE:
                     self._fail(rank, cause)
             else:
                 self._vain.pop(rank, None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
+from hf_fastdecode.parallel import failure
 from hf_fastdecode.parallel.standing import Exit, Standing, parted, settled, waits_in_vain
 
 
@@ -67,3 +70,19 @@ def test_a_process_that_left_by_an_error_waits_until_it_knows(theirs, alike):
     assert settled(left(8, "E"), theirs) is alike
     assert settled(left(8, None), theirs) is True
     assert settled(left(7, "E"), left(7, "F")) is False
+
+
+def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
+    group = mock.Mock(rank=lambda: 0, size=lambda: 2)
+    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
+        watch = failure.PeerWatch([group], mock.Mock())
+        watch._in_call, watch._heartbeat.peers, watch._heartbeat.silence = True, {1: left(0, "E")}, {1: 0.0}
+
+        def failed_at(seconds: float) -> tuple[int, str] | None:
+            now.return_value = seconds
+            with watch._news:
+                watch._look_at_peers()
+            return watch.failed
+
+        assert [failed_at(seconds) for seconds in (0.2, 9.0, 9.2, 9.4)] == [None] * 4
+        assert [failed_at(9.4 + 0.2 * look) for look in range(1, 5)][-1] == (1, "E")

@@ -22,6 +22,7 @@ STEP_WAYS: dict[str, str] = {
     "one-gpu": "hf_fastdecode on rank 0 alone",
     "sequence": 'enable(model, sequence_parallel="auto"): the context divided, weights on every rank',
     "tensor": 'a model loaded with tp_plan="auto", enabled: heads and weights divided',
+    "helix": "the context divided, and the weights of all but the attention heads (sequence_parallel_plan)",
     "stock-tensor": "the same by transformers alone",
 }
 """Ways of whole decode steps, and what they are."""

@@ -25,10 +25,12 @@ _FEW = 64  # tokens of a context that are computed, so that its cache has the la
 _POSITIONS = 1 << 21  # longer than any context that is measured
 
 
-def make_model(shape: str, device: torch.device, dtype: torch.dtype, *, split: int | None) -> PreTrainedModel:
+def make_model(
+    shape: str, device: torch.device, dtype: torch.dtype, *, split: int | None, whole_heads: bool = False
+) -> PreTrainedModel:
     """A model with random weights, the same on every process; or split between `split` of them as by tp_plan="auto".
 
-    Communicates where it is split.
+    With `whole_heads`, each of them has all attention heads. Communicates where it is split.
     """
     if split is None:
         return random_model(shape, device, dtype, positions=_POSITIONS)
@@ -37,10 +39,15 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype, *, split: i
     config = config_of(shape, dtype, positions=_POSITIONS)
     with torch.device("meta"):
         family: type[PreTrainedModel] = type(AutoModelForCausalLM.from_config(config))
+    plan = fd.sequence_parallel_plan(config) if whole_heads else None
     torch.manual_seed(0)
     with _quiet():  # without a checkpoint every weight is missing, and is drawn as a new model's is
         model = family.from_pretrained(
-            None, config=config, state_dict={}, dtype=dtype, distributed_config=DistributedConfig(tp_size=split)
+            None,
+            config=config,
+            state_dict={},
+            dtype=dtype,
+            distributed_config=DistributedConfig(tp_size=split, tp_plan=plan),
         )
     return model.eval()
 

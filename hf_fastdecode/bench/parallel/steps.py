@@ -73,13 +73,20 @@ class StepBench:
 
     def _of(self, case: StepCase, way: str) -> PreTrainedModel:
         """The model of a way; kept until another is asked for."""
-        split = self.processes.count if way in ("tensor", "stock-tensor") else None
-        key = case.shape, case.dtype, split
+        split, whole_heads = self._split(way)
+        key = case.shape, case.dtype, split, whole_heads
         if self._model is None or self._model[0] != key:
             self.drop()
             dtype: torch.dtype = getattr(torch, case.dtype)
-            self._model = key, make_model(case.shape, self.processes.device, dtype, split=split)
+            self._model = (
+                key,
+                make_model(case.shape, self.processes.device, dtype, split=split, whole_heads=whole_heads),
+            )
         return self._model[1]
+
+    def _split(self, way: str) -> tuple[int | None, bool]:
+        """How many processes a way's weights are split between, and whether each has all attention heads."""
+        return self.processes.count if way in ("tensor", "stock-tensor", "helix") else None, way == "helix"
 
     @contextmanager
     def _enabled(self, model: PreTrainedModel, way: str) -> Iterator[None]:
@@ -88,7 +95,7 @@ class StepBench:
             return
         # The kernels of captured steps take no fp32, as the check's model is.
         mode = "graph" if self.processes.device.type == "cuda" and model.dtype != torch.float32 else "auto"
-        with fd.enabled(model, mode=mode, sequence_parallel="auto" if way == "sequence" else False):
+        with fd.enabled(model, mode=mode, sequence_parallel="auto" if way in ("sequence", "helix") else False):
             yield
 
     def _red(self, way: str) -> str | None:
@@ -96,8 +103,8 @@ class StepBench:
         if way == "stock-tensor":
             return None
         if way not in self._checked:
-            split = self.processes.count if way == "tensor" else None
-            model = make_model("tiny", self.processes.device, torch.float32, split=split)
+            split, whole_heads = self._split(way)
+            model = make_model("tiny", self.processes.device, torch.float32, split=split, whole_heads=whole_heads)
             ids = random_prompt(model, _CHECKED_CONTEXT)
 
             def tokens() -> list[Any]:

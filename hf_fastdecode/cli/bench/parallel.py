@@ -87,7 +87,8 @@ def parallel(
 
     Steps (`--kind steps`): `one-gpu` is an enabled model on one GPU, `sequence` the same on every GPU with the context
     divided between them (`sequence_parallel="auto"`), `tensor` a model split by transformers' tensor parallelism and
-    enabled, `stock-tensor` the same without this package. Weights are random.
+    enabled, `stock-tensor` the same without this package. `helix` divides the context, and splits the weights of all but
+    the attention heads (`sequence_parallel_plan`). Weights are random.
 
     Attention (`--kind attention`): the layers of a shape in one CUDA graph. `one-gpu` has the whole context on one
     GPU; `tree` is this package's; `three-all-reduces` merges as the paper on Tree Attention does; `ring` passes keys

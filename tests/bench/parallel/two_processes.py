@@ -13,7 +13,7 @@ import torch
 from hf_fastdecode.bench.ops.accuracy import make_oracle
 from hf_fastdecode.bench.parallel.attention_ways import make_step
 from hf_fastdecode.bench.parallel.bench import ParallelBench, ParallelCase
-from hf_fastdecode.bench.parallel.cases import ATTENTION_WAYS, AttentionCase, CollectiveCase, StepCase
+from hf_fastdecode.bench.parallel.cases import ATTENTION_WAYS, STEP_WAYS, AttentionCase, CollectiveCase, StepCase
 from hf_fastdecode.bench.parallel.processes import Processes
 from hf_fastdecode.bench.parallel.sends import counted_sends
 from hf_fastdecode.bench.parallel.stack import first_layer, make_stack
@@ -44,7 +44,7 @@ def measured(processes: Processes) -> dict[str, Any]:
     if processes.rank:
         bench.follow()
         return {}
-    asked: list[tuple[ParallelCase, str]] = [(STEPS, way) for way in ("one-gpu", "sequence", "tensor", "stock-tensor")]
+    asked: list[tuple[ParallelCase, str]] = [(STEPS, way) for way in STEP_WAYS]
     asked += [(CollectiveCase(1 << 14, 2), "all-gather"), (CASE, "no-communication")]
     found = {f"{case.columns()['case']} {way}": bench.measure(case, way) for case, way in asked}
     bench.finish()
