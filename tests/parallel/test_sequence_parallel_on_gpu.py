@@ -66,12 +66,11 @@ def sequence_greedy(models: Models) -> Any:
 def sequence_long_answers(models: Models) -> Any:
     """Suffixes of several blocks on each GPU, in eager and captured steps; long ones are attended to as own nodes."""
     model, found = make_model(models), []
-    given = prompts(models, 40, 4) | {"do_sample": False, "max_new_tokens": 700}
-    stock = model.generate(**given)
+    given = prompts(models, 40, 4) | {"do_sample": False, "max_new_tokens": 400}
     for mode in ("eager", "graph"):
         with fd.enabled(model, mode=mode, sequence_parallel="auto"):
-            same, call = torch.equal(model.generate(**given), stock), fd.explain(model).last_call
-            found.append((same, call.mode, call.parallel.tokens))
+            tokens, call = model.generate(**given), fd.explain(model).last_call
+        found.append((lost_by(model, tokens, given), call.mode, call.parallel.tokens))
     return found
 
 
@@ -194,7 +193,11 @@ def test_eager_and_captured_steps_draw_the_best_tokens(seen):
 
 @pytest.mark.gpu
 def test_long_answers(seen):
-    assert [one[:2] for one in both(seen, "sequence_long_answers")] == [[True, "eager"], [True, "graph"]]
+    found = both(seen, "sequence_long_answers")
+    assert [mode for _, mode, _ in found] == ["eager", "graph"]
+    for (lost, error), _, tokens in found:
+        assert lost <= 4 * error
+        assert tokens > 4 * 399
 
 
 @pytest.mark.gpu
