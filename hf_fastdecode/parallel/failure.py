@@ -29,7 +29,7 @@ from torch import distributed
 from ..errors import PeerFailedError, one_line
 from .abort import abort
 from .heartbeat import IN_CALLS, LONGEST, Heartbeat
-from .standing import Exit, Standing, parted, settled, waits_in_vain
+from .standing import Exit, Standing, parted, remembered, settled, waits_in_vain
 from .unwatched import Clearable, Unwatched
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ _SILENT = 2.0
 
 _RECENT = 64
 """Collectives and passes that a process tells: more than one is ahead of another, whose device still computes."""
-
-_EXITS = 4
-"""Exits that a process tells; the others are behind by one call at most."""
 
 
 class PeerWatch(Unwatched):
@@ -210,7 +207,7 @@ class PeerWatch(Unwatched):
             by_peer = self.failed
             if by_peer is None and text is not None and _of_communication(error):
                 self._fail(self._rank, text)
-            self._exits = (*self._exits[1 - _EXITS :], Exit(self._recent[-1][0], text))
+            self._exits = remembered(*self._exits, Exit(self._recent[-1][0], text))
             self._in_call = False
             self._heartbeat.ask()
             self._news.notify_all()

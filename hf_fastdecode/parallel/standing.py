@@ -29,6 +29,19 @@ class Exit:
         return self.count == other.count and (self.count % 2 == 0 or self.error == other.error)
 
 
+_EXITS = 4
+"""Exits that a process remembers, and as many by errors: the others are behind by one call at most."""
+
+
+def remembered(*exits: Exit) -> tuple[Exit, ...]:
+    """The last of these exits, and the last by errors, however many calls have ended well since.
+
+    What is known of a peer is from its last heartbeat, between which there may be many short calls.
+    """
+    errors = [one for one in exits if one.error is not None][-_EXITS:]
+    return tuple(one for one in exits if one in errors or one in exits[-_EXITS:])
+
+
 @dataclass(frozen=True)
 class Standing:
     """What one process tells the others.

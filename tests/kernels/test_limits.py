@@ -82,7 +82,7 @@ def test_a_forced_kernel_raises_where_it_cannot_run(monkeypatch):
         ("config", lambda _: Config(16, block_n=32), r"the configuration's blocks of \(16, 32\), got \(16, 64\)"),
         ("slots", lambda x: x[:1], r"slots must be \[2\] int32"),
         ("slots", lambda x: x.long(), "slots must be .* got .* int64"),
-        ("lengths", lambda x: x[:, None], r"lengths must be \[2\] int32"),
+        ("lengths", lambda x: x[:, None], r"lengths must be \[3, 2\] int32"),
         ("sinks", lambda _: torch.zeros(2), r"sinks must be \[4\] float32"),
         ("sinks", lambda _: torch.zeros(4).half(), "sinks must be .* got .* float16"),
         ("scale", lambda _: 0.0, "scale must be above 0, got 0.0"),

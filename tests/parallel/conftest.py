@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..workers import made_once
 from .processes import Seen, run_scenarios
 
 SEQUENCE_PARALLEL = [f"test_sequence_parallel_{part}" for part in ("tokens", "caches", "refusals", "steps", "plan")]
@@ -15,6 +16,10 @@ SEQUENCE_PARALLEL = [f"test_sequence_parallel_{part}" for part in ("tokens", "ca
 
 @pytest.fixture(scope="session")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
+    return made_once(tmp_path_factory, "seen", lambda: _seen_by_two(tmp_path_factory))
+
+
+def _seen_by_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 8, "max_position_embeddings": 512}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -35,4 +40,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]
 @pytest.fixture(scope="session")
 def seen_by_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     """What three and four processes saw, of contexts divided between them."""
-    return run_scenarios(SEQUENCE_PARALLEL, {}, tmp_path_factory.mktemp("seen"), ranks=(3, 4))
+
+    def run() -> dict[str, tuple[Seen, ...]]:
+        return run_scenarios(SEQUENCE_PARALLEL, {}, tmp_path_factory.mktemp("seen"), ranks=(3, 4))
+
+    return made_once(tmp_path_factory, "seen_by_four", run)

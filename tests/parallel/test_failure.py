@@ -18,6 +18,7 @@ from hf_fastdecode.generation.decoding.decisions import Decisions
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.parallel import failure
 
+from ..workers import made_once
 from .failing import Calls, Ended, at_nth, run_all, scenario, send_itself
 from .scenarios import PROMPT, PROMPTS
 
@@ -133,6 +134,10 @@ def first_is_stopped(calls: Calls) -> None:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[Ended]]]:
+    return made_once(tmp_path_factory, "failures", lambda: _run_all(tmp_path_factory))
+
+
+def _run_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[Ended]]]:
     torch.manual_seed(0)
     sizes = {"vocab_size": 98, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}

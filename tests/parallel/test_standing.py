@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from hf_fastdecode.parallel import failure
-from hf_fastdecode.parallel.standing import Exit, Standing, parted, settled, waits_in_vain
+from hf_fastdecode.parallel.standing import Exit, Standing, parted, remembered, settled, waits_in_vain
 
 
 def test_standings_survive_the_store():
@@ -70,6 +70,16 @@ def test_a_process_that_left_by_an_error_waits_until_it_knows(theirs, alike):
     assert settled(left(8, "E"), theirs) is alike
     assert settled(left(8, None), theirs) is True
     assert settled(left(7, "E"), left(7, "F")) is False
+
+
+def test_an_error_is_remembered_over_calls_that_end_well_since():
+    """The peer, which left by it too, may not have told of later calls yet."""
+    exits: tuple[Exit, ...] = (Exit(2, "D"), Exit(8, "E"))
+    for count in range(10, 40, 2):
+        exits = remembered(*exits, Exit(count))
+    assert exits == (Exit(2, "D"), Exit(8, "E"), *map(Exit, range(32, 40, 2)))
+    assert parted(in_call(40, *exits), left(8, "E", Exit(2, "D"))) is None
+    assert len(remembered(*(Exit(count, "E") for count in range(20)))) == 4
 
 
 def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():

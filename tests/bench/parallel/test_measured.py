@@ -14,10 +14,15 @@ from hf_fastdecode.bench.parallel.cases import ATTENTION_WAYS
 from hf_fastdecode.bench.parallel.table import parallel_table
 
 from ...fresh_processes import run_fresh
+from ...workers import made_once
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return made_once(tmp_path_factory, "measured", lambda: _seen(tmp_path_factory))
+
+
+def _seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("seen")
     with socket() as one:
         one.bind(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ from tools.slim_tokens import PAGE, caches
 from ...cli.command_line import needs_weights
 from .page_tables import check_tokens
 
-SOME = ["keys and values, bf16", "inputs, int8 (emulated)", "keys + d/32 V-coordinates, int8"]
+SOME = ["keys and values, bf16", "keys + d/32 V-coordinates, int8"]
 """Few, as each takes minutes on a busy machine."""
 
 
