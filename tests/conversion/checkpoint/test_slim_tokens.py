@@ -9,8 +9,8 @@ from tools.slim_tokens import PAGE, caches
 from ...cli.command_line import needs_weights
 from .page_tables import check_tokens
 
-SOME = ["keys and values, bf16", "keys + d/32 V-coordinates, int8"]
-"""Few, as each takes minutes on a busy machine."""
+SOME = ["keys + d/32 V-coordinates, int8"]
+"""One, as each takes minutes on a busy machine."""
 
 
 @needs_weights
