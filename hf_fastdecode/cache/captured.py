@@ -12,7 +12,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.interface import SharedKV
 from ..attention.kv import Scoring, Segment
-from ..attention.launch.step_tables import NewTokens, StepTables, TablesByShape
+from ..attention.launch.described_step import NewTokens
+from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.empty import EmptyLayer

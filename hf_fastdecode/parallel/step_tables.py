@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..attention.forest import Forest
 from ..attention.kv import Scoring, SuffixLengths
+from ..attention.launch.described_step import DescribedStep, NewTokens
 from ..attention.launch.own_nodes import NO_OWN_NODES, OwnNodes
-from ..attention.launch.step_tables import DescribedStep, NewTokens, StepTables
+from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial
 from .merge import merge_over, partial_buffer
 from .sequence import SequenceParallel, window_is_not_divided

@@ -20,6 +20,7 @@ from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
+from .described_step import DescribedStep, NewTokens
 from .kernel_call import AddressesOfLayers, run_kernels, run_node_kernels, suffix_addresses
 from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
 from .plan import HeadShape, LaunchPlan, may_stay
@@ -66,36 +67,6 @@ class _Scheduled:
             self.plan, self.programs = plan, 0  # until the copy is done
             self.tables.copy_(plan.schedule(programs, self.room))
             self.programs = programs
-
-
-class DescribedStep(NamedTuple):
-    """Step that the tables describe.
-
-    Attributes:
-        forest: The batch's.
-        own_tokens: Leading suffix tokens in own nodes.
-        suffixes: Lengths of whole suffixes.
-        stored: Lengths of what is stored here of them.
-    """
-
-    forest: Forest
-    own_tokens: int
-    suffixes: SuffixLengths
-    stored: SuffixLengths
-
-
-class NewTokens(NamedTuple):
-    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each.
-
-    Attributes:
-        positions: int64: tokens in each row's suffix before the step.
-        slots: int64: where the token is written.
-        lengths: int32: tokens stored with it.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    lengths: Tensor
 
 
 class StepTables:

@@ -105,6 +105,7 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
         "longer_prompt_s": "twice the context",
         "reused_first_token_s": "first token with `reuse_prefix`",
     }
+    times = {name: title for name, title in times.items() if any(row.get(name) for row in rows)}
     lines = [
         [row["shape"], *_point(row), row["way"], row["caches"]]
         + [cell(row, partial(_seconds, name=name)) for name in times]
