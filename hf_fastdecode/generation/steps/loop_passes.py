@@ -278,8 +278,6 @@ def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         if forced := call.options.needs_capture:
             call.state.log_once(f"{forced} not used: {error.what}")
         return "eager", error.what
-    if call.structure.parallel is not None and call.options.needs_capture is None:
-        return "eager", "passes of other loops over divided contexts are captured with mode='graph' only"
     return choose_mode(call, new_tokens)
 
 
