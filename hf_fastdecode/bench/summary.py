@@ -39,6 +39,8 @@ def table(rows: list[Measurement]) -> str:
         return parallel_table(rows)
     if "vocabulary" in rows[0]:
         return sampling_table(rows)
+    if "busy_ms" in rows[0]:
+        return generate.profile_table(rows)
     if "caches" in rows[0]:
         return generate.first_calls_table(rows)
     if "to_token" in rows[0]:

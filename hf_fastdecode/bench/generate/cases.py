@@ -230,6 +230,34 @@ class FirstCallsCase:
         return {name: columns[name] for name in names} | {"caches": self.caches}
 
 
+KINDS: dict[str, str] = {
+    "products": "with weights, those of experts and of the head among them",
+    "attention": "also appending keys and values",
+    "pointwise": "norms, rotary embedding, activations",
+    "sampling": "drawing tokens",
+    "copies": "and lookups",
+    "other": "the rest",
+}
+"""What kernels compute."""
+
+PARTS = ("first token", "step")
+"""What is profiled of a call."""
+
+
+@dataclass(frozen=True)
+class ProfileCase:
+    """The first token or a step of a call, one of `PARTS`."""
+
+    call: GenerateCase
+    part: str
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        names = ("shape", "context", "samples", "new_tokens", "dtype")
+        columns = self.call.columns()
+        return {name: columns[name] for name in names} | {"part": self.part}
+
+
 def spans(call: GenerateCase, marks: Sequence[int]) -> list[CompletionCase]:
     """The cases of a call, one for each pair of neighbouring marks; ValueError unless these rise from 1 to its end."""
     rising = all(before < after for before, after in pairwise(marks))

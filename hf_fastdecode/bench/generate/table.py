@@ -8,7 +8,7 @@ from functools import partial
 from ...measurement.rows import Measurement
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import by, cell, markdown
-from .cases import LOOPS, GenerateCase, PromptTree
+from .cases import KINDS, LOOPS, GenerateCase, PromptTree
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
@@ -113,6 +113,26 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
     ]
     names = ["model", "context", "n", "way", "caches", *times.values()]
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; seconds of one call.")
+
+
+def profile_table(rows: Sequence[Measurement]) -> str:
+    """Where the time of first tokens and of steps goes."""
+    lines = []
+    for row in rows:
+        cells = [row["shape"], *_point(row), row["part"], row["way"], cell(row, lambda one: f"{float(one['ms']):.2f}")]
+        if row["status"] == "ok":
+            cells += [f"{float(row[f'{name}_ms']):.2f}" for name in ("busy", *KINDS)]
+            cells += [f"{int(row['launches']):,}", row["largest"]]
+        lines.append(cells + [""] * (len(_PROFILE) - len(cells)))
+    kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
+    note = (
+        f"{where_measured(rows)}; milliseconds: by the clock, while the GPU runs anything, and sums of kernels, which "
+        f"may overlap ({kinds}); launches are of kernels and copies"
+    )
+    return markdown(_PROFILE, lines, f"{note}.")
+
+
+_PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "launches", "largest kernels")
 
 
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..options import command_group
-from . import completions, first_calls, generate, ops, parallel, tables
+from . import completions, first_calls, generate, ops, parallel, profile, tables
 
 app = command_group()
 
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 for command in (
-    *(ops.ops, generate.generate, completions.completions, first_calls.first_calls),
+    *(ops.ops, generate.generate, completions.completions, first_calls.first_calls, profile.profile),
     *(ops.sampling, ops.slim, parallel.parallel, tables.tables),
 ):
     app.command(epilog=_NOTE)(command)

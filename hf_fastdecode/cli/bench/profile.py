@@ -1,0 +1,73 @@
+"""``bench profile``: where the time of a first token and of a step goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...bench.generate.cases import PARTS, WAYS, ProfileCase, PromptTree
+from ...bench.generate.cases import GenerateCase as Case
+from ...errors import InputError
+from ...measurement.shapes import SHAPES
+from ...model_names import EMBEDDED
+from ..checks import check_choice, check_dtype
+from ..console import bad_input
+from ..interrupts import exit_on_interrupt
+from ..options import Checkpoints, CsvFile, Device, ListCases, Repeats, ShapeDtype, Shapes, Trees, points
+from .generate import check_models, check_ways, parse_point
+from .report import measured, place_of_calls, report, show_cases
+
+
+def profile(
+    shape: Shapes = None,
+    model: Checkpoints = None,
+    point: Annotated[list[str] | None, points("512x8")] = None,
+    tree: Trees = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="Repeatable: those of `bench generate` but generate_batch.", show_default="shared"),
+    ] = None,
+    dtype: ShapeDtype = "bfloat16",
+    device: Device = "auto",
+    repeats: Repeats = 3,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/profile.csv"),
+) -> None:
+    """Where the time of a first token and of a step goes on the GPU: kernels by what they compute, and pauses.
+
+    A call of one new token is the first token; what a whole call takes longer, over its steps, is a step. Both are
+    timed by the clock, then run once more under PyTorch's profiler. What the clock has more than the GPU is busy, it
+    waited for the CPU.
+
+    Examples:
+
+        hf-fastdecode bench profile --shape 7b-mha --point 2048x1 --point 8192x128
+        hf-fastdecode bench profile --shape 7b-mha --tree 1+16x511x8 --way stock --way shared
+    """
+    ways = list(dict.fromkeys(way or ("shared",)))
+    check_ways(ways, [name for name in WAYS if name != "generate_batch"])
+    check_dtype(dtype, auto=False)
+    check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
+    shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
+    prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8"]))]
+    with bad_input():
+        calls = [Case(name, context, n, new_tokens, dtype) for name in shapes for context, n in prompts]
+        calls += [PromptTree.parse(text).case(name, new_tokens, dtype) for name in shapes for text in tree or []]
+    cases = [ProfileCase(call, part) for call in calls for part in PARTS]
+    if show:
+        return show_cases(cases)
+    place = place_of_calls(device, out)
+    if place.type != "cuda":
+        raise InputError(
+            f"a profile is of a CUDA device, whose kernels it counts, got {place.type}; give --device cuda"
+        )
+    with exit_on_interrupt():
+        from ...bench.generate.profile import ProfileBench
+        from ...bench.generate.table import profile_table
+
+    check_models(calls, device, place)
+    rows = measured(cases, ways, ProfileBench(place, repeats=repeats).measure, place, out)
+    report(rows, out, profile_table, plot=False)
