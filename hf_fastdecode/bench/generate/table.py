@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -122,7 +123,7 @@ def profile_table(rows: Sequence[Measurement]) -> str:
         cells = [row["shape"], *_point(row), row["part"], row["way"], cell(row, lambda one: f"{float(one['ms']):.2f}")]
         if row["status"] == "ok":
             cells += [f"{float(row[f'{name}_ms']):.2f}" for name in ("busy", *KINDS)]
-            cells += [f"{int(row['launches']):,}", row["largest"]]
+            cells += [f"{int(row['launches']):,}", _LONG_NAMES.sub("", row["largest"])]
         lines.append(cells + [""] * (len(_PROFILE) - len(cells)))
     kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
     note = (
@@ -132,6 +133,7 @@ def profile_table(rows: Sequence[Measurement]) -> str:
     return markdown(_PROFILE, lines, f"{note}.")
 
 
+_LONG_NAMES = re.compile(r"(?<=\b\w{20})\w+")  # what libraries name their kernels behind the first letters
 _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "launches", "largest kernels")
 
 
