@@ -295,11 +295,12 @@ def decode_shared(
     whose = ", on rank 0 for all processes" if call.ranks.count > 1 else ""
     call.report.sampler, call.report.sampler_reason = sampler.name, why + whose
 
+    if call.returns_cache:  # the caller may keep it; taken while the device prefills
+        start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)
     with decode_context(model, len(input_ids)):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens
-    start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)  # the caller may keep the cache
     return FastDecodeOutput(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,
