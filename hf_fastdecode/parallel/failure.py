@@ -18,7 +18,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
 from time import monotonic
 from traceback import clear_frames
 from typing import TYPE_CHECKING
@@ -65,6 +65,7 @@ class PeerWatch(Unwatched):
         self.failed: tuple[int, str] | None = None
         self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
         self._place, self._in_call = "", False
+        self._caller: int | None = None  # the thread of the latest call
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
         self._vain: dict[int, float] = {}  # for how long a peer that left has been waited for, by rank
@@ -79,7 +80,7 @@ class PeerWatch(Unwatched):
 
     @contextmanager
     def call(self, name: str, timeout: float) -> Iterator[None]:
-        """Context of a call that all processes of the group make.
+        """Context of a call that all processes of the group make; calls of other threads wait for its end.
 
         Args:
             name: What is called; the same on all ranks.
@@ -88,7 +89,8 @@ class PeerWatch(Unwatched):
         Raises:
             PeerFailedError: A peer failed, in this call or an earlier one.
         """
-        if self._in_call or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
+        within = self._in_call and self._caller == get_ident()
+        if within or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
             yield
             return
         self._enter(name, timeout)
@@ -178,6 +180,7 @@ class PeerWatch(Unwatched):
 
     def _enter(self, name: str, timeout: float) -> None:
         with self._news:
+            self._news.wait_for(lambda: not self._in_call)  # of another thread
             if self.failed is None and self._judge is None:
                 self._heartbeat.start()
                 self._judge = Thread(target=self._run, name="hf_fastdecode-peers", daemon=True)
@@ -193,7 +196,7 @@ class PeerWatch(Unwatched):
             self._vain.clear()
             self._timeout, self._entered, self._place = timeout, monotonic(), name
             self._advance(f"a call of {name}")
-            self._in_call = True
+            self._in_call, self._caller = True, get_ident()
             self._heartbeat.ask()
             self._news.notify_all()
 
