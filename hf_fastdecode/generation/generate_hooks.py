@@ -337,6 +337,7 @@ def _decode(
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())
+        cache.first_pass.call.ranks.watch.enter_foreign_loop()
         model_kwargs[CACHE] = cache.first_pass.stock
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])

@@ -15,6 +15,7 @@ from hf_fastdecode.generation.prompts import first_pass, start
 from hf_fastdecode.generation.steps.call_lock import LockHolder
 from hf_fastdecode.generation.steps.captures import Captures
 from hf_fastdecode.parallel.agreement import Together
+from hf_fastdecode.parallel.failure import PeerWatch
 
 from .processes import Models, scenario
 from .scenarios import (
@@ -126,13 +127,14 @@ def comparisons(models: Models) -> Any:
                     if refuses:
                         stack.enter_context(raising(1, models, where, "check_prompts", refused))
                     asked = [stack.enter_context(_counting(name)) for name in ("first", "smallest", "_gathered")]
+                    asked.append(stack.enter_context(_counting("enter_foreign_loop", PeerWatch)))
                     draw(model, 0, **arguments)
                 found[loop, refuses] = *[one.call_count for one in asked], reason(model)[:6]
     return list(found.values())
 
 
-def _counting(name: str) -> Any:
-    return mock.patch.object(Together, name, autospec=True, side_effect=getattr(Together, name))
+def _counting(name: str, owner: type = Together) -> Any:
+    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
 @scenario
@@ -182,6 +184,7 @@ def test_all_ranks_compare_as_often_also_where_one_refuses_early(seen):
     for one, exchanges in ((ours, 0), (ours_refused, 1), (beams, 0), (beams_refused, 1)):
         assert one[1] > 0
         assert one[2] == exchanges  # of the reason
+        assert one[3] == exchanges  # passes are transformers' from then on, which the watch does not count
 
 
 def test_a_rank_that_could_hold_captures_before_the_others_asks_them(seen):
