@@ -169,22 +169,30 @@ def captured_steps(models: Models) -> Any:
 
 @scenario
 def captured_on_one_rank(models: Models) -> Any:
-    """The first capture succeeds on both, the second, of fewer rows, on one: steps of more rows go on."""
-    made, original = itertools.count(), CapturedStep.__init__
-
-    def make(*arguments: Any, **named: Any) -> None:
-        original(*arguments, **named)
-        if next(made) and models.rank:
-            raise RuntimeError("not permitted when capturing")
-
-    with (
-        capturing(),
-        mock.patch.object(CapturedStep, "__init__", make),
-        fd.enabled(models.split["small"], mode="graph", backend="triton") as model,
-    ):
-        tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+    """The first capture succeeds on both, the second, of fewer rows, on one: the first goes on if it fits on both."""
+    original, original_fits, found = CapturedStep.__init__, CapturedStep.fits, []
     with fd.enabled(models.alone["small"]) as alone:
-        return tokens == draw(alone, 0, **CAPTURED), call.mode, next(made)
+        expected = draw(alone, 0, **CAPTURED)
+    for fits_on in ((0, 1), (0,)):
+        made = itertools.count()
+
+        def make(*arguments: Any, made: itertools.count[int] = made, **named: Any) -> None:
+            original(*arguments, **named)
+            if next(made) and models.rank:
+                raise RuntimeError("not permitted when capturing")
+
+        def fits(step: CapturedStep, cache: SharedContextCache, fits_on: tuple[int, ...] = fits_on) -> bool:
+            return original_fits(step, cache) and models.rank in fits_on
+
+        with (
+            capturing(),
+            mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+            mock.patch.multiple(CapturedStep, __init__=make, fits=fits),
+            fd.enabled(models.split["small"], backend="triton") as model,
+        ):
+            tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+        found.append((tokens == expected, call.mode, next(made)))
+    return found
 
 
 @scenario
@@ -322,7 +330,7 @@ def test_ranks_capture_together_or_not_at_all(seen):
     assert right
     assert (mode, captures, captures_again) == ("graph", compactions + 1, 0)
     assert compactions >= 1
-    assert same_value(seen, "captured_on_one_rank") == [True, "graph", 2]
+    assert same_value(seen, "captured_on_one_rank") == [[True, "graph", 2], [True, "eager", 2]]
     assert same_value(seen, "captured_on_no_rank")[1] == "eager"
     assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
     for one in seen["failing_pass_of_a_capture"]:
