@@ -65,7 +65,7 @@ class PeerWatch(Unwatched):
         self.failed: tuple[int, str] | None = None
         self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
         self._place, self._in_call = "", False
-        self._caller: int | None = None  # the thread of the latest call
+        self._caller: int | None = None  # the thread of the call
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
         self._vain: dict[int, float] = {}  # for how long a peer that left has been waited for, by rank
@@ -89,22 +89,23 @@ class PeerWatch(Unwatched):
         Raises:
             PeerFailedError: A peer failed, in this call or an earlier one.
         """
-        within = self._in_call and self._caller == get_ident()
-        if within or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
+        # Within another call, or in a fork, which has no part in it.
+        if self._caller == get_ident() or os.getpid() != self._pid:
             yield
             return
-        self._enter(name, timeout)
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+        with self._one_at_a_time():
+            self._enter(name, timeout)
+            error: BaseException | None = None
             try:
-                self._leave(error)
+                yield
+            except BaseException as raised:
+                error = raised
+                raise
             finally:
-                error = None  # whose traceback holds this frame
+                try:
+                    self._leave(error)
+                finally:
+                    error = None  # whose traceback holds this frame
 
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
@@ -135,7 +136,8 @@ class PeerWatch(Unwatched):
 
     def frees(self, one: Clearable) -> None:
         """Clear this when the groups are given up."""
-        self._holders.add(one)
+        with self._freeing:  # which goes through them in another thread
+            self._holders.add(one)
 
     def at(self, place: str) -> None:
         """Tell in which part of the call this process is."""
@@ -178,13 +180,27 @@ class PeerWatch(Unwatched):
         peer = self._heartbeat.peers.get(rank, Standing())
         return f"last seen in {peer.place}" if peer.in_call else "last seen outside of a call"
 
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Context of this thread's call, for which those of other threads wait."""
+        with self._news:
+            self._news.wait_for(lambda: self._caller is None)
+            self._caller = get_ident()
+        try:
+            yield
+        finally:
+            if os.getpid() == self._pid:
+                with self._news:
+                    self._caller = None
+                    self._news.notify_all()
+
     def _enter(self, name: str, timeout: float) -> None:
         with self._news:
-            self._news.wait_for(lambda: not self._in_call)  # of another thread
             if self.failed is None and self._judge is None:
                 self._heartbeat.start()
                 self._judge = Thread(target=self._run, name="hf_fastdecode-peers", daemon=True)
                 self._judge.start()
+            self._timeout, self._entered, self._place = timeout, monotonic(), name
             self._settle()
             if self.failed is not None:
                 rank, cause = self.failed
@@ -194,9 +210,8 @@ class PeerWatch(Unwatched):
                     "start them anew)",
                 )
             self._vain.clear()
-            self._timeout, self._entered, self._place = timeout, monotonic(), name
             self._advance(f"a call of {name}")
-            self._in_call, self._caller = True, get_ident()
+            self._in_call = True
             self._heartbeat.ask()
             self._news.notify_all()
 
@@ -250,6 +265,7 @@ class PeerWatch(Unwatched):
             if alike is False or self._heartbeat.lost is not None:
                 self._fail(self._rank, str(self._exits[-1].error))
             self._look_at_peers()
+            self._tell_who_is_away()
             if self.failed is None:
                 self._news.wait(IN_CALLS)
 
@@ -322,8 +338,7 @@ class PeerWatch(Unwatched):
                     self._fail(0, f"{_STORE} has not answered for {unanswered:.0f} s")
                 elif heartbeat.lost is not None and now - heartbeat.lost[0] > _GRACE:
                     self._fail(0, f"{_STORE} is gone ({heartbeat.lost[1]})")
-                if now - self._entered > self._timeout:
-                    self._tell_who_is_away()
+                self._tell_who_is_away()
                 if self.failed is None:
                     self._news.wait(IN_CALLS)
             # Before connections close, which others notice at once, and before this process ends with the store in it.
@@ -338,7 +353,10 @@ class PeerWatch(Unwatched):
                     logger.warning("the communication of a process group cannot be closed", exc_info=True)
 
     def _tell_who_is_away(self) -> None:
-        self._entered = float("inf")  # once a call
+        """Log, once a call, which processes live but take no part in it."""
+        if monotonic() - self._entered <= self._timeout:
+            return
+        self._entered = float("inf")
         for rank in self._heartbeat.others:
             if not self._heartbeat.peers.get(rank, Standing()).in_call:
                 logger.warning(

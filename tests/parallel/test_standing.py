@@ -96,3 +96,24 @@ def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
 
         assert [failed_at(seconds) for seconds in (0.2, 9.0, 9.2, 9.4)] == [None] * 4
         assert [failed_at(9.4 + 0.2 * look) for look in range(1, 5)][-1] == (1, "E")
+
+
+def test_a_call_after_an_error_tells_for_whom_it_waits(caplog):
+    """A process whose last call failed waits for those that were not in it yet, which need not ever be."""
+    group = mock.Mock(rank=lambda: 0, size=lambda: 3)
+    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
+        watch = failure.PeerWatch([group], mock.Mock())
+        peers = watch._heartbeat.peers = {1: in_call(2), 2: Standing()}
+        watch._heartbeat.silence = dict.fromkeys(peers, 0.0)
+        watch._exits, watch._recent, watch._timeout, watch._entered = (Exit(4, "E"),), [(4, "a call")], 3.0, 0.0
+
+        def wait(seconds: float) -> None:
+            now.return_value += seconds
+            if now.return_value > 9:
+                peers.update(dict.fromkeys(peers, left(4, "E")))
+
+        with mock.patch.object(watch._news, "wait", wait):
+            watch._settle()
+    assert watch.failed is None
+    (told,) = caplog.messages
+    assert "waits since 3 s for rank 2, which does not take part" in told
