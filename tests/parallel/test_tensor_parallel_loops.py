@@ -61,11 +61,12 @@ def time_limits(models: Models) -> Any:
 
 class _Steps(StoppingCriteria):
     def __init__(self, steps: int):
-        self.calls = itertools.count(1)
+        self.said: list[torch.Tensor] = []
         self.steps = steps
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), next(self.calls) >= self.steps)
+        self.said.append(torch.full((len(input_ids),), len(self.said) + 1 >= self.steps))
+        return self.said[-1]
 
 
 class _Recorder(BaseStreamer):
@@ -82,8 +83,10 @@ class _Recorder(BaseStreamer):
 @scenario
 def criteria_of_rank_0(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model:
-        criteria = StoppingCriteriaList([_Steps(3 + 2 * models.rank)])
-        return len(draw(model, 0, PROMPTS, **GREEDY, stopping_criteria=criteria)[0]) - PROMPT.shape[1]
+        steps = _Steps(3 + 2 * models.rank)
+        criteria = {"stopping_criteria": StoppingCriteriaList([steps]), "eos_token_id": None}
+        tokens = draw(model, 0, PROMPTS, **GREEDY, **criteria)
+        return len(tokens[0]) - PROMPT.shape[1], [bool(one.any()) for one in steps.said]
 
 
 @scenario
@@ -291,7 +294,7 @@ def test_rank_0_draws_for_all(seen):
 
 def test_time_limits_and_criteria_are_those_of_rank_0(seen):
     assert same_value(seen, "time_limits") == [1, 8]
-    assert same_value(seen, "criteria_of_rank_0") == 3
+    assert values(seen, "criteria_of_rank_0") == ([3, [False, False, True]], [3, [False, False, False]])
 
 
 def test_one_rank_may_stream(seen):

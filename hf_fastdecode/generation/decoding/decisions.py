@@ -74,7 +74,8 @@ class Decisions:
         """Rows that end now, bool ``[rows]``; None without criteria."""
         if not self.by_rank_0:
             return ended
-        return self.ranks.first(torch.zeros_like(unfinished) if ended is None else ended)
+        own = torch.zeros_like(unfinished) if ended is None else ended.clone()  # which may be a criterion's tensor
+        return self.ranks.first(own)
 
     def over(self, over: bool) -> bool:
         """Whether all rows end now."""
