@@ -1,7 +1,7 @@
 """Decisions of a decoding loop, taken alike by all processes that compute the model together.
 
 Every step of such processes must have the same rows. Rank 0's tokens count, so that each may have another seed, and so
-do its time limit and its criteria, in loops of transformers' own too; rows leave the batch, or are split into waves, on
+do its time limit and criteria, in loops of transformers' own too. Rows leave the batch, or are split into waves, on
 all of them or on none.
 """
 
