@@ -18,7 +18,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
 from time import monotonic
 from traceback import clear_frames
 from typing import TYPE_CHECKING
@@ -66,6 +66,7 @@ class PeerWatch(Unwatched):
         self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
         self._place, self._in_call, self._began = "", False, 0
         self._in_foreign_loop = False
+        self._thread: int | None = None  # of the last call
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
         self._vain: dict[int, float] = {}  # for how long a peer that left has been waited for, by rank
@@ -80,7 +81,7 @@ class PeerWatch(Unwatched):
 
     @contextmanager
     def call(self, name: str, timeout: float) -> Iterator[None]:
-        """Context of a call that all processes of the group make.
+        """Context of a call that all processes of the group make; those of other threads wait for it.
 
         Args:
             name: What is called; the same on all ranks.
@@ -89,7 +90,8 @@ class PeerWatch(Unwatched):
         Raises:
             PeerFailedError: A peer failed, in this call or an earlier one.
         """
-        if self._in_call or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
+        within = self._in_call and self._thread == get_ident()
+        if within or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
             yield
             return
         self._enter(name, timeout)
@@ -185,6 +187,9 @@ class PeerWatch(Unwatched):
                 self._judge = Thread(target=self._run, name="hf_fastdecode-peers", daemon=True)
                 self._judge.start()
             self._settle()
+            while self._in_call:  # of another thread
+                self._news.wait()
+                self._settle()
             if self.failed is not None:
                 rank, cause = self.failed
                 raise PeerFailedError(
@@ -196,7 +201,7 @@ class PeerWatch(Unwatched):
             self._timeout, self._entered, self._place = timeout, monotonic(), name
             self._in_foreign_loop = False
             self._advance(f"a call of {name}")
-            self._began, self._in_call = self._recent[-1][0], True
+            self._began, self._in_call, self._thread = self._recent[-1][0], True, get_ident()
             self._heartbeat.ask()
             self._news.notify_all()
 

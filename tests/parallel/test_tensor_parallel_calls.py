@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,19 @@ from .scenarios import (
 def other_lengths(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model:
         return draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 8 + models.rank})
+
+
+@scenario
+def calls_of_threads(models: Models) -> Any:
+    """Two threads of each process make the same call: one waits for the other."""
+    found: list[list[list[int]]] = []
+    with fd.enabled(models.split["llama"]) as model:
+        threads = [Thread(target=lambda: found.append(draw(model, 0, PROMPTS, **GREEDY))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return found == [draw(models.alone["llama"], 0, PROMPTS, **GREEDY)] * 2
 
 
 @scenario
@@ -161,6 +175,10 @@ def prefill_begun_on_one_rank(models: Models) -> Any:
         ("other_prefill", "the prompts' tokens is int64 [80] with content"),
     ],
 )
+def test_calls_of_threads_run_one_after_another(seen):
+    assert same_value(seen, "calls_of_threads") is True
+
+
 def test_the_field_that_differs_is_named_on_all_ranks(seen, name, field):
     first, second = seen[name]
     assert first == second
