@@ -49,6 +49,7 @@ from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
 from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
+from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
@@ -343,6 +344,8 @@ def _decode(
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
         model_kwargs["inputs_tensor"] = inputs_tensor
+    if active_call is not None and active_call.model is model and active_call.structure is not None:
+        stopping_criteria = agreed_criteria(active_call.structure.ranks, stopping_criteria, input_ids.device)
     return stock(
         model,
         input_ids,

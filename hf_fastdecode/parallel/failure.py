@@ -64,7 +64,8 @@ class PeerWatch(Unwatched):
         self._rank, self._pid = groups[0].rank(), os.getpid()
         self.failed: tuple[int, str] | None = None
         self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
-        self._place, self._in_call = "", False
+        self._place, self._in_call, self._began = "", False, 0
+        self._in_foreign_loop = False
         self._caller: int | None = None  # the thread of the call
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
@@ -80,7 +81,7 @@ class PeerWatch(Unwatched):
 
     @contextmanager
     def call(self, name: str, timeout: float) -> Iterator[None]:
-        """Context of a call that all processes of the group make; calls of other threads wait for its end.
+        """Context of a call that all processes of the group make; those of other threads wait for it.
 
         Args:
             name: What is called; the same on all ranks.
@@ -124,7 +125,8 @@ class PeerWatch(Unwatched):
         self._advance("the end of a forward pass", odd=odd)
 
     def enter_foreign_loop(self) -> None:
-        """The rest of the call is passes that are not counted."""
+        """The rest of the call is passes that are not counted, between which collectives may be."""
+        self._in_foreign_loop = True
         self._advance("a loop of transformers", odd=True)
 
     def also(self, groups: Sequence[ProcessGroup]) -> None:
@@ -146,7 +148,7 @@ class PeerWatch(Unwatched):
     def step(self, doing: str) -> None:
         """Count a collective, the same on all ranks; raises PeerFailedError if a peer has failed."""
         self._raise_if_failed()
-        self._advance(doing)
+        self._advance(doing, odd=self._in_foreign_loop)
 
     def end(self) -> None:
         """End the threads, at the end of the process; wait for seconds at most."""
@@ -167,7 +169,7 @@ class PeerWatch(Unwatched):
             raise PeerFailedError(*self.failed)
 
     def _standing(self) -> Standing:
-        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed)
+        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed, self._began)
 
     def _has_told_enough(self) -> bool:
         group = self._groups[0]()
@@ -210,8 +212,9 @@ class PeerWatch(Unwatched):
                     "start them anew)",
                 )
             self._vain.clear()
+            self._in_foreign_loop = False
             self._advance(f"a call of {name}")
-            self._in_call = True
+            self._began, self._in_call = self._recent[-1][0], True
             self._heartbeat.ask()
             self._news.notify_all()
 
@@ -311,7 +314,8 @@ class PeerWatch(Unwatched):
                 self._fail(rank, cause)
             elif (cause := waits_in_vain(mine, theirs)) is not None:
                 self._vain[rank] = self._vain.get(rank, -since) + since
-                if self._vain[rank] > _GRACE:
+                # Between collectives it computes something else, after which it raises the error too, or goes on.
+                if self._vain[rank] > (_GRACE if mine.count % 2 else self._timeout):
                     self._fail(rank, cause)
             else:
                 self._vain.pop(rank, None)

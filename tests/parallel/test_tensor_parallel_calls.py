@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,19 @@ from .scenarios import (
 def other_lengths(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model:
         return draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 8 + models.rank})
+
+
+@scenario
+def calls_of_threads(models: Models) -> Any:
+    """Two threads of each process make the same call: one waits for the other."""
+    found: list[list[list[int]]] = []
+    with fd.enabled(models.split["llama"]) as model:
+        threads = [Thread(target=lambda: found.append(draw(model, 0, PROMPTS, **GREEDY))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return found == [draw(models.alone["llama"], 0, PROMPTS, **GREEDY)] * 2
 
 
 @scenario
@@ -150,6 +164,10 @@ def prefill_begun_on_one_rank(models: Models) -> Any:
         with mock.patch.object(Captures, "begin_prefill", begin), _counting("smallest") as asked:
             tokens = draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 3})
         return tokens, asked.call_count, fd.explain(model).last_call.mode
+
+
+def test_calls_of_threads_run_one_after_another(seen):
+    assert same_value(seen, "calls_of_threads") is True
 
 
 @pytest.mark.parametrize(
