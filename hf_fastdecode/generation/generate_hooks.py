@@ -345,7 +345,10 @@ def _decode(
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
         model_kwargs["inputs_tensor"] = inputs_tensor
     if active_call is not None and active_call.model is model and active_call.structure is not None:
-        stopping_criteria = agreed_criteria(active_call.structure.ranks, stopping_criteria, input_ids.device)
+        ranks = active_call.structure.ranks
+        stopping_criteria = agreed_criteria(ranks, stopping_criteria, input_ids.device)
+        if ranks.count > 1:  # the criteria have it; a draft that ended by it would be shorter on one of them
+            generation_config.max_time = None
     return stock(
         model,
         input_ids,

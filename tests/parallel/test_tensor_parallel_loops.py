@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
@@ -57,6 +58,18 @@ def time_limits(models: Models) -> Any:
             with mock.patch.object(stopping, "time", clock):
                 found.append(len(draw(model, 0, PROMPTS, **GREEDY, max_time=1000.0)[0]) - PROMPT.shape[1])
     return found
+
+
+@scenario
+def time_limits_of_drafts(models: Models) -> Any:
+    """By the clock of rank 1 every draft takes too long, which the one of rank 0 does not say."""
+    alone, clock = models.alone["llama"], itertools.count(step=10**6 * models.rank)
+    given = {"assistant_model": alone, "max_time": 1000.0}
+    expected = draw(alone, 0, **GREEDY)
+    timed = mock.patch.object(stopping_criteria, "time", mock.Mock(time=lambda: next(clock)))
+    surely = mock.patch.object(alone.generation_config, "assistant_confidence_threshold", 0)
+    with timed, surely, fd.enabled(models.split["llama"]) as model:
+        return draw(model, 0, **GREEDY, **given) == expected
 
 
 class _Steps(StoppingCriteria):
@@ -299,6 +312,7 @@ def test_rank_0_draws_for_all(seen):
 
 def test_time_limits_and_criteria_are_those_of_rank_0(seen):
     assert same_value(seen, "time_limits") == [1, 8]
+    assert same_value(seen, "time_limits_of_drafts") is True
     assert same_value(seen, "criteria_of_rank_0") == [[3, "shared", True], [3, "shared", True], [3, "stock", True]]
 
 
