@@ -49,6 +49,7 @@ from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
 from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
+from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
@@ -337,11 +338,17 @@ def _decode(
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())
+        cache.first_pass.call.ranks.watch.enter_foreign_loop()
         model_kwargs[CACHE] = cache.first_pass.stock
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
         model_kwargs["inputs_tensor"] = inputs_tensor
+    if active_call is not None and active_call.model is model and active_call.structure is not None:
+        ranks = active_call.structure.ranks
+        stopping_criteria = agreed_criteria(ranks, stopping_criteria, input_ids.device)
+        if ranks.count > 1:  # the criteria have it; a draft that ended by it would be shorter on one of them
+            generation_config.max_time = None
     return stock(
         model,
         input_ids,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..attention.kv import Segment
 from ..attention.runs import PackedRuns, Run
-from .collectives import gathered
+from .collectives import gathered_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,17 +72,7 @@ class DividedPass:
 
     def segment_of_all(self, own: Segment) -> Segment:
         """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
-        padded = []
-        for part in own:
-            room = part.new_zeros(self.longest, part.shape[0], part.shape[2])
-            room[: part.shape[1]] = part.transpose(0, 1)
-            padded.append(room)
-        by_rank = gathered(torch.cat([room.flatten() for room in padded]), self.group)
-        order, parts = self.order.to(by_rank.device), by_rank.split([room.numel() for room in padded], dim=1)
-        return Segment._make(
-            part.reshape(-1, *room.shape[1:]).index_select(0, order).transpose(0, 1)
-            for part, room in zip(parts, padded, strict=True)
-        )
+        return gathered_tokens(own, self.longest, self.order, self.group)
 
     def own(self, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
         """Which of some tokens this rank computes: their places among its own, and in the given list."""

@@ -18,7 +18,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
 from time import monotonic
 from traceback import clear_frames
 from typing import TYPE_CHECKING
@@ -64,7 +64,9 @@ class PeerWatch(Unwatched):
         self._rank, self._pid = groups[0].rank(), os.getpid()
         self.failed: tuple[int, str] | None = None
         self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
-        self._place, self._in_call = "", False
+        self._place, self._in_call, self._began = "", False, 0
+        self._in_foreign_loop = False
+        self._caller: int | None = None  # the thread of the call
         self._exits: tuple[Exit, ...] = ()
         self._timeout = self._entered = float("inf")
         self._vain: dict[int, float] = {}  # for how long a peer that left has been waited for, by rank
@@ -79,7 +81,7 @@ class PeerWatch(Unwatched):
 
     @contextmanager
     def call(self, name: str, timeout: float) -> Iterator[None]:
-        """Context of a call that all processes of the group make.
+        """Context of a call that all processes of the group make; those of other threads wait for it.
 
         Args:
             name: What is called; the same on all ranks.
@@ -88,21 +90,23 @@ class PeerWatch(Unwatched):
         Raises:
             PeerFailedError: A peer failed, in this call or an earlier one.
         """
-        if self._in_call or os.getpid() != self._pid:  # within another call, or in a fork, which has no part in it
+        # Within another call, or in a fork, which has no part in it.
+        if self._caller == get_ident() or os.getpid() != self._pid:
             yield
             return
-        self._enter(name, timeout)
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+        with self._one_at_a_time():
+            self._enter(name, timeout)
+            error: BaseException | None = None
             try:
-                self._leave(error)
+                yield
+            except BaseException as raised:
+                error = raised
+                raise
             finally:
-                error = None  # whose traceback holds this frame
+                try:
+                    self._leave(error)
+                finally:
+                    error = None  # whose traceback holds this frame
 
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
@@ -121,7 +125,8 @@ class PeerWatch(Unwatched):
         self._advance("the end of a forward pass", odd=odd)
 
     def enter_foreign_loop(self) -> None:
-        """The rest of the call is passes that are not counted."""
+        """The rest of the call is passes that are not counted, between which collectives may be."""
+        self._in_foreign_loop = True
         self._advance("a loop of transformers", odd=True)
 
     def also(self, groups: Sequence[ProcessGroup]) -> None:
@@ -133,7 +138,8 @@ class PeerWatch(Unwatched):
 
     def frees(self, one: Clearable) -> None:
         """Clear this when the groups are given up."""
-        self._holders.add(one)
+        with self._freeing:  # which goes through them in another thread
+            self._holders.add(one)
 
     def at(self, place: str) -> None:
         """Tell in which part of the call this process is."""
@@ -142,7 +148,7 @@ class PeerWatch(Unwatched):
     def step(self, doing: str) -> None:
         """Count a collective, the same on all ranks; raises PeerFailedError if a peer has failed."""
         self._raise_if_failed()
-        self._advance(doing)
+        self._advance(doing, odd=self._in_foreign_loop)
 
     def end(self) -> None:
         """End the threads, at the end of the process; wait for seconds at most."""
@@ -163,7 +169,7 @@ class PeerWatch(Unwatched):
             raise PeerFailedError(*self.failed)
 
     def _standing(self) -> Standing:
-        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed)
+        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed, self._began)
 
     def _has_told_enough(self) -> bool:
         group = self._groups[0]()
@@ -176,12 +182,27 @@ class PeerWatch(Unwatched):
         peer = self._heartbeat.peers.get(rank, Standing())
         return f"last seen in {peer.place}" if peer.in_call else "last seen outside of a call"
 
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Context of this thread's call, for which those of other threads wait."""
+        with self._news:
+            self._news.wait_for(lambda: self._caller is None)
+            self._caller = get_ident()
+        try:
+            yield
+        finally:
+            if os.getpid() == self._pid:
+                with self._news:
+                    self._caller = None
+                    self._news.notify_all()
+
     def _enter(self, name: str, timeout: float) -> None:
         with self._news:
             if self.failed is None and self._judge is None:
                 self._heartbeat.start()
                 self._judge = Thread(target=self._run, name="hf_fastdecode-peers", daemon=True)
                 self._judge.start()
+            self._timeout, self._entered, self._place = timeout, monotonic(), name
             self._settle()
             if self.failed is not None:
                 rank, cause = self.failed
@@ -191,9 +212,9 @@ class PeerWatch(Unwatched):
                     "start them anew)",
                 )
             self._vain.clear()
-            self._timeout, self._entered, self._place = timeout, monotonic(), name
+            self._in_foreign_loop = False
             self._advance(f"a call of {name}")
-            self._in_call = True
+            self._began, self._in_call = self._recent[-1][0], True
             self._heartbeat.ask()
             self._news.notify_all()
 
@@ -247,6 +268,7 @@ class PeerWatch(Unwatched):
             if alike is False or self._heartbeat.lost is not None:
                 self._fail(self._rank, str(self._exits[-1].error))
             self._look_at_peers()
+            self._tell_who_is_away()
             if self.failed is None:
                 self._news.wait(IN_CALLS)
 
@@ -292,7 +314,8 @@ class PeerWatch(Unwatched):
                 self._fail(rank, cause)
             elif (cause := waits_in_vain(mine, theirs)) is not None:
                 self._vain[rank] = self._vain.get(rank, -since) + since
-                if self._vain[rank] > _GRACE:
+                # Between collectives it computes something else, after which it raises the error too, or goes on.
+                if self._vain[rank] > (_GRACE if mine.count % 2 else self._timeout):
                     self._fail(rank, cause)
             else:
                 self._vain.pop(rank, None)
@@ -319,8 +342,7 @@ class PeerWatch(Unwatched):
                     self._fail(0, f"{_STORE} has not answered for {unanswered:.0f} s")
                 elif heartbeat.lost is not None and now - heartbeat.lost[0] > _GRACE:
                     self._fail(0, f"{_STORE} is gone ({heartbeat.lost[1]})")
-                if now - self._entered > self._timeout:
-                    self._tell_who_is_away()
+                self._tell_who_is_away()
                 if self.failed is None:
                     self._news.wait(IN_CALLS)
             # Before connections close, which others notice at once, and before this process ends with the store in it.
@@ -335,7 +357,10 @@ class PeerWatch(Unwatched):
                     logger.warning("the communication of a process group cannot be closed", exc_info=True)
 
     def _tell_who_is_away(self) -> None:
-        self._entered = float("inf")  # once a call
+        """Log, once a call, which processes live but take no part in it."""
+        if monotonic() - self._entered <= self._timeout:
+            return
+        self._entered = float("inf")
         for rank in self._heartbeat.others:
             if not self._heartbeat.peers.get(rank, Standing()).in_call:
                 logger.warning(

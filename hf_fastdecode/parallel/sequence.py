@@ -19,7 +19,7 @@ from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Segment, SuffixLengths
 from ..attention.partial import Partial
 from ..errors import Unsupported
-from .collectives import gathered
+from .collectives import gathered_tokens
 from .merge import merge_over, partial_buffer
 from .shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
 
@@ -134,18 +134,7 @@ class SequenceParallel:
         """
         shard = self.shard_of(runs, span.segment)
         order, longest = places_by_rank(shard, span.start, span.stop)
-        padded = []
-        for part in stored.view(shard.span(span)):
-            room = part.new_zeros(longest, part.shape[0], part.shape[2])
-            room[: part.shape[1]] = part.transpose(0, 1)
-            padded.append(room)
-        by_rank = gathered(torch.cat([room.flatten() for room in padded]), self.group)
-        parts = by_rank.split([room.numel() for room in padded], dim=1)
-        order = order.to(by_rank.device)
-        return Segment._make(
-            part.reshape(-1, *room.shape[1:]).index_select(0, order).transpose(0, 1)
-            for part, room in zip(parts, padded, strict=True)
-        )
+        return gathered_tokens(stored.view(shard.span(span)), longest, order, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self

@@ -53,6 +53,7 @@ class Standing:
         place: The part of the call, for errors.
         exits: How the last calls were left, the latest last.
         failed: The rank that failed, and its cause, if this process gave up the group.
+        began: The count at which the last call began.
     """
 
     beat: int = 0
@@ -61,16 +62,17 @@ class Standing:
     place: str = ""
     exits: tuple[Exit, ...] = ()
     failed: tuple[int, str] | None = None
+    began: int = 0
 
     def to_text(self) -> str:
         return json.dumps(astuple(self))
 
     @classmethod
     def of_text(cls, text: bytes | str) -> Standing:
-        beat, in_call, recent, place, exits, failed = json.loads(text)
+        beat, in_call, recent, place, exits, failed, began = json.loads(text)
         gave_up = None if failed is None else (failed[0], failed[1])
         begun = tuple((count, what) for count, what in recent)
-        return cls(beat, in_call, begun, place, tuple(Exit(*one) for one in exits), gave_up)
+        return cls(beat, in_call, begun, place, tuple(Exit(*one) for one in exits), gave_up, began)
 
     @property
     def count(self) -> int:
@@ -93,12 +95,24 @@ def parted(mine: Standing, theirs: Standing) -> str | None:
     left = theirs.error_exit
     if left is not None and mine.count > left.count and not mine.left_like(left):
         return left.error
-    if mine.in_call and theirs.in_call:
-        begun = dict(mine.recent)
-        for count, what in theirs.recent:
-            if what != begun.get(count, what):
-                return f"it began {what} where another process began {begun[count]}"
+    if not mine.in_call:
+        return None
+    if any(one.error is None and mine.began <= one.count < mine.count for one in theirs.exits):
+        return f"it ended a call in which another process began {mine.recent[-1][1]}"
+    if theirs.in_call:
+        begun, their_begun = dict(mine.recent), dict(theirs.recent)
+        first, last = max(mine.recent[0][0], theirs.recent[0][0]), min(mine.count, theirs.count)
+        for count in sorted(begun.keys() | their_begun.keys()):
+            # A count that only one of them has, as passes have others than collectives, is followed by the other's.
+            if first <= count <= last and begun.get(count) != their_begun.get(count):
+                what, other = _next(their_begun, count), _next(begun, count)
+                return f"it began {what} where another process began {other}"
     return None
+
+
+def _next(begun: dict[int, str], count: int) -> str:
+    """What was begun at a count, or else after it."""
+    return begun[min(one for one in begun if one >= count)]
 
 
 def waits_in_vain(mine: Standing, theirs: Standing) -> str | None:

@@ -33,6 +33,22 @@ def test_partials_merge_to_those_of_fp64(ranks: int, shape: tuple[int, ...]) -> 
     assert bool((found_lse.flatten()[0] == -torch.inf) & (found.flatten(0, -2)[0] == 0).all())
 
 
+@pytest.mark.gpu
+def test_buffers_of_more_than_31_bits() -> None:
+    ranks, queries, width = 5, 1 << 22, 128
+    given = torch.zeros(ranks, queries * (width + 1), device=DEVICE)
+    given[:-1, queries * width :] = -torch.inf
+    given[-1, : queries * width] = 3.0
+    found, lse = (
+        torch.full((queries, width), torch.nan, device=DEVICE),
+        torch.full((queries,), torch.nan, device=DEVICE),
+    )
+    merge_ranks(given, found, lse)
+    assert bool((found == 3.0).all() & (lse == 0.0).all())
+    del given, found, lse
+    torch.cuda.empty_cache()  # 13 GB
+
+
 def test_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="4 queries of 8 numbers give 36 a rank, got 35"):
         merge_ranks(torch.zeros(2, 35), torch.zeros(4, 8), torch.zeros(4))

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.decisions import Decisions
@@ -84,6 +86,23 @@ def raises_beside_graphs(calls: Calls) -> None:
 
     with at_nth(PASSES, functional, "silu", fail):
         calls.make(lambda: generate(calls))
+
+
+@scenario()
+def calls_in_threads(calls: Calls) -> None:
+    """On rank 0 the next call begins in another thread once tokens end, before the call has."""
+    fd.enable(calls.model, peer_timeout=TIMEOUT)
+    later = threading.Thread(target=calls.make, args=[lambda: generate(calls)])
+
+    def begin_later() -> None:
+        later.start()
+        time.sleep(0.5)
+
+    streamer = None if calls.rank else mock.Mock(BaseStreamer, end=begin_later)
+    calls.make(lambda: generate(calls, streamer=streamer))
+    if calls.rank:
+        later.start()
+    later.join()
 
 
 @scenario()
@@ -191,6 +210,13 @@ def test_an_error_within_a_pass_ends_the_call_of_the_others(seen):
     failed(next_call, 1, "KeyError: 'no layer'", TIMEOUT)  # waits for the other's judgement
     refused(prefill, 1, "KeyError: 'no layer'")
     assert seen["raises_in_a_pass"][0][-1].value == seen["raises_in_a_pass"][1][-1].value == []
+
+
+def test_calls_of_other_threads_wait(seen):
+    for rank in (0, 1):
+        assert [(one.error, one.value) for one in seen["calls_in_threads"][rank]] == [
+            ("", len(PROMPTS) * (PROMPTS.shape[1] + TOKENS))
+        ] * 2
 
 
 def test_an_error_of_one_process_before_they_compare_their_calls(seen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -20,8 +21,9 @@ def left(count: int, error: str | None, *earlier: Exit) -> Standing:
     return Standing(recent=((count, "a pass"),), exits=(*earlier, Exit(count, error)))
 
 
-def in_call(count: int, *exits: Exit, doing: str = "a pass") -> Standing:
-    return Standing(in_call=True, recent=((count - 2, "a pass"), (count, doing)), exits=exits)
+def in_call(count: int, *exits: Exit, doing: str = "a pass", began: int = 0) -> Standing:
+    began = began or count
+    return Standing(in_call=True, recent=((count - 2, "a pass"), (count, doing)), exits=exits, began=began)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def in_call(count: int, *exits: Exit, doing: str = "a pass") -> Standing:
         pytest.param(in_call(6), left(8, "E"), None, None, id="not-there-yet"),
         pytest.param(in_call(8), left(8, "E"), None, "E", id="where-it-left"),
         pytest.param(in_call(10), left(8, "E"), "E", None, id="beyond"),
-        pytest.param(in_call(10), left(8, None), None, None, id="it-ended-the-call"),
+        pytest.param(in_call(10), left(8, None), None, None, id="it-ended-the-call-before"),
         pytest.param(in_call(10, Exit(8, "E")), left(8, "E"), None, None, id="left-alike"),
         pytest.param(in_call(10, Exit(8, "F")), left(8, "E"), None, None, id="left-between-passes"),
         pytest.param(in_call(10, Exit(8)), left(8, "E"), None, None, id="error-after-the-last-pass"),
@@ -53,6 +55,21 @@ def test_different_ways_are_told():
     assert parted(compares, in_call(10)) == "it began a pass where another process began a comparison of 2"
     assert parted(in_call(6), compares) is None
     assert parted(in_call(12), compares) is None
+
+
+def test_a_collective_that_only_one_of_them_runs_is_told():
+    passing, compares = in_call(9), in_call(10, doing="a comparison of 2")
+    compares = replace(compares, recent=((7, "a pass"), *compares.recent[1:]))
+    assert parted(passing, compares) == "it began a comparison of 2 where another process began a pass"
+    assert parted(compares, passing) == "it began a pass where another process began a comparison of 2"
+    assert parted(passing, replace(compares, recent=compares.recent[1:])) is None  # it may have forgotten
+
+
+def test_a_call_that_a_peer_has_ended_is_not_gone_on_with():
+    """Whatever the peer does since."""
+    for peer in (left(8, None), in_call(14, Exit(8)), in_call(90, Exit(8))):
+        assert parted(in_call(9, began=4), peer) == "it ended a call in which another process began a pass"
+        assert parted(in_call(8, began=4), peer) is None
 
 
 @pytest.mark.parametrize(
@@ -86,7 +103,8 @@ def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
     group = mock.Mock(rank=lambda: 0, size=lambda: 2)
     with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
         watch = failure.PeerWatch([group], mock.Mock())
-        watch._in_call, watch._heartbeat.peers, watch._heartbeat.silence = True, {1: left(0, "E")}, {1: 0.0}
+        watch._in_call, watch._heartbeat.peers, watch._heartbeat.silence = True, {1: left(1, "E")}, {1: 0.0}
+        watch._advance("a pass", odd=True)
 
         def failed_at(seconds: float) -> tuple[int, str] | None:
             now.return_value = seconds
@@ -96,3 +114,40 @@ def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
 
         assert [failed_at(seconds) for seconds in (0.2, 9.0, 9.2, 9.4)] == [None] * 4
         assert [failed_at(9.4 + 0.2 * look) for look in range(1, 5)][-1] == (1, "E")
+
+
+def test_a_call_after_an_error_tells_for_whom_it_waits(caplog):
+    """A process whose last call failed waits for those that were not in it yet, which need not ever be."""
+    group = mock.Mock(rank=lambda: 0, size=lambda: 3)
+    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
+        watch = failure.PeerWatch([group], mock.Mock())
+        peers = watch._heartbeat.peers = {1: in_call(2), 2: Standing()}
+        watch._heartbeat.silence = dict.fromkeys(peers, 0.0)
+        watch._exits, watch._recent, watch._timeout, watch._entered = (Exit(4, "E"),), [(4, "a call")], 3.0, 0.0
+
+        def wait(seconds: float) -> None:
+            now.return_value += seconds
+            if now.return_value > 9:
+                peers.update(dict.fromkeys(peers, left(4, "E")))
+
+        with mock.patch.object(watch._news, "wait", wait):
+            watch._settle()
+    assert watch.failed is None
+    (told,) = caplog.messages
+    assert "waits since 3 s for rank 2, which does not take part" in told
+
+
+def test_a_process_that_is_slow_between_collectives_gets_time_to_raise_an_error_too():
+    group = mock.Mock(rank=lambda: 0, size=lambda: 2)
+    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
+        watch = failure.PeerWatch([group], mock.Mock())
+        watch._in_call, watch._heartbeat.peers, watch._heartbeat.silence = True, {1: left(2, "E")}, {1: 0.0}
+        watch._timeout = 4.0
+        watch._advance("a comparison of 2")
+        for look in range(30):
+            now.return_value = 0.2 * look
+            with watch._news:
+                watch._look_at_peers()
+            if look == 15:
+                assert watch.failed is None
+        assert watch.failed == (1, "E")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from hf_fastdecode.generation.prompts import first_pass, start
 from hf_fastdecode.generation.steps.call_lock import LockHolder
 from hf_fastdecode.generation.steps.captures import Captures
 from hf_fastdecode.parallel.agreement import Together
+from hf_fastdecode.parallel.failure import PeerWatch
 
 from .processes import Models, scenario
 from .scenarios import (
@@ -34,6 +36,19 @@ from .scenarios import (
 def other_lengths(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model:
         return draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 8 + models.rank})
+
+
+@scenario
+def calls_of_threads(models: Models) -> Any:
+    """Two threads of each process make the same call: one waits for the other."""
+    found: list[list[list[int]]] = []
+    with fd.enabled(models.split["llama"]) as model:
+        threads = [Thread(target=lambda: found.append(draw(model, 0, PROMPTS, **GREEDY))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return found == [draw(models.alone["llama"], 0, PROMPTS, **GREEDY)] * 2
 
 
 @scenario
@@ -126,13 +141,14 @@ def comparisons(models: Models) -> Any:
                     if refuses:
                         stack.enter_context(raising(1, models, where, "check_prompts", refused))
                     asked = [stack.enter_context(_counting(name)) for name in ("first", "smallest", "_gathered")]
+                    asked.append(stack.enter_context(_counting("enter_foreign_loop", PeerWatch)))
                     draw(model, 0, **arguments)
                 found[loop, refuses] = *[one.call_count for one in asked], reason(model)[:6]
     return list(found.values())
 
 
-def _counting(name: str) -> Any:
-    return mock.patch.object(Together, name, autospec=True, side_effect=getattr(Together, name))
+def _counting(name: str, owner: type = Together) -> Any:
+    return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
 @scenario
@@ -148,6 +164,10 @@ def prefill_begun_on_one_rank(models: Models) -> Any:
         with mock.patch.object(Captures, "begin_prefill", begin), _counting("smallest") as asked:
             tokens = draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 3})
         return tokens, asked.call_count, fd.explain(model).last_call.mode
+
+
+def test_calls_of_threads_run_one_after_another(seen):
+    assert same_value(seen, "calls_of_threads") is True
 
 
 @pytest.mark.parametrize(
@@ -182,6 +202,7 @@ def test_all_ranks_compare_as_often_also_where_one_refuses_early(seen):
     for one, exchanges in ((ours, 0), (ours_refused, 1), (beams, 0), (beams_refused, 1)):
         assert one[1] > 0
         assert one[2] == exchanges  # of the reason
+        assert one[3] == exchanges  # passes are transformers' from then on, which the watch does not count
 
 
 def test_a_rank_that_could_hold_captures_before_the_others_asks_them(seen):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
@@ -59,13 +60,26 @@ def time_limits(models: Models) -> Any:
     return found
 
 
+@scenario
+def time_limits_of_drafts(models: Models) -> Any:
+    """By the clock of rank 1 every draft takes too long, which the one of rank 0 does not say."""
+    alone, clock = models.alone["llama"], itertools.count(step=10**6 * models.rank)
+    given = {"assistant_model": alone, "max_time": 1000.0}
+    expected = draw(alone, 0, **GREEDY)
+    timed = mock.patch.object(stopping_criteria, "time", mock.Mock(time=lambda: next(clock)))
+    surely = mock.patch.object(alone.generation_config, "assistant_confidence_threshold", 0)
+    with timed, surely, fd.enabled(models.split["llama"]) as model:
+        return draw(model, 0, **GREEDY, **given) == expected
+
+
 class _Steps(StoppingCriteria):
     def __init__(self, steps: int):
-        self.calls = itertools.count(1)
+        self.said: list[torch.Tensor] = []
         self.steps = steps
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), next(self.calls) >= self.steps)
+        self.said.append(torch.full((len(input_ids),), len(self.said) + 1 >= self.steps))
+        return self.said[-1]
 
 
 class _Recorder(BaseStreamer):
@@ -81,9 +95,16 @@ class _Recorder(BaseStreamer):
 
 @scenario
 def criteria_of_rank_0(models: Models) -> Any:
+    """In this package's loop, another one, and a call that runs stock; each rank would end at another step."""
+    found = []
     with fd.enabled(models.split["llama"]) as model:
-        criteria = StoppingCriteriaList([_Steps(3 + 2 * models.rank)])
-        return len(draw(model, 0, PROMPTS, **GREEDY, stopping_criteria=criteria)[0]) - PROMPT.shape[1]
+        for loop in ({}, {"num_beams": 2}, {"use_cache": False}):
+            steps = _Steps(3 + 2 * models.rank)
+            criteria = {"stopping_criteria": StoppingCriteriaList([steps]), "eos_token_id": None}
+            tokens, path = draw(model, 0, PROMPTS, **GREEDY, **loop, **criteria), fd.explain(model).last_call.path
+            as_said = bool(steps.said[2].any()) == (models.rank == 0)
+            found.append((len(tokens[0]) - PROMPT.shape[1], path, as_said))
+    return found
 
 
 @scenario
@@ -169,22 +190,30 @@ def captured_steps(models: Models) -> Any:
 
 @scenario
 def captured_on_one_rank(models: Models) -> Any:
-    """The first capture succeeds on both, the second, of fewer rows, on one: steps of more rows go on."""
-    made, original = itertools.count(), CapturedStep.__init__
-
-    def make(*arguments: Any, **named: Any) -> None:
-        original(*arguments, **named)
-        if next(made) and models.rank:
-            raise RuntimeError("not permitted when capturing")
-
-    with (
-        capturing(),
-        mock.patch.object(CapturedStep, "__init__", make),
-        fd.enabled(models.split["small"], mode="graph", backend="triton") as model,
-    ):
-        tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+    """The first capture succeeds on both, the second, of fewer rows, on one: the first goes on if it fits on both."""
+    original, original_fits, found = CapturedStep.__init__, CapturedStep.fits, []
     with fd.enabled(models.alone["small"]) as alone:
-        return tokens == draw(alone, 0, **CAPTURED), call.mode, next(made)
+        expected = draw(alone, 0, **CAPTURED)
+    for fits_on in ((0, 1), (0,)):
+        made = itertools.count()
+
+        def make(*arguments: Any, made: itertools.count[int] = made, **named: Any) -> None:
+            original(*arguments, **named)
+            if next(made) and models.rank:
+                raise RuntimeError("not permitted when capturing")
+
+        def fits(step: CapturedStep, cache: SharedContextCache, fits_on: tuple[int, ...] = fits_on) -> bool:
+            return original_fits(step, cache) and models.rank in fits_on
+
+        with (
+            capturing(),
+            mock.patch.object(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0),
+            mock.patch.multiple(CapturedStep, __init__=make, fits=fits),
+            fd.enabled(models.split["small"], backend="triton") as model,
+        ):
+            tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
+        found.append((tokens == expected, call.mode, next(made)))
+    return found
 
 
 @scenario
@@ -283,7 +312,8 @@ def test_rank_0_draws_for_all(seen):
 
 def test_time_limits_and_criteria_are_those_of_rank_0(seen):
     assert same_value(seen, "time_limits") == [1, 8]
-    assert same_value(seen, "criteria_of_rank_0") == 3
+    assert same_value(seen, "time_limits_of_drafts") is True
+    assert same_value(seen, "criteria_of_rank_0") == [[3, "shared", True], [3, "shared", True], [3, "stock", True]]
 
 
 def test_one_rank_may_stream(seen):
@@ -322,7 +352,7 @@ def test_ranks_capture_together_or_not_at_all(seen):
     assert right
     assert (mode, captures, captures_again) == ("graph", compactions + 1, 0)
     assert compactions >= 1
-    assert same_value(seen, "captured_on_one_rank") == [True, "graph", 2]
+    assert same_value(seen, "captured_on_one_rank") == [[True, "graph", 2], [True, "eager", 2]]
     assert same_value(seen, "captured_on_no_rank")[1] == "eager"
     assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
     for one in seen["failing_pass_of_a_capture"]:

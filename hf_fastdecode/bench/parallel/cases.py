@@ -38,7 +38,7 @@ FILLS = ("random", "prefill")
 """Where the keys and values of a context come from: drawn from a normal distribution, or computed."""
 
 SUFFIX = 64
-"""Tokens that each row of an attention case has of its own before the new one; every rank has them whole."""
+"""Tokens that each row of an attention case has of its own before the new one."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """Decisions of a decoding loop, taken alike by all processes that compute the model together.
 
 Every step of such processes must have the same rows. Rank 0's tokens count, so that each may have another seed, and so
-do its time limit and its criteria; rows leave the batch, or are split into waves, on all of them or on none.
+do its time limit and criteria, in loops of transformers' own too. Rows leave the batch, or are split into waves, on
+all of them or on none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from ...cache.shared import SharedContextCache
 from ...parallel.agreement import NoRoomError, Ranks
@@ -74,7 +77,8 @@ class Decisions:
         """Rows that end now, bool ``[rows]``; None without criteria."""
         if not self.by_rank_0:
             return ended
-        return self.ranks.first(torch.zeros_like(unfinished) if ended is None else ended)
+        own = torch.zeros_like(unfinished) if ended is None else ended.clone()  # which may be a criterion's tensor
+        return self.ranks.first(own)
 
     def over(self, over: bool) -> bool:
         """Whether all rows end now."""
@@ -98,3 +102,21 @@ class Decisions:
             fits = False
         if self.ranks.all(fits) == [False]:
             raise NoRoomError("the memory of a process of the model does not suffice for the next tokens")
+
+
+class CriteriaOfRank0(StoppingCriteriaList):
+    """Stopping criteria of a loop of transformers' own, all of which end as rank 0's do; a collective each time."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
+        super().__init__(criteria)
+        self._ranks = ranks
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self._ranks.first(super().__call__(input_ids, scores, **kwargs))
+
+
+def agreed_criteria(ranks: Ranks, criteria: StoppingCriteriaList, device: torch.device) -> StoppingCriteriaList:
+    """Criteria that end a loop of transformers' own alike on all processes, where they could end it otherwise."""
+    if ranks.count == 1 or ranks.all(not Stopping(criteria, device).differs_by_process) == [True]:
+        return criteria
+    return CriteriaOfRank0(criteria, ranks)

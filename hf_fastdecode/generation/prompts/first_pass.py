@@ -103,6 +103,7 @@ class FirstPassPrompts:
         if output is not None:
             return output
         cache.become(self.stock)  # the loop may go on with the object that it was given
+        self.call.ranks.watch.enter_foreign_loop()
         return forward(**arguments | {CACHE: cache})
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:

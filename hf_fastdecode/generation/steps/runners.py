@@ -174,8 +174,8 @@ class CapturedSteps:
         return self._remake(self.cache, self)
 
     def run_with_fewer_rows(self) -> bool:
-        """Keep this larger capture for a compacted batch that cannot be captured; returns whether it fits."""
-        if not self._step.fits(self.cache):
+        """Keep this larger capture for a compacted batch that cannot be captured; whether it fits on all processes."""
+        if self._structure.ranks.all(self._step.fits(self.cache)) == [False]:
             return False
         self._oversized = True
         return True

@@ -48,7 +48,8 @@ def merge_ranks(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
 def _merge_ranks(
     gathered, out, lse, queries, ranks, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr
 ):
-    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    queries = queries.to(tl.int64)  # of many rows and ranks there are more than 2^31 numbers
+    query = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     column = tl.arange(0, BLOCK_D)
     inside = query < queries
     valid = inside[:, None] & (column < WIDTH)[None, :]
