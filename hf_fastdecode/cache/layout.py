@@ -306,7 +306,9 @@ def _with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> St
         if part != outputs:
             raise Unsupported(
                 f"this process has {part} of the {outputs} outputs of k_proj, which are no whole number of KV heads "
-                f"of {head_dim}"
+                f"of {head_dim}",
+                "split the model between as many processes as it has KV heads at most, or its other layers only, see "
+                "hf_fastdecode.sequence_parallel_plan",
             )
         return store
     kv_heads = keys // head_dim

@@ -56,7 +56,7 @@ from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
 from .report import CallReport
-from .same_calls import require_same_call, require_same_draws
+from .same_calls import require_same_call, require_same_draws, require_same_pass
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
@@ -125,12 +125,17 @@ def _forward_shared(
             given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
     structure = _structure(model_state, model)
-    if (active_call := _active_call.get()) is not None and active_call.loop is not None:
+    active_call = _active_call.get()
+    if active_call is not None and active_call.loop is not None:
         structure.forget()  # the user's loop may have changed the model since the last pass
+        if not cache.state.packed:
+            require_same_pass(model, structure.ranks, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         passing = structure.passing(RowLengths(cache.longest_row(queries)))
         with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, cache.all_or_nothing():
+            if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
+                require_same_pass(model, structure.ranks, input_ids, queries)
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)

@@ -19,7 +19,7 @@ class ParallelReport:
     Attributes:
         kind: What they divided: ``sequence`` for the context, also where weights were split, or ``tensor`` for weights
             alone, as by tensor parallelism.
-        ranks: Number of processes.
+        ranks: Number of processes that divided it; `CallReport.ranks` counts all that made the call together.
         stored_tokens: Tokens of which this process stores keys and values, those of its heads, at the end of the call:
             those of nodes, and with divided contexts those that rows appended.
         tokens: As many in all.
@@ -129,10 +129,11 @@ class CallReport:
         """Record the nodes that were prefilled, and how processes divided them."""
         self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
         if self.ranks > 1:
-            divided = cache.state.parallel is not None
-            layers = len(cache.attention_layers) if divided else 0
-            kind = "sequence" if divided else "tensor"
-            self.parallel = ParallelReport(kind, self.ranks, cache.stored_node_tokens, cache.node_tokens, layers)
+            divided = cache.state.parallel
+            kind, ranks, layers = "tensor", self.ranks, 0
+            if divided is not None:
+                kind, ranks, layers = "sequence", divided.ranks, len(cache.attention_layers)
+            self.parallel = ParallelReport(kind, ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
     def begin_again(self) -> None:
         """Forget what was prefilled and reused so far in the call."""

@@ -56,6 +56,19 @@ def require_same_prefill(
         _require_same(model, ranks, fields, "prefill was called differently")
 
 
+def require_same_pass(model: PreTrainedModel, ranks: Ranks, input_ids: object, queries: int) -> None:
+    """Raise ValueError on all ranks if a pass that the user's code runs has other tokens on some of them.
+
+    They may have been drawn by a generator that nobody compared, or chosen otherwise in each process.
+
+    Args:
+        input_ids: ``[rows, queries]`` int64; embeddings are compared by their number of tokens alone.
+    """
+    if ranks.count > 1:
+        fields = {"input_ids": described(input_ids), "number of tokens of a row": described(queries)}
+        _require_same(model, ranks, fields, "a forward pass was called differently")
+
+
 def require_same_ends(call: CallContext, end_tokens: Tensor | None, max_length: int | None) -> None:
     """Raise ValueError on all ranks if stopping criteria end rows at other tokens or lengths on some of them."""
     if call.ranks.count > 1:

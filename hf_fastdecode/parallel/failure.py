@@ -364,7 +364,7 @@ class PeerWatch(Unwatched):
         for rank in self._heartbeat.others:
             if not self._heartbeat.peers.get(rank, Standing()).in_call:
                 logger.warning(
-                    "a call of a model waits since %.0f s for rank %d, which does not take part in it: every process "
+                    "a call of a model has waited %.0f s for rank %d, which does not take part in it: every process "
                     "of the model must make the same calls",
                     self._timeout,
                     rank,

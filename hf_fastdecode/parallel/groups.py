@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -66,6 +67,12 @@ def require_sequence_group(option: object) -> None:
 
         if isinstance(option, ProcessGroup):
             return
+        if isinstance(option, int) and option == torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"sequence_parallel was given what torch.distributed.new_group returns ({option}) to processes that "
+                f"are not in the group, such as this one, rank {torch.distributed.get_rank()}; enable the model in "
+                "the group's processes only, or give each process a group that it is in"
+            )
         if isinstance(option, DeviceMesh):
             if option.ndim == 1:
                 return
@@ -79,11 +86,22 @@ def require_sequence_group(option: object) -> None:
 def sequence_group(option: object) -> ProcessGroup | None:
     """The processes that an option ``sequence_parallel=`` names; None where there is one alone.
 
-    ``"auto"`` names those of the default group, once there is one.
+    ``"auto"`` names those of the default group.
+
+    Raises:
+        ValueError: torchrun started several processes, and there is no default group yet: each would keep all of the
+            context, unnoticed until memory runs out.
     """
     if option is False:
         return None
     if option == "auto":
+        started = os.environ.get("WORLD_SIZE", "1")
+        if started not in ("", "1") and torch.distributed.is_available() and not torch.distributed.is_initialized():
+            raise ValueError(
+                f"sequence_parallel='auto' divides contexts between the {started} processes that were started "
+                "(WORLD_SIZE), which have no process group yet; call torch.distributed.init_process_group before "
+                "this, or use sequence_parallel=False"
+            )
         return torch.distributed.group.WORLD if in_several_processes() else None
     group: ProcessGroup = option.get_group() if hasattr(option, "get_group") else option  # type: ignore[assignment]
     return group if group.size() > 1 else None

@@ -39,8 +39,14 @@ def sequence_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
         Styles of all modules and parameters that the plan names, by their names with ``*`` for a layer's number.
 
     Raises:
+        TypeError: It is no config.
         ValueError: transformers has no plan for this architecture.
     """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"sequence_parallel_plan takes a model's config, got {type(config).__name__}; give it "
+            "AutoConfig.from_pretrained(name), or model.config"
+        )
     with torch.device("meta"):
         model = _class_of(config)
     usual: dict[str, str] = model.tp_plan or {}

@@ -119,7 +119,15 @@ class SequenceParallel:
 
         Args:
             own: That over what this process stores; ``(0, -inf)`` where it stores nothing.
+
+        Raises:
+            ValueError: Gradients are needed.
         """
+        if own.out.requires_grad:
+            raise ValueError(
+                f"no gradients pass between the {self.ranks} processes that divide a context; run the pass under "
+                "torch.no_grad(), or enable the model with sequence_parallel=False"
+            )
         buffer = partial_buffer(own.out.shape, own.out.device, own.out.dtype)
         buffer.partial.out.copy_(own.out)
         buffer.partial.lse.copy_(own.lse)

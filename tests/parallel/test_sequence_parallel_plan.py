@@ -85,7 +85,8 @@ def mesh_of_two_dimensions(models: Models) -> Any:
             same = torch.equal(model.generate(**levels(), **SAMPLES), expected)
             kept = fd.prefill(model, text()["input_ids"])
             keys = kept.attention_layers[0].storage.segments[0].keys
-            found.append((same, fd.explain(model).last_call.ranks, list(keys.shape[:2])))
+            call = fd.explain(model).last_call
+            found.append((same, call.ranks, call.parallel.ranks, list(keys.shape[:2])))
     return found
 
 
@@ -115,7 +116,12 @@ def test_meshes_of_two_dimensions(seen_by_four):
         pytest.skip("needs a newer transformers, to split a model over a part of the processes")
     for rank, one in enumerate(seen_by_four["mesh_of_two_dimensions"]):
         assert one.error == "", one.trace
-        assert one.value == [[True, 4, [1, 44 - rank // 2]]] * 2  # one of two heads, every other token
+        assert one.value == [[True, 4, 2, [1, 44 - rank // 2]]] * 2  # one of two heads, every other token
+
+
+def test_plans_are_made_of_configs():
+    with pytest.raises(TypeError, match=r"takes a model's config, got str; give it AutoConfig"):
+        fd.sequence_parallel_plan("meta-llama/Llama-3.1-8B")
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "olmo3", "gemma4_text", "laguna", "gpt_oss"])

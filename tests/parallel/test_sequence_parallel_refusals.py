@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +119,18 @@ DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
         ),
         "is SharedContextCache(Forest(",
     ),
+    "direct tokens": (
+        lambda model, rank: continued(model, text(20)["input_ids"][:, rank : rank + 1]),
+        "a forward pass was called differently on the 2 processes",
+    ),
+    "direct lengths": (
+        lambda model, rank: continued(model, text(20)["input_ids"][:, : 1 + rank]),
+        "number of tokens of a row is 1 on rank 0 and 2 on rank 1",
+    ),
+    "tokens of a loop": (
+        lambda model, rank: model.generate(**text(), custom_generate=partial(appending, token=5 + rank)),
+        "a forward pass was called differently",
+    ),
     "beam draws": (
         lambda model, rank: model.generate(**text(), max_new_tokens=4, num_beams=2, do_sample=True),
         "transformers.set_seed(0)",
@@ -126,6 +140,23 @@ DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
         "transformers.set_seed(0)",
     ),
 }
+
+
+@torch.no_grad()
+def continued(model: Any, tokens: torch.Tensor) -> None:
+    """A pass of the caller's own over a kept cache."""
+    model(tokens, **{CACHE: fd.prefill(model, text()["input_ids"])})
+
+
+def appending(model: Any, input_ids: torch.Tensor, token: int, **kwargs: Any) -> torch.Tensor:
+    """A loop of the caller's that appends a token which it has from elsewhere, and computes it."""
+    for name in ("logits_processor", "stopping_criteria", "generation_config"):
+        kwargs.pop(name)
+    for _ in range(2):
+        output = model(**model.prepare_inputs_for_generation(input_ids, **kwargs), return_dict=True)
+        kwargs = model._update_model_kwargs_for_generation(output, kwargs)
+        input_ids = torch.nn.functional.pad(input_ids, (0, 1), value=token)
+    return input_ids
 
 
 def differing_call(name: str, models: Models) -> Any:
@@ -142,6 +173,14 @@ def differing_options(models: Models) -> Any:
 for name in DIFFERING:
     add_scenario(f"differing {name}", lambda models, name=name: differing_call(name, models))
 add_scenario("differing options", differing_options)
+
+
+@scenario
+@by_pytorch
+def with_gradients(models: Models) -> Any:
+    with fd.enabled(tiny_model(), sequence_parallel="auto") as model:
+        kept = fd.prefill(model, text()["input_ids"])
+        model(text(20)["input_ids"][:, :1], **{CACHE: kept})
 
 
 @scenario
@@ -213,6 +252,11 @@ def test_calls_that_differ_name_the_field_on_all(seen, name):
     assert field in first.error
 
 
+def test_gradients_are_refused(seen):
+    for one in seen["with_gradients"]:
+        assert one.error.startswith("ValueError: no gradients pass between the 2 processes that divide a context; run")
+
+
 def test_calls_after_refusals_run_divided(seen):
     same, path = same_value(seen, "after_refusals")
     assert same
@@ -231,6 +275,23 @@ def test_meshes_are_of_one_dimension(seen):
 def test_what_names_no_processes_is_refused(option, model):
     with pytest.raises(ValueError, match="sequence_parallel must be a group of processes"):
         fd.enable(model, sequence_parallel=option)
+
+
+def test_processes_outside_a_group_are_told(model):
+    with (
+        mock.patch.object(torch.distributed, "get_rank", return_value=2),
+        pytest.raises(ValueError, match="processes that are not in the group, such as this one, rank 2; enable"),
+    ):
+        fd.enable(model, sequence_parallel=torch.distributed.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_processes_without_a_group_divide_nothing_unnoticed(model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with (
+        fd.enabled(model, sequence_parallel="auto"),
+        pytest.raises(ValueError, match=r"the 3 processes that were started \(WORLD_SIZE\), which have no "),
+    ):
+        model.generate(**text(), **GREEDY)
 
 
 def test_one_process_divides_nothing(model):
