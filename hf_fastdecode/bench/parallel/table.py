@@ -105,7 +105,7 @@ def predicted_table(rows: Sequence[Measurement]) -> str:
     names = ["context", "GPUs", *(name for way in _PREDICTED for name in (way, "predicted"))]
     note = (
         f"{DEVICE}, 8b-gqa; microseconds of a layer and row, measured and predicted, each number of GPUs by a fit to "
-        f"rows of one GPU and of the other numbers. The fit to all, which `--simulate` takes: {fitted(rows)}"
+        f"rows of one GPU and of the other numbers. The fit to all, which the simulation takes: {fitted(rows)}"
     )
     return markdown(names, lines, f"{note}.")
 

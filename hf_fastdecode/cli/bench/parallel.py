@@ -220,7 +220,7 @@ def _simulate(
     with bad_input():
         cluster = replace(measured_cluster(), between=Link.parse("infiniband", infiniband))
         if nvlink is not None:
-            cluster = replace(cluster, within=Link.parse("nvlink", nvlink))
+            cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
     found = predictions(cluster, heads, contexts)
     show_table(scaling_table(found, cluster, heads))
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
