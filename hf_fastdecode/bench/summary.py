@@ -17,7 +17,7 @@ from . import RESULTS
 from .figures import draw_stock_beside_shared, plot
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
-from .parallel.table import parallel_table
+from .parallel.table import parallel_table, predicted_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .sampling.table import sampling_table
 from .slim.table import slim_table
@@ -28,7 +28,7 @@ _ROOT = RESULTS.parents[2]
 PAGES = (_ROOT / "README.md", RESULTS / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
 """The pages of a clone; an installed package has none."""
 
-_MARKERS = re.compile(r"(<!-- rows: (?P<file>[\w.-]+)(?:, (?P<view>[\w ]+))? -->\n).*?(<!-- end rows -->)", re.DOTALL)
+_MARKERS = re.compile(r"(<!-- rows: (?P<file>[\w.*-]+)(?:, (?P<view>[\w ]+))? -->\n).*?(<!-- end rows -->)", re.DOTALL)
 
 _MOST_LINES = 16  # of operators; more are summed up
 
@@ -67,6 +67,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "programs": programs_table,
     "rollouts": rollouts_table,
     "vllm": vllm_table,
+    "predicted": predicted_table,
     "samples": samples_page,
     "levels": levels_page,
     "questions": questions_page,
@@ -76,7 +77,12 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
 
 def refreshed(text: str) -> str:
     """The text with every table between markers made anew from its CSV file."""
-    return replace_between(text, _MARKERS, lambda place: _VIEWS[place["view"]](read_rows(RESULTS / place["file"])))[0]
+    return replace_between(text, _MARKERS, lambda place: _VIEWS[place["view"]](_rows(place["file"])))[0]
+
+
+def _rows(files: str) -> list[Measurement]:
+    """The rows of a file, or of all files of a pattern."""
+    return [row for path in sorted(RESULTS.glob(files)) for row in read_rows(path)]
 
 
 def main() -> None:

@@ -296,8 +296,9 @@ def test_parallel_lists_and_predicts(tmp_path):
         "case=attention-8b-gqa-m131072-n16  shape=8b-gqa  context=131072  rows=16  ranks=2  layers=32  heads=32  "
         "kv_heads=8  head_dim=128  dtype=bfloat16\n"
     )
-    done = run("parallel", "--simulate", "--point", "1000000x1", "--out", tmp_path)
+    done = run("parallel", "--simulate", "--point", "1000000x1", "--nvlink", "450,1", "--out", tmp_path)
     assert done.exit_code == 0
+    assert "links of 450 GB/s and 1 us" in done.stdout
     assert "| 1,000,000 | 1,024 |" in done.stdout
     assert (tmp_path / "simulated.png").is_file()
 

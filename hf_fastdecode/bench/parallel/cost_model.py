@@ -2,16 +2,18 @@
 
 A cluster has two levels: links within a node, and slower ones between nodes. A message takes the latency of its link,
 and its bytes over the bandwidth. Attention takes the bytes of the keys and values that a GPU reads over the bandwidth
-of its memory. Launches, and what a kernel takes at least, are left out: these are floors, and ratios of them say what
-communication alone makes of a way. (The paper measured tree 8 times as fast as ring at most, on 128 GPUs over 5.12M
-tokens, in programs that have these costs too.)
+of its memory, and the time of its launches. `measured_links` fits a node's numbers to rows of 2, 4 and 8 GPUs; what is
+between nodes was not measured. (The paper measured tree 8 times as fast as ring at most, on 128 GPUs over 5.12M
+tokens.)
 
 - *ring*: every GPU attends to all `p` parts, each of which it receives from its neighbour while it attends to the one
-  before. The slowest link paces all of them: ``t_attend + (p - 1) max(t_attend, t_link)``.
+  before. The slowest link paces all of them: ``t_attend + (p - 1) max(t_attend, t_pass)``.
 - *tree*: every GPU attends to its part; three all-reduces (algorithm 3) merge a maximum, a numerator and a
   denominator. As section 5.3 says of NCCL, each is a ring within the nodes and a tree between them.
-- *one all-gather*: the same with one collective that gives every GPU all partials, as this package does: GPUs of a
-  node exchange theirs at once, then nodes double what they know, all partials through each GPU's link.
+- *one all-gather*: the same with one collective that gives every GPU all partials, as this package does: a ring within
+  the nodes, then nodes double what they know, all partials through each GPU's link.
+
+Within a node, a collective takes a time of its own, and the latency of a link for each further GPU.
 
 Nothing here needs torch.
 """
@@ -56,32 +58,57 @@ class Link:
         """Of a message of so many bytes."""
         return self.latency_s + size / self.bytes_per_s
 
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:,.0f} GB/s and {_us(self.latency_s)}"
+
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of GPUs; by default 8 H100 each, as in the paper: NVLink 4, 400 Gb/s InfiniBand for each GPU."""
+    """Nodes of GPUs. `measured_links.measured_cluster` has one whose nodes are measured.
 
-    within: Link = Link(450e9, 1e-6)
+    Attributes:
+        memory: From which a GPU reads keys and values; its latency is that of the launches of attention.
+        within: Links between GPUs of a node; the latency is what a small collective takes for each further GPU.
+        gather_s: What one all-gather takes besides its messages: launches, and the merge of what it found.
+        reduce_s: The same of each of the three all-reduces.
+        pass_s: The same of keys and values passed on within a node.
+        between: A GPU's link to other nodes; by default 400 Gb/s InfiniBand, as in the paper.
+    """
+
+    memory: Link
+    within: Link
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    pass_s: float = 0.0
     between: Link = Link(50e9, 5e-6)
     gpus_of_node: int = 8
-    memory_bytes_per_s: float = 3.35e12
 
     def all_reduce_s(self, gpus: int, size: float) -> float:
         """A ring within each node, and a tree between the nodes: up and down, each GPU's share over its own link."""
         here, nodes = min(gpus, self.gpus_of_node), -(-gpus // self.gpus_of_node)
-        seconds = 2 * (here - 1) * self.within.seconds(size / here)
+        seconds = self.reduce_s + (here - 1) * self.within.seconds(2 * size / here)
         return seconds + 2 * math.ceil(math.log2(nodes)) * self.between.seconds(size / here)
 
     def all_gather_s(self, gpus: int, size: float) -> float:
-        """All to all within each node, then nodes double what they know over the links of all their GPUs."""
-        nodes = -(-gpus // self.gpus_of_node)
-        seconds = self.within.latency_s + (gpus - nodes) * size / self.within.bytes_per_s
+        """A ring within each node, then nodes double what they know over the links of all their GPUs."""
+        here, nodes = min(gpus, self.gpus_of_node), -(-gpus // self.gpus_of_node)
+        seconds = self.gather_s + (here - 1) * self.within.latency_s
+        seconds += (gpus - nodes) * size / self.within.bytes_per_s
         rounds = math.ceil(math.log2(nodes))
         return seconds + rounds * self.between.latency_s + (nodes - 1) * size / self.between.bytes_per_s
 
-    def ring_link(self, gpus: int) -> Link:
-        """The slowest link of a ring through all GPUs."""
-        return self.within if gpus <= self.gpus_of_node else self.between
+    def pass_on_s(self, gpus: int, size: float) -> float:
+        """A pass of a ring through all GPUs, by its slowest link."""
+        if gpus <= self.gpus_of_node:
+            return self.pass_s + self.within.seconds(size)
+        return self.between.seconds(size)
+
+    def __str__(self) -> str:
+        return (
+            f"memory of {self.memory}; {self.gpus_of_node} GPUs a node, with links of {self.within}; besides, "
+            f"{_us(self.gather_s)} an all-gather, {_us(self.reduce_s)} an all-reduce and {_us(self.pass_s)} a pass; "
+            f"{self.between} a GPU between nodes"
+        )
 
 
 @dataclass(frozen=True)
@@ -131,9 +158,8 @@ class Prediction:
 def predict(cluster: Cluster, heads: Heads, context: int, gpus: int) -> Prediction:
     """One layer of one row's decode step, with the context divided between so many GPUs."""
     part = heads.kv_bytes(context / gpus)
-    attend = part / cluster.memory_bytes_per_s
-    passing = cluster.ring_link(gpus).seconds(part)
-    ring = attend + (gpus - 1) * max(attend, passing)
+    attend = cluster.memory.seconds(part)
+    ring = attend + (gpus - 1) * max(attend, cluster.pass_on_s(gpus, part))
     small, large = heads.denominator_bytes, heads.numerator_bytes
     tree = attend + sum(cluster.all_reduce_s(gpus, size) for size in (small, large, small))
     gather = attend + cluster.all_gather_s(gpus, large + small)
@@ -146,3 +172,7 @@ def predictions(
     """For each context, every number of GPUs."""
     numbers = list(gpus)
     return [predict(cluster, heads, context, count) for context in contexts for count in numbers]
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g} us"

@@ -17,7 +17,7 @@ from ...measurement.figures import (
     style_axis,
 )
 from ...measurement.tables import markdown
-from .cost_model import Cluster, Heads, Link, Prediction
+from .cost_model import Cluster, Heads, Prediction
 
 _LINES: dict[str, tuple[str, str, Callable[[Prediction], float]]] = {
     "ring": ("ring: keys and values passed round", "#d08a1d", lambda found: found.ring_s),
@@ -62,12 +62,8 @@ def scaling_table(found: Sequence[Prediction], cluster: Cluster, heads: Heads) -
         ]
         lines.append([*cells, f"{one.ring_s / one.tree_s:,.1f}x", f"{one.ring_s / one.one_gather_s:,.1f}x"])
     names = ["context", "GPUs", "its part alone", *_LINES, "ring over tree", "ring over one all-gather"]
-    note = (
-        f"Predicted, not measured: microseconds of a layer and row, {_heads(heads)}, 2 bytes a number; memory "
-        f"{cluster.memory_bytes_per_s / 1e12:g} TB/s; {cluster.gpus_of_node} GPUs a node, {_link(cluster.within)} "
-        f"within, {_link(cluster.between)} a GPU between nodes; without launches"
-    )
-    return markdown(names, lines, f"{note}.")
+    note = f"Predicted, not measured: microseconds of a layer and row, {_heads(heads)}, 2 bytes a number; {cluster}."
+    return markdown(names, lines, note)
 
 
 def _by_context(found: Sequence[Prediction]) -> list[tuple[int, list[Prediction]]]:
@@ -81,7 +77,3 @@ def _us(seconds: float) -> str:
 
 def _heads(heads: Heads) -> str:
     return f"{heads.heads} heads over {heads.kv_heads} KV heads of {heads.head_dim}"
-
-
-def _link(link: Link) -> str:
-    return f"{link.bytes_per_s / 1e9:g} GB/s and {1e6 * link.latency_s:g} us"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from ...measurement.rows import Measurement
 from ...measurement.tables import by, cell, markdown
 from .cases import COLLECTIVES, STEP_WAYS
+from .cost_model import Prediction
+from .measured_links import DEVICE, fitted, predict_row
 
 
 def parallel_table(rows: Sequence[Measurement]) -> str:
@@ -78,6 +80,44 @@ def _captured(row: Measurement) -> str:
 def _beside(row: Measurement, name: str, paper: str, shown: Callable[[str], str]) -> str:
     text = shown(row[name]) if row[name] else ""
     return f"{text} ({shown(row[paper])})".strip() if row[paper] else text
+
+
+_PREDICTED: dict[str, Callable[[Prediction], float]] = {
+    "tree": lambda found: found.one_gather_s,
+    "three-all-reduces": lambda found: found.tree_s,
+    "ring": lambda found: found.ring_s,
+}
+
+
+def predicted_table(rows: Sequence[Measurement]) -> str:
+    """Measured attention of 8b-gqa beside the cost model's prediction, fitted without the rows of as many GPUs."""
+    rows, lines = [row for row in rows if row["device"] == DEVICE], []
+    shown = [row for row in rows if row["shape"] == "8b-gqa" and row["rows"] == "1" and row["way"] in _PREDICTED]
+    shown.sort(key=lambda row: (int(row["context"]), int(row["ranks"])))
+    for case in by(shown, "context", "ranks"):
+        first = next(iter(case.values()))
+        others = fitted(row for row in rows if row["way"] == "one-gpu" or row["ranks"] != first["ranks"])
+        found = predict_row(others, first)
+        cells = [f"{int(first['context']):,}", first["ranks"]]
+        for way, seconds in _PREDICTED.items():
+            cells += [cell(case.get(way), _us), _predicted(1e6 * seconds(found), case.get(way))]
+        lines.append(cells)
+    names = ["context", "GPUs", *(name for way in _PREDICTED for name in (way, "predicted"))]
+    note = (
+        f"{DEVICE}, 8b-gqa; microseconds of a layer and row, measured and predicted, each number of GPUs by a fit to "
+        f"rows of one GPU and of the other numbers. The fit to all, which the simulation takes: {fitted(rows)}"
+    )
+    return markdown(names, lines, f"{note}.")
+
+
+def _us(row: Measurement) -> str:
+    return f"{float(row['us_p50']):.1f}"
+
+
+def _predicted(us: float, row: Measurement | None) -> str:
+    if row is None or row["status"] != "ok":
+        return f"{us:.1f}"
+    return f"{us:.1f} ({us / float(row['us_p50']) - 1:+.1%})"
 
 
 def collectives_table(rows: Sequence[Measurement]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,9 +76,16 @@ def parallel(
         bool, typer.Option("--simulate", help="Start nothing: predict tree and ring by a cost model, and draw them.")
     ] = False,
     nvlink: Annotated[
-        str, typer.Option(help="For --simulate: GB/s each way and microseconds of a link within a node.")
-    ] = "450,1",
-    infiniband: Annotated[str, typer.Option(help="For --simulate: the same of a GPU's link between nodes.")] = "50,5",
+        str | None,
+        typer.Option(
+            help="For --simulate: GB/s each way and microseconds of a link within a node.",
+            show_default="fitted to measurements of 2 to 8 H200",
+        ),
+    ] = None,
+    infiniband: Annotated[
+        str,
+        typer.Option(help="For --simulate: the same of a GPU's link between nodes, which nobody measured here."),
+    ] = "50,5",
     show: ListCases = False,
     out: Annotated[Path, typer.Option(help="Folder for a CSV file a kind.")] = Path("runs/parallel"),
 ) -> None:
@@ -198,9 +206,10 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int
 
 
 def _simulate(
-    shape: list[str] | None, point: list[str] | None, nvlink: str, infiniband: str, dtype: str, out: Path
+    shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
 ) -> None:
-    from ...bench.parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Cluster, Heads, Link, predictions
+    from ...bench.parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, predictions
+    from ...bench.parallel.measured_links import measured_cluster
     from ...bench.parallel.scaling_figure import draw_scaling, scaling_table
 
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
@@ -209,7 +218,9 @@ def _simulate(
         case = _attention_case(shape[0], max(contexts), 1, 1, None, dtype)
         heads = Heads(case.heads, case.kv_heads, case.head_dim)
     with bad_input():
-        cluster = Cluster(within=Link.parse("nvlink", nvlink), between=Link.parse("infiniband", infiniband))
+        cluster = replace(measured_cluster(), between=Link.parse("infiniband", infiniband))
+        if nvlink is not None:
+            cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
     found = predictions(cluster, heads, contexts)
     show_table(scaling_table(found, cluster, heads))
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")

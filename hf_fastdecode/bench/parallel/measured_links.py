@@ -1,0 +1,86 @@
+"""A node's memory, links and collectives, fitted to the committed rows of attention over 2, 4 and 8 GPUs.
+
+Lines by least squares, through rows whose contexts one row of queries reads:
+
+- memory: the time of *one-gpu* against the bytes of keys and values. Other ways take the rest of their time for
+  communication, and for launches that go with it.
+- a link's bandwidth, and a pass's own time: a pass of *ring* against the bytes of keys and values that it sends.
+- a link's latency, and an all-gather's own time: the rest of *tree* against the number of further GPUs.
+- an all-reduce's own time: what *three-all-reduces* then takes longer, a third of it, on average.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import linear_regression, mean
+
+from ...files import read_rows
+from ...measurement.rows import Measurement
+from .. import RESULTS
+from .cost_model import Cluster, Heads, Link, Prediction, predict
+
+DEVICE = "NVIDIA H200"
+"""The GPU whose rows are fitted."""
+
+
+def measured_cluster() -> Cluster:
+    """Nodes as the committed rows have them; what is between nodes was not measured."""
+    return fitted(row for path in sorted(RESULTS.glob("parallel-attention*.csv")) for row in read_rows(path))
+
+
+def fitted(rows: Iterable[Measurement]) -> Cluster:
+    """The cluster of rows of attention in all ways, over two numbers of GPUs or more."""
+    right = [row for row in rows if row["device"] == DEVICE and row["status"] == "ok" and row["rows"] == "1"]
+
+    def of(way: str) -> list[Measurement]:
+        return [row for row in right if row["way"] == way]
+
+    memory = _line((_part_bytes(row, gpus=1), _seconds(row)) for row in of("one-gpu"))
+    passes = _line((_part_bytes(row, _gpus(row)), _pass_s(row, memory)) for row in of("ring"))
+    cluster = Cluster(memory, Link(passes.bytes_per_s, latency_s=0.0))
+    rest = [(_gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s) for row in of("tree")]
+    latency, gather_s = linear_regression(*zip(*rest))
+    cluster = replace(cluster, within=Link(passes.bytes_per_s, latency), gather_s=gather_s)
+    reduce_s = mean((_seconds(row) - predict_row(cluster, row).tree_s) / 3 for row in of("three-all-reduces"))
+    return replace(cluster, reduce_s=reduce_s, pass_s=passes.latency_s - latency)
+
+
+def predict_row(cluster: Cluster, row: Measurement) -> Prediction:
+    """What the cluster takes for a row's layer and context."""
+    return predict(cluster, _heads(row), int(row["context"]), _gpus(row))
+
+
+def _line(points: Iterable[tuple[float, float]]) -> Link:
+    """The line through bytes and seconds as a link, by errors relative to the seconds: all sizes count alike."""
+    weighted = [(seconds**-2, size, seconds) for size, seconds in points]
+    total = sum(weight for weight, _, _ in weighted)
+    middle = sum(weight * size for weight, size, _ in weighted) / total
+    height = sum(weight * seconds for weight, _, seconds in weighted) / total
+    rise = sum(weight * (size - middle) * (seconds - height) for weight, size, seconds in weighted)
+    per_byte = rise / sum(weight * (size - middle) ** 2 for weight, size, _ in weighted)
+    return Link(1 / per_byte, height - per_byte * middle)
+
+
+def _heads(row: Measurement) -> Heads:
+    return Heads(int(row["heads"]), int(row["kv_heads"]), int(row["head_dim"]))
+
+
+def _part_bytes(row: Measurement, gpus: int) -> float:
+    return _heads(row).kv_bytes(int(row["context"]) / gpus)
+
+
+def _pass_s(row: Measurement, memory: Link) -> float:
+    """A pass of a ring, which ends with attention to the last part."""
+    gpus = _gpus(row)
+    return (_seconds(row) - memory.seconds(_part_bytes(row, gpus))) / (gpus - 1)
+
+
+def _gpus(row: Measurement) -> int:
+    return int(row["ranks"])
+
+
+def _seconds(row: Measurement) -> float:
+    return 1e-6 * float(row["us_p50"])
