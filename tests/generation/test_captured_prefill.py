@@ -25,11 +25,11 @@ FIRST_TOKEN = {
     **{"num_return_sequences": 2, "do_sample": True, "top_k": 0, "max_new_tokens": 1},
     **{"return_dict_in_generate": True, "output_logits": True},
 }
-# Interpreting contexts takes time by the program, one for each token and KV head: fewer heads, as many of a group.
-FEW_HEADS = {
-    "llama-gqa": {"num_attention_heads": 2, "num_key_value_heads": 1},
-    "llama-mha": {"num_attention_heads": 2, "num_key_value_heads": 2},
-    "gpt2": {"n_head": 2},
+# Interpreting contexts takes time by the program, one for each layer, token and KV head: as many heads of a group.
+SMALL = {
+    "llama-gqa": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "llama-mha": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "gpt2": {"n_layer": 1, "n_head": 2},
 }
 OPTIONS = {"backend": "triton", "min_saved_tokens": 1, "min_shared_tokens": 8}
 
@@ -92,15 +92,15 @@ def test_several_prompts_do_not_see_each_other(name, uncaptured):
 def test_prompts_with_a_common_beginning(name, uncaptured):
     """The beginning in one pass, then all ends in another, over the beginning's stored keys and values."""
     prompts = [ragged_prompts(41, 36, shared=30), ragged_prompts(57, 33, shared=32, seed=1)]
-    few_heads = FEW_HEADS[name] if name != "llama-gqa" else {}
-    counts, made = compare_with_eager(tiny_model(name, **few_heads), prompts)
+    small = SMALL[name] if name != "llama-gqa" else {}
+    counts, made = compare_with_eager(tiny_model(name, **small), prompts)
     assert counts == [47, 58]
     assert made == 2  # without and with contexts
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_chunks_of_a_prompt_fill_one_segment(name, uncaptured):
-    model, prompts = tiny_model(name, **FEW_HEADS[name]), [ragged_prompts(100), ragged_prompts(75)]
+    model, prompts = tiny_model(name, **SMALL[name]), [ragged_prompts(100), ragged_prompts(75)]
     counts, _ = compare_with_eager(model, prompts, max_prefill_tokens=32)
     assert counts == [100, 75]
 
@@ -150,7 +150,7 @@ def test_windows_and_soft_caps_by_the_kernel(name, uncaptured, monkeypatch):
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha"])
 def test_later_calls_over_kept_prompts(name, uncaptured):
     """New tokens over stored contexts, of one node and of several, and a whole prompt that is stored."""
-    model = tiny_model(name, **FEW_HEADS[name])
+    model = tiny_model(name, **SMALL[name])
     whole = ragged_prompts(120)
     begin = [{key: part[:, :length] for key, part in whole.items()} for length in (70, 90, 101, 101, 120)]
     call = {"do_sample": True, "top_k": 0, "max_new_tokens": 2}

@@ -80,7 +80,13 @@ CALLS: dict[str, Call] = {
     "samples": Call(text(), SAMPLING | {"num_return_sequences": 5}, seeds_differ=True, ranks=(2, 3, 4)),
     "ragged": Call(ragged_prompts(5, 60, 33), GREEDY, ranks=(2, 3)),
     "two-levels": Call(levels(), SAMPLING | {"num_return_sequences": 2}, seeds_differ=True, ranks=(2, 4)),
-    "long-suffix": Call(text(20), GREEDY | {"max_new_tokens": 200}, block=SUFFIX_BLOCK, ranks=(2, 3)),
+    "long-suffix": Call(
+        text(20),
+        GREEDY | {"max_new_tokens": 200},
+        config={"num_hidden_layers": 1},
+        block=SUFFIX_BLOCK,
+        ranks=(2, 3),
+    ),
     "fewer-tokens-than-ranks": Call(text(2), SAMPLING | {"num_return_sequences": 3}, ranks=(2, 3, 4)),
     "one-token": Call(text(1), GREEDY),
     "rows-end-early": Call(
@@ -94,7 +100,7 @@ CALLS: dict[str, Call] = {
     "prompt-lookup-by-kernels": Call(
         ones(TEXT[:, :30].repeat(1, 3)),
         GREEDY | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 4},
-        config={"num_attention_heads": 2, "num_key_value_heads": 1},
+        config={"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},  # they are interpreted
         options={"backend": "triton"},
         block=8,
         ranks=(2, 3),

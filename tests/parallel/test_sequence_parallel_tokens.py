@@ -46,7 +46,7 @@ def test_tokens_are_those_of_one_process(name: str, ranks: int, request: pytest.
         pytest.importorskip("triton")
     seen: dict[str, tuple[Seen, ...]] = request.getfixturevalue("seen" if ranks == 2 else "seen_by_four")
     assert len(seen[f"{name}-{ranks}"]) == ranks
-    stored, parallel = 0, None
+    stored, parallel, layers = 0, None, CALLS[name].config.get("num_hidden_layers", 2)
     for one in seen[f"{name}-{ranks}"]:
         assert one.error == "", one.trace
         same, path, count, parallel = one.value
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_one_process(name: str, ranks: int, request: pytest.
         assert path.startswith(CALLS[name].path)
         assert count == ranks
         if path.startswith("shared"):
-            assert (parallel["kind"], parallel["ranks"], parallel["collectives"]) == ("sequence", ranks, 2)
+            assert (parallel["kind"], parallel["ranks"], parallel["collectives"]) == ("sequence", ranks, layers)
             stored += parallel["stored_tokens"]
     assert stored == (parallel or {}).get("tokens", 0)
 

@@ -124,6 +124,8 @@ def waves(models: Models) -> Any:
 
 
 CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
+FEW = GREEDY | {"max_new_tokens": 4}
+"""Of steps by interpreted kernels."""
 
 
 @scenario
@@ -172,7 +174,7 @@ def captures_in_use_on_one_rank(models: Models) -> Any:
         other.thread = 0  # none of this process
         if models.rank:
             lock.acquire(other, wait=False)
-        tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+        tokens, call = draw(model, 0, PROMPTS, **FEW), fd.explain(model).last_call
         free = lock.holder is None
         lock.release(other)
         return len(tokens), call.mode, call.mode_reason, free
@@ -250,10 +252,10 @@ def captured_without_memory(models: Models) -> Any:
             raising(1, models, cuda_graph, "TablesByShape", no_memory),
             mock.patch.object(CapturedStep, "capture", counted),
         ):
-            tokens, call = draw(model, 0, PROMPTS, **GREEDY), fd.explain(model).last_call
+            tokens, call = draw(model, 0, PROMPTS, **FEW), fd.explain(model).last_call
     with fd.enabled(models.alone["small"]) as alone:
         return (
-            tokens == draw(alone, 0, PROMPTS, **GREEDY),
+            tokens == draw(alone, 0, PROMPTS, **FEW),
             call.mode,
             call.waves,
             next(passes) == call.captures,

@@ -43,7 +43,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
+    settings = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
     # Random models repeat themselves, and texts that do not depend on the context would prove nothing.
     return model.generate(**{**settings, "no_repeat_ngram_size": 2, **options})
 
@@ -70,8 +70,14 @@ def test_every_family_is_tested_and_listed() -> None:
     assert re.findall(r"^\| `(\w+)`", table.partition("\n\n")[0], re.MULTILINE) == list(ENCODER_DECODERS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("name", "plan"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "plan", "dtype"),
+    [
+        *((*one, torch.float32) for one in PAIRS),
+        *((*one, torch.float64) for one in PAIRS if one[1] in ("e", "mixed") or one[0] == "t5-narrow"),
+    ],
+    ids=str,
+)
 def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> None:
     slim = deepcopy(encoder_decoder_pair(name, plan)[1]).to(dtype)
     expected, found = greedy_of_stock(name, dtype), generate(slim)
@@ -118,7 +124,7 @@ def test_weights_are_read_as_the_layers_use_them(name: str) -> None:
 )
 @pytest.mark.parametrize(("name", "plan"), [pair for pair in PAIRS if pair[1] in ("k+r", "x")])
 def test_beams_and_several_sequences(name: str, plan: str, options: dict[str, Any]) -> None:
-    expected, found = (generate(model, max_new_tokens=32, **options) for model in encoder_decoder_pair(name, plan))
+    expected, found = (generate(model, max_new_tokens=24, **options) for model in encoder_decoder_pair(name, plan))
     assert torch.equal(found.sequences, expected.sequences)
     assert len(found.sequences.unique(dim=0)) == len(found.sequences)
 

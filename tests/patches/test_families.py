@@ -50,7 +50,8 @@ DROPS_TOKENS = Version(transformers.__version__) < Version("5.20")
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
+    # Past the window of 40 tokens, and past the 64 from which frequencies are others.
+    settings = {"max_new_tokens": 36, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
     if DROPS_TOKENS and type(model) is Phi3ForCausalLM and model.config.rope_parameters["rope_type"] == "longrope":
         settings = {**settings, "cache_implementation": None, "use_cache": False}
     return model.generate(**settings, output_logits=True)

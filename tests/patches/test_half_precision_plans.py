@@ -31,10 +31,17 @@ MAKERS = (
 )
 """Makers of a model with a vocabulary of this size, by name."""
 
+IN_OTHER_DTYPES = ("llama", "gpt2", "t5", "t5-wide", "t5-narrow", "whisper", "llava")
+"""One of each way to store: by keys, inputs or the encoder's output, with products that T5 keeps in fp32, in a part."""
+
+CONVERSIONS = [
+    *((name, torch.bfloat16) for name in MAKERS),
+    *((name, dtype) for name in IN_OTHER_DTYPES for dtype in (torch.float32, torch.float16)),
+]
+
 
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "dtype"), CONVERSIONS, ids=str)
 def test_a_checkpoint_gets_the_plan_and_tensors_of_the_loaded_model(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

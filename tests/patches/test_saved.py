@@ -17,12 +17,12 @@ SAVED = sorted(path for path in (Path(__file__).parent / "saved").iterdir() if p
 LOAD = """
 import json, os, sys
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin  # most of what all of them import
 
 auto = {"slim_t5": "AutoModelForSeq2SeqLM", "slim_bart": "AutoModelForSeq2SeqLM",
         "slim_whisper": "AutoModelForSpeechSeq2Seq"}
 for folder in sys.argv[1:]:
-    if os.fork():  # each without what the others have imported
+    if os.fork():  # each without what the others have imported of this package
         os.wait()
         continue
     assert not [name for name in sys.modules if name.startswith("hf_fastdecode")]

@@ -22,7 +22,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 64, "do_sample": False, **PROMPTS, **options}
+    settings = {"max_new_tokens": 32, "do_sample": False, **PROMPTS, **options}
     return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
 
 

@@ -45,9 +45,10 @@ extern "C" int run(int block_count, unsigned seed, int starved, const float* que
     char* const stacks = static_cast<char*>(std::malloc(STACK * threads.size()));
     for (size_t i = 0; i < threads.size(); i++) {
         threads[i].block = i / BLOCK_THREADS, threads[i].index = i % BLOCK_THREADS;
-        getcontext(&threads[i].context);
-        threads[i].context.uc_stack.ss_sp = stacks + i * STACK, threads[i].context.uc_stack.ss_size = STACK;
-        makecontext(&threads[i].context, run_thread, 0);
+        ucontext_t& beginning = threads[i].beginning;
+        getcontext(&beginning);
+        beginning.uc_stack.ss_sp = stacks + i * STACK, beginning.uc_stack.ss_size = STACK;
+        makecontext(&beginning, run_thread, 0);
     }
     size_t left = threads.size();
     int idle = 0;
@@ -58,9 +59,8 @@ extern "C" int run(int block_count, unsigned seed, int starved, const float* que
             if (idle < 20 && has_role(first % BLOCK_THREADS / 32, starved)) continue;
             for (size_t i = first; i < first + 32; i++) {
                 if (threads[i].done) continue;
-                current = &threads[i], threadIdx.x = current->index, blockIdx.x = current->block;
-                swapcontext(&scheduler, &current->context);
-                left -= current->done;
+                run_until_it_waits(threads[i]);
+                left -= threads[i].done;
             }
         }
         std::vector<Work> begun;
