@@ -1,6 +1,6 @@
 """A node's memory, links and collectives, fitted to the committed rows of attention over 2, 4 and 8 GPUs.
 
-Lines by least squares, through rows whose contexts one row of queries reads:
+Lines by least squares of relative errors, through rows whose contexts one row of queries reads:
 
 - memory: the time of *one-gpu* against the bytes of keys and values. Other ways take the rest of their time for
   communication, and for launches that go with it.
@@ -54,7 +54,7 @@ def predict_row(cluster: Cluster, row: Measurement) -> Prediction:
 
 
 def _line(points: Iterable[tuple[float, float]]) -> Link:
-    """The line through bytes and seconds as a link, by errors relative to the seconds: all sizes count alike."""
+    """The line through bytes and seconds as a link; errors are relative, so that all sizes count alike."""
     weighted = [(seconds**-2, size, seconds) for size, seconds in points]
     total = sum(weight for weight, _, _ in weighted)
     middle = sum(weight * size for weight, size, _ in weighted) / total
