@@ -134,7 +134,7 @@ def test_a_call_after_an_error_tells_for_whom_it_waits(caplog):
             watch._settle()
     assert watch.failed is None
     (told,) = caplog.messages
-    assert "waits since 3 s for rank 2, which does not take part" in told
+    assert "has waited 3 s for rank 2, which does not take part" in told
 
 
 def test_a_process_that_is_slow_between_collectives_gets_time_to_raise_an_error_too():
