@@ -175,16 +175,16 @@ def prefill_begun_on_one_rank(models: Models) -> Any:
         ("other_prefill", "the prompts' tokens is int64 [80] with content"),
     ],
 )
-def test_calls_of_threads_run_one_after_another(seen):
-    assert same_value(seen, "calls_of_threads") is True
-
-
 def test_the_field_that_differs_is_named_on_all_ranks(seen, name, field):
     first, second = seen[name]
     assert first == second
     assert first.error.startswith("ValueError: ")
     assert field in first.error
     assert first.error.endswith("give all of them the same call")
+
+
+def test_calls_of_threads_run_one_after_another(seen):
+    assert same_value(seen, "calls_of_threads") is True
 
 
 def test_what_one_rank_refuses_all_run_stock(seen):
