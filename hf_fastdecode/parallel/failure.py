@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock, Thread, get_ident
@@ -63,7 +62,7 @@ class PeerWatch(Unwatched):
         self._groups = [ref(group) for group in groups]
         self._rank, self._pid = groups[0].rank(), os.getpid()
         self.failed: tuple[int, str] | None = None
-        self._recent = deque([(0, "")], maxlen=_RECENT)  # what was begun, counted
+        self._recent: tuple[tuple[int, str], ...] = ((0, ""),)  # what was begun, counted; other threads read it
         self._place, self._in_call, self._began = "", False, 0
         self._in_foreign_loop = False
         self._caller: int | None = None  # the thread of the call
@@ -162,14 +161,14 @@ class PeerWatch(Unwatched):
 
     def _advance(self, doing: str, *, odd: bool = False) -> None:
         count = self._recent[-1][0] + 1
-        self._recent.append((count + (count % 2 != odd), doing))
+        self._recent = (*self._recent[1 - _RECENT :], (count + (count % 2 != odd), doing))
 
     def _raise_if_failed(self) -> None:
         if self.failed is not None:
             raise PeerFailedError(*self.failed)
 
     def _standing(self) -> Standing:
-        return Standing(0, self._in_call, tuple(self._recent), self._place, self._exits, self.failed, self._began)
+        return Standing(0, self._in_call, self._recent, self._place, self._exits, self.failed, self._began)
 
     def _has_told_enough(self) -> bool:
         group = self._groups[0]()

@@ -151,3 +151,14 @@ def test_a_process_that_is_slow_between_collectives_gets_time_to_raise_an_error_
             if look == 15:
                 assert watch.failed is None
         assert watch.failed == (1, "E")
+
+
+def test_where_a_process_stands_is_read_while_it_goes_on():
+    """Another thread tells the peers; its error would end the heartbeat, and the process pass for a failed one."""
+    watch = failure.PeerWatch([mock.Mock(rank=lambda: 0, size=lambda: 2)], mock.Mock())
+    for _ in range(100):
+        told = iter(watch._recent)
+        next(told)
+        watch._advance("a pass")
+        assert len(list(told)) <= 64
+    assert [count for count, _ in watch._standing().recent] == list(range(74, 202, 2))

@@ -189,6 +189,10 @@ def test_the_field_that_differs_is_named_on_all_ranks(seen, name, field):
     assert first.error.endswith("give all of them the same call")
 
 
+def test_calls_of_threads_run_one_after_another(seen):
+    assert same_value(seen, "calls_of_threads") is True
+
+
 def test_what_one_rank_refuses_all_run_stock(seen):
     first, second = values(seen, "one_rank_refuses")
     assert first[0] == second[0] == 4
