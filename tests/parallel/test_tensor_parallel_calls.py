@@ -166,10 +166,6 @@ def prefill_begun_on_one_rank(models: Models) -> Any:
         return tokens, asked.call_count, fd.explain(model).last_call.mode
 
 
-def test_calls_of_threads_run_one_after_another(seen):
-    assert same_value(seen, "calls_of_threads") is True
-
-
 @pytest.mark.parametrize(
     ("name", "field"),
     [
