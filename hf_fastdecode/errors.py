@@ -39,14 +39,15 @@ class PeerFailedError(RuntimeError):
     Attributes:
         rank: Its number in the group of processes.
         cause: What it raised.
+        remedy: What to do, behind the cause in the message; empty where the next call may run.
     """
 
-    def __init__(self, rank: int, cause: str):
-        super().__init__(f"rank {rank}, with which this process computes the model, failed: {cause}")
-        self.rank, self.cause = rank, cause
+    def __init__(self, rank: int, cause: str, remedy: str = ""):
+        super().__init__(f"rank {rank}, with which this process computes the model, failed: {cause}{remedy}")
+        self.rank, self.cause, self.remedy = rank, cause, remedy
 
-    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[int, str]]:
-        return PeerFailedError, (self.rank, self.cause)
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[int, str, str]]:
+        return PeerFailedError, (self.rank, self.cause, self.remedy)
 
 
 def reason_of(check: Callable[..., object], *arguments: Any) -> str | None:

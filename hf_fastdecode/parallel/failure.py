@@ -43,6 +43,8 @@ _GRACE = 1.0
 _SILENT = 2.0
 """Seconds of silence that tell which peer closed a connection."""
 
+_START_AGAIN = "; these processes cannot compute the model together any more: end them and start them again"
+
 _RECENT = 64
 """Collectives and passes that a process tells: more than one is ahead of another, whose device still computes."""
 
@@ -165,7 +167,7 @@ class PeerWatch(Unwatched):
 
     def _raise_if_failed(self) -> None:
         if self.failed is not None:
-            raise PeerFailedError(*self.failed)
+            raise PeerFailedError(*self.failed, _START_AGAIN)
 
     def _standing(self) -> Standing:
         return Standing(0, self._in_call, self._recent, self._place, self._exits, self.failed, self._began)
@@ -204,12 +206,7 @@ class PeerWatch(Unwatched):
             self._timeout, self._entered, self._place = timeout, monotonic(), name
             self._settle()
             if self.failed is not None:
-                rank, cause = self.failed
-                raise PeerFailedError(
-                    rank,
-                    f"{cause} (in an earlier call, since which these processes cannot compute the model together: "
-                    "start them anew)",
-                )
+                raise PeerFailedError(*self.failed, f" (in an earlier call){_START_AGAIN}")
             self._vain.clear()
             self._in_foreign_loop = False
             self._advance(f"a call of {name}")
@@ -239,7 +236,7 @@ class PeerWatch(Unwatched):
                 clear_frames(error.__traceback__)  # which may hold captured steps
             self._free()
             if error is None or isinstance(error, Exception):
-                raise PeerFailedError(*by_peer) from error
+                raise PeerFailedError(*by_peer, _START_AGAIN) from error
 
     def _free(self) -> None:
         with self._freeing:

@@ -170,15 +170,14 @@ def failed(ended: Ended, rank: int, cause: str, seconds: float) -> None:
     assert ended.error.startswith("PeerFailedError: ")
     assert ended.rank == rank
     assert cause in ended.error
+    assert ended.error.endswith("end them and start them again")
     assert ended.seconds < seconds
 
 
 def refused(ended: Ended, rank: int, cause: str) -> None:
     """Assert that a later call was not begun."""
     failed(ended, rank, cause, 1.0)
-    assert ended.error.endswith(
-        "(in an earlier call, since which these processes cannot compute the model together: start them anew)"
-    )
+    assert "(in an earlier call)" in ended.error
 
 
 def test_calls_go_on_after_errors_that_all_raise(seen):
