@@ -27,6 +27,7 @@ from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
 from .autocast import autocast_dtype, cast, no_autocast
 from .kv import Scoring
+from .own_code import own_code_of
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
@@ -69,10 +70,18 @@ class SharedKV(_NotATensor, ABC):
 
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
+        device: Where keys and values are.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
+    device: torch.device
+
+    def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
+        """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""
+        if device != self.device:
+            raise NotATensorError(f"to({device})", self._what)
+        return self
 
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -85,6 +94,17 @@ class SlidingWindow(_NotATensor):
 
     _what: ClassVar[str] = "masks"
     size: int
+
+
+class CausalMask(_NotATensor):
+    """Returned by `shared_context_mask` to code that computes with its mask even where nothing is hidden."""
+
+    _what = "masks"
+    ndim = 0
+
+    def to(self, *args: Any, **kwargs: Any) -> CausalMask:
+        """Itself."""
+        return self
 
 
 @dataclass
@@ -111,6 +131,31 @@ class RowLengths:
 
 # Of the current forward pass; None outside `active`, hence in other threads.
 _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
+
+
+_positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
+
+
+@contextmanager
+def at_positions(position_ids: Tensor | None) -> Iterator[None]:
+    """Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
+    token = _positions.set(position_ids)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def positions_of_pass() -> Tensor:
+    """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
+    positions = _positions.get()
+    assert positions is not None
+    return positions
+
+
+def is_active() -> bool:
+    """Whether the current thread is inside `active`."""
+    return _lengths.get() is not None
 
 
 def require_active() -> None:
@@ -260,6 +305,25 @@ def shared_context_attention(
     return out.contiguous(), None  # some models take a view of it
 
 
+def attend_shared(
+    module: nn.Module, query: Tensor, kv: SharedKV, *, scaling: float, window: int | None = None
+) -> Tensor:
+    """Attention for stand-ins (`own_code`): causal, and within a window if given.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        kv: What the cache layer's ``update`` returned.
+
+    Returns:
+        ``[batch, queries, heads, head_dim]``.
+    """
+    lengths = _lengths.get()
+    binding = window if lengths is None else lengths.keep_if_binding(window)
+    mask = None if binding is None else SlidingWindow(binding)
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, sliding_window=window)
+    return out
+
+
 def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
     if sinks.shape != (heads,):
         raise Unsupported(
@@ -286,7 +350,8 @@ def shared_context_mask(
         kwargs: Arguments of other mask functions.
 
     Returns:
-        None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`.
+        None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
+        with stand-ins a `CausalMask`.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -304,6 +369,9 @@ def shared_context_mask(
         # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
         return SlidingWindow(local_size)
     window = lengths.keep_if_binding(local_size)
+    own = own_code_of(type(kwargs.get("config")))
+    if own is not None and own.stand_ins:
+        return CausalMask()
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise Unsupported("the model's mask is not plain causal attention")
     if window is None:

@@ -40,7 +40,7 @@ def test_the_page_says_what_the_comparison_finds(name):
         ("NemotronHForCausalLM", "its layers of type linear_attention"),
         ("PaliGemmaForConditionalGeneration", "prepare_inputs_for_generation, are not those of the attention mask"),
         ("BartForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
-        ("BloomForCausalLM", "does not use transformers' attention interface"),
+        ("BigBirdForCausalLM", "does not use transformers' attention interface"),
     ],
 )
 def test_reasons_say_what_is_missing(name, reason):

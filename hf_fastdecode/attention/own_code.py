@@ -1,0 +1,61 @@
+"""Registry of architectures whose attention the interface alone does not reach, filled by ``patches``.
+
+Most attention classes hand what ``update`` returned to an attention function (`attention.interface`). Some compute
+with it themselves. Such an architecture registers methods that stand in for its own in passes over a shared-context
+cache, and what else differs. A missing flag alone (``_supports_attention_backend``) is an entry without methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Method = Callable[..., Any]
+"""Called with the module first, then with the arguments of the method that it stands in for."""
+
+_HOME: Final = "transformers.models."
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What an architecture needs beyond the attention interface.
+
+    Attributes:
+        stand_ins: Class name -> method name -> method. An architecture that has any says with it that its masks are
+            causal, but for windows that stand-ins pass to `interface.attend_shared`.
+        takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
+        extra_width: By config, numbers that stand-ins append to each head's key and value.
+    """
+
+    stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
+    takes_no_positions: bool = False
+    counts_hidden: bool = False
+    extra_width: Callable[[Any], int] = lambda config: 0
+
+
+_known: dict[str, OwnCode] = {}
+
+
+def register(name: str, code: OwnCode) -> None:
+    """Register a folder of ``transformers.models``; raises ValueError for a second entry of a name."""
+    if name in _known:
+        raise ValueError(f"{name} is registered already")
+    _known[name] = code
+
+
+def own_code_of(kind: type) -> OwnCode | None:
+    """The entry of a class of models, modules or configs, or of a class that it derives from; None for most."""
+    for base in kind.__mro__:
+        if base.__module__.startswith(_HOME):
+            name = base.__module__.removeprefix(_HOME).partition(".")[0]
+            if (code := _known.get(name)) is not None:
+                return code
+    return None
+
+
+def stand_ins_of(kind: type) -> Mapping[str, Method]:
+    """Methods that stand in for those of a module's class; not for those of classes derived from it."""
+    code = own_code_of(kind) if kind.__module__.startswith(_HOME) else None
+    return {} if code is None else code.stand_ins.get(kind.__name__, {})

@@ -1,0 +1,25 @@
+"""The architectures of transformers that need more than the attention interface, by folder of ``transformers.models``.
+
+Each has a file in `architectures`, but for those whose class lacks a flag alone.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..attention.own_code import OwnCode, register
+from .architectures.gpt_neo import GPT_NEO
+
+_FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
+"""Their layers call the interface, although the class has no ``_supports_attention_backend``."""
+
+OWN_ATTENTION: Final[dict[str, OwnCode]] = {
+    **dict.fromkeys(_FLAG_ALONE, OwnCode()),
+    "gpt_neo": GPT_NEO,
+}
+
+
+def register_own_attention() -> None:
+    """Register all of them; once per process."""
+    for name, code in OWN_ATTENTION.items():
+        register(name, code)

@@ -1,0 +1,94 @@
+"""Architectures whose attention the interface alone does not reach: stock's tokens in fp32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode.attention.own_code import OwnCode, register
+from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
+
+from ..architectures.compare import compared, stock_tokens
+from ..generation.uncaptured import SAMPLING, on_the_cpu
+from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
+
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+_GATED = {**_SIZES, "intermediate_size": 96}
+_GPT_NEO = {
+    **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "max_position_embeddings": 512},
+    **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
+}
+_GEMMA3N = {
+    **{**_GATED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
+    **{"activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
+    **{"vocab_size_per_layer_input": 97},
+}
+
+MODELS = {
+    "biogpt": ("biogpt", _GATED),
+    "gemma3n": ("gemma3n_text", _GEMMA3N),
+    "gpt_neo": ("gpt_neo", _GPT_NEO),
+    "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
+}
+BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_stock(name):
+    """Greedy and sampled, left-padded prompts that begin alike, also over a kept cache; and beams."""
+    model_type, fields = MODELS[name]
+    model, prompts = tiny_model_of_type(model_type, **fields), ragged_prompts(57, 71, 64, shared=40)
+    assert compared(model, prompts, stock_tokens(model, prompts)) == ("shared", "")
+    stock = model.generate(**prompts, **BEAMS)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**prompts, **BEAMS), stock)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+SMALL = {
+    "gpt_neo": {**_GPT_NEO, "num_heads": 2, "hidden_size": 32},
+}
+
+
+@on_the_cpu
+@pytest.mark.parametrize("model_type", SMALL)
+def test_captured_steps(model_type, monkeypatch):
+    """Positions, windows and the order of heads, in the kernels that captured steps call."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    model, call = tiny_model_of_type(model_type, **SMALL[model_type]), ragged_prompts(41, 36, shared=33) | SAMPLING
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.mode == "graph"
+
+
+def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monkeypatch):
+    model = tiny_model_of_type("gpt_neo", **_GPT_NEO)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    prompts = ragged_prompts(40, 40, shared=40)
+    logits = model(**prompts).logits
+
+    class FailingError(Exception):
+        pass
+
+    def fail(module, *args):
+        assert "_attn" in vars(module)
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(lambda: model(**prompts).logits).result(), logits)
+        raise FailingError
+
+    monkeypatch.setitem(GPT_NEO.stand_ins["GPTNeoSelfAttention"], "_attn", fail)
+    with fd.enabled(model, min_saved_tokens=1), pytest.raises(FailingError):
+        model.generate(**prompts, max_new_tokens=2)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="gpt_neo is registered already"):
+        register("gpt_neo", OwnCode())
