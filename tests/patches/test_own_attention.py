@@ -22,6 +22,7 @@ _GPT_NEO = {
     **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "max_position_embeddings": 512},
     **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
 }
+_XGLM = {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512}
 _GEMMA3N = {
     **{**_GATED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
@@ -34,6 +35,7 @@ MODELS = {
     "gemma3n": ("gemma3n_text", _GEMMA3N),
     "gpt_neo": ("gpt_neo", _GPT_NEO),
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
+    "xglm": ("xglm", _XGLM),
 }
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
 
@@ -87,6 +89,17 @@ def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monk
     with fd.enabled(model, min_saved_tokens=1), pytest.raises(FailingError):
         model.generate(**prompts, max_new_tokens=2)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_a_forward_of_another_library_on_an_attention_layer_runs_stock():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny_model_of_type("xglm", **_XGLM)
+    prompts = ragged_prompts(40, 40, shared=40)
+    stock = model.generate(**prompts, max_new_tokens=2)
+    hooks.add_hook_to_module(model.model.layers[1].self_attn, hooks.ModelHook())
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**prompts, max_new_tokens=2), stock)
+        assert "XGLMAttention has a hook or a forward of its own" in fd.explain(model).last_call.reason
 
 
 def test_a_name_is_registered_once():
