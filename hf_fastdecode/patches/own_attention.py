@@ -9,6 +9,7 @@ from typing import Final
 
 from ..attention.own_code import OwnCode, register
 from .architectures.gpt_neo import GPT_NEO
+from .architectures.jetmoe import JETMOE
 from .architectures.xglm import XGLM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
@@ -17,6 +18,7 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
     "gpt_neo": GPT_NEO,
+    "jetmoe": JETMOE,
     "xglm": XGLM,
 }
 

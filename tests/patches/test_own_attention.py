@@ -23,6 +23,10 @@ _GPT_NEO = {
     **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
 }
 _XGLM = {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512}
+_JETMOE = {
+    **{"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 2},
+    **{"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512},
+}
 _GEMMA3N = {
     **{**_GATED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
@@ -34,6 +38,7 @@ MODELS = {
     "biogpt": ("biogpt", _GATED),
     "gemma3n": ("gemma3n_text", _GEMMA3N),
     "gpt_neo": ("gpt_neo", _GPT_NEO),
+    "jetmoe": ("jetmoe", _JETMOE),
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
     "xglm": ("xglm", _XGLM),
 }
@@ -54,6 +59,7 @@ def test_tokens_equal_stock(name):
 
 SMALL = {
     "gpt_neo": {**_GPT_NEO, "num_heads": 2, "hidden_size": 32},
+    "jetmoe": {**_JETMOE, "num_hidden_layers": 1, "num_key_value_heads": 1},
 }
 
 
