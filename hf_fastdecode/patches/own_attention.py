@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from ..attention.own_code import OwnCode, register
+from .architectures.bloom import BLOOM
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
+from .architectures.mpt import MPT
 from .architectures.xglm import XGLM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
@@ -17,8 +19,10 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
+    "bloom": BLOOM,
     "gpt_neo": GPT_NEO,
     "jetmoe": JETMOE,
+    "mpt": MPT,
     "xglm": XGLM,
 }
 

@@ -11,6 +11,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.own_code import OwnCode, register
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
+from hf_fastdecode.patches.layers.position_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -18,6 +19,8 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
 _GATED = {**_SIZES, "intermediate_size": 96}
+_BLOOM = {"hidden_size": 64, "n_layer": 2, "n_head": 4}
+_MPT = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "expansion_ratio": 2, "use_cache": True}
 _GPT_NEO = {
     **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "max_position_embeddings": 512},
     **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
@@ -36,9 +39,13 @@ _GEMMA3N = {
 
 MODELS = {
     "biogpt": ("biogpt", _GATED),
+    "bloom": ("bloom", _BLOOM),
+    "bloom-6-heads": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
     "gemma3n": ("gemma3n_text", _GEMMA3N),
     "gpt_neo": ("gpt_neo", _GPT_NEO),
     "jetmoe": ("jetmoe", _JETMOE),
+    "mpt": ("mpt", _MPT),
+    "mpt-6-heads": ("mpt", {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 1.0}}),
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
     "xglm": ("xglm", _XGLM),
 }
@@ -58,6 +65,7 @@ def test_tokens_equal_stock(name):
 
 
 SMALL = {
+    "bloom": {**_BLOOM, "n_layer": 1, "n_head": 2, "hidden_size": 32},
     "gpt_neo": {**_GPT_NEO, "num_heads": 2, "hidden_size": 32},
     "jetmoe": {**_JETMOE, "num_hidden_layers": 1, "num_key_value_heads": 1},
 }
@@ -108,6 +116,29 @@ def test_a_forward_of_another_library_on_an_attention_layer_runs_stock():
         assert "XGLMAttention has a hook or a forward of its own" in fd.explain(model).last_call.reason
 
 
+def test_distances_that_count_hidden_tokens_run_stock():
+    prompts = ragged_prompts(40, 40, shared=40)
+    prompts["attention_mask"][:, 20] = 0
+    for model_type, fields, path in (("bloom", _BLOOM, "shared"), ("mpt", _MPT, "stock")):
+        model = tiny_model_of_type(model_type, **fields)
+        stock = model.generate(**prompts, max_new_tokens=6)
+        with fd.enabled(model, min_saved_tokens=1):
+            assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
+            assert fd.explain(model).last_call.path == path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_position_bias_is_exact_in_any_dtype(dtype):
+    slopes, scale = (0.84089642, 2.0**-8), 128**-0.5
+    positions = torch.tensor([[0, 1, 255, 256, 4095, 50_001, MOST_POSITIONS - 1]])
+    key = with_key_positions(torch.zeros(1, 2, positions.shape[1], 128, dtype=dtype), positions)
+    query = with_slopes(torch.zeros(1, 2, 1, 128, dtype=dtype), slopes, scale)
+    assert key.shape[-1] == query.shape[-1] == 128 + WIDTH
+    bias = (query.double() @ key.double().mT)[0, :, 0] * scale
+    exact = torch.tensor(slopes, dtype=torch.float64)[:, None] * positions
+    assert torch.allclose(bias, exact, rtol=2.0**-20, atol=0)
+
+
 def test_a_name_is_registered_once():
-    with pytest.raises(ValueError, match="gpt_neo is registered already"):
-        register("gpt_neo", OwnCode())
+    with pytest.raises(ValueError, match="bloom is registered already"):
+        register("bloom", OwnCode())

@@ -1,0 +1,58 @@
+"""ALiBi as further numbers of keys and queries: what attention operators compute needs no bias of their own.
+
+ALiBi (Press et al. 2022) adds ``slope * position`` of the key to each score, a slope per query head; what the query's
+position would add is the same for all its keys, and drops out of the softmax. With ``position = 256 * high + low``,
+keys get ``(high, high, high, low, low, low)`` and queries three parts of ``256 * slope / scale``, then of
+``slope / scale``. High and low are whole numbers below 256, exact in any dtype, and three parts of half precision
+have the 24 bits of an fp32 slope, so that the bias is exact up to position 65,535 also in half precision, of which
+the operators sum products in fp32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH: Final = 16
+"""Numbers that keys, queries and values get; kernels take multiples of 16, and values as wide as keys."""
+
+_PARTS: Final = 3
+_LOW: Final = 256
+MOST_POSITIONS: Final = _LOW * _LOW
+
+
+def with_key_positions(keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys ``[rows, kv_heads, tokens, head_dim + WIDTH]``, of ``head_dim`` and positions ``[rows or 1, tokens]``."""
+    high, low = positions // _LOW, positions % _LOW
+    numbers = torch.stack([*[high] * _PARTS, *[low] * _PARTS], -1).to(keys.dtype)  # [rows or 1, tokens, 6]
+    numbers = F.pad(numbers, (0, WIDTH - 2 * _PARTS))[:, None].expand(*keys.shape[:-1], -1)
+    return torch.cat([keys, numbers], -1)
+
+
+def with_slopes(query: Tensor, slopes: tuple[float, ...], scale: float) -> Tensor:
+    """Queries ``[rows, heads, tokens, head_dim + WIDTH]``, of ``head_dim``, with a slope per head."""
+    numbers = _slope_parts(slopes, scale, query.dtype, query.device)[:, None].expand(*query.shape[:-1], -1)
+    return torch.cat([query, numbers], -1)
+
+
+def widened(values: Tensor) -> Tensor:
+    """Values as wide as their keys."""
+    return F.pad(values, (0, WIDTH))
+
+
+@cache  # never let go, since captured graphs read them
+def _slope_parts(slopes: tuple[float, ...], scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[heads, WIDTH]``: parts of each slope over the scale."""
+    with torch.inference_mode(False):
+        rest = torch.tensor(slopes, dtype=torch.float64, device="cpu") / scale
+        half = torch.bfloat16 if dtype.itemsize > 2 else dtype  # tensor cores round fp32 to 11 bits where that is on
+        parts = []
+        for _ in range(_PARTS):
+            parts.append(rest.to(half).double())
+            rest = rest - parts[-1]
+        numbers = torch.stack([*[_LOW * part for part in parts], *parts], -1)
+        return F.pad(numbers, (0, WIDTH - 2 * _PARTS)).to(dtype).to(device)
