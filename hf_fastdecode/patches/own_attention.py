@@ -9,6 +9,7 @@ from typing import Final
 
 from ..attention.own_code import OwnCode, register
 from .architectures.bloom import BLOOM
+from .architectures.falcon import FALCON
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
 from .architectures.mpt import MPT
@@ -20,6 +21,7 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
     "bloom": BLOOM,
+    "falcon": FALCON,
     "gpt_neo": GPT_NEO,
     "jetmoe": JETMOE,
     "mpt": MPT,

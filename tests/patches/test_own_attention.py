@@ -19,6 +19,7 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
 _GATED = {**_SIZES, "intermediate_size": 96}
+_FALCON = {**_SIZES, "ffn_hidden_size": 96}
 _BLOOM = {"hidden_size": 64, "n_layer": 2, "n_head": 4}
 _MPT = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "expansion_ratio": 2, "use_cache": True}
 _GPT_NEO = {
@@ -41,6 +42,9 @@ MODELS = {
     "biogpt": ("biogpt", _GATED),
     "bloom": ("bloom", _BLOOM),
     "bloom-6-heads": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
+    "falcon": ("falcon", _FALCON),
+    "falcon-40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-rw": ("falcon", {**_FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
     "gemma3n": ("gemma3n_text", _GEMMA3N),
     "gpt_neo": ("gpt_neo", _GPT_NEO),
     "jetmoe": ("jetmoe", _JETMOE),
