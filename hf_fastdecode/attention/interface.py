@@ -351,7 +351,7 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with stand-ins a `CausalMask`.
+        whose masks are causal whatever they ask for, a `CausalMask`.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -370,7 +370,7 @@ def shared_context_mask(
         return SlidingWindow(local_size)
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
-    if own is not None and own.stand_ins:
+    if own is not None and own.masks_are_causal:
         return CausalMask()
     if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
         raise Unsupported("the model's mask is not plain causal attention")

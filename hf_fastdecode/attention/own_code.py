@@ -22,15 +22,20 @@ class OwnCode:
     """What an architecture needs beyond the attention interface.
 
     Attributes:
-        stand_ins: Class name -> method name -> method. An architecture that has any says with it that its masks are
-            causal, but for windows that stand-ins pass to `interface.attend_shared`.
+        stand_ins: Class name -> method name -> method.
+        masks_are_causal: Whether masks are causal whatever they are asked for, but for windows that stand-ins pass to
+            `interface.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
+            stand-ins scale with positions, so that longer rows with padding run stock.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
         extra_width: By config, numbers that stand-ins append to each head's key and value.
     """
 
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
+    masks_are_causal: bool = False
     takes_no_positions: bool = False
+    scales_from: Callable[[Any], int | None] = lambda config: None
     counts_hidden: bool = False
     extra_width: Callable[[Any], int] = lambda config: 0
 

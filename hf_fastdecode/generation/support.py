@@ -77,10 +77,6 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     if not takes_positions and not (own is not None and own.takes_no_positions):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
-    if getattr(text, "attn_temperature_tuning", False):
-        raise Unsupported(
-            "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
-        )
 
 
 def _check_layout(layout: ModelLayout) -> None:
@@ -316,6 +312,10 @@ def check_prompts(
         if counted_by is not None:
             hides = f"attention_mask hides tokens inside a prompt, which {counted_by} count as seen"
             checks.append(((attention_mask[:, 1:] >= attention_mask[:, :-1]).all(), partial(Unsupported, hides)))
+        scales_from = None if own is None else own.scales_from(model.config.get_text_config(decoder=True))
+        if scales_from is not None and longest >= scales_from:
+            padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
+            checks.append((attention_mask.all(), partial(Unsupported, padding)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
     if (ids := positions.ids) is not None and not positions.differ:
         comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]

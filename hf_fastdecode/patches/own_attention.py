@@ -11,7 +11,9 @@ from ..attention.own_code import OwnCode, register
 from .architectures.bloom import BLOOM
 from .architectures.falcon import FALCON
 from .architectures.gpt_neo import GPT_NEO
+from .architectures.gpt_neox_japanese import GPT_NEOX_JAPANESE
 from .architectures.jetmoe import JETMOE
+from .architectures.llama4 import LLAMA4
 from .architectures.mpt import MPT
 from .architectures.xglm import XGLM
 
@@ -23,7 +25,9 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "bloom": BLOOM,
     "falcon": FALCON,
     "gpt_neo": GPT_NEO,
+    "gpt_neox_japanese": GPT_NEOX_JAPANESE,
     "jetmoe": JETMOE,
+    "llama4": LLAMA4,
     "mpt": MPT,
     "xglm": XGLM,
 }

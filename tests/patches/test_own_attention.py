@@ -31,6 +31,10 @@ _JETMOE = {
     **{"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 2},
     **{"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512},
 }
+_LLAMA4 = {
+    **{**_GATED, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2},
+    **{"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "attn_scale": 2.0, "floor_scale": 128},
+}
 _GEMMA3N = {
     **{**_GATED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
@@ -47,7 +51,9 @@ MODELS = {
     "falcon-rw": ("falcon", {**_FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
     "gemma3n": ("gemma3n_text", _GEMMA3N),
     "gpt_neo": ("gpt_neo", _GPT_NEO),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {**_SIZES, "intermediate_multiple_size": 2}),
     "jetmoe": ("jetmoe", _JETMOE),
+    "llama4": ("llama4_text", _LLAMA4),
     "mpt": ("mpt", _MPT),
     "mpt-6-heads": ("mpt", {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 1.0}}),
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
@@ -129,6 +135,19 @@ def test_distances_that_count_hidden_tokens_run_stock():
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
             assert fd.explain(model).last_call.path == path
+
+
+def test_llama4_scales_with_the_padding_of_prompts():
+    """Stock counts it, beyond `floor_scale` tokens: prompts of one length share, others run stock."""
+    model = tiny_model_of_type("llama4_text", **{**_LLAMA4, "floor_scale": 16})
+    for lengths, reason in (((64, 64), ""), ((64, 60), "scales with the padding of prompts")):
+        prompts = ragged_prompts(*lengths, shared=40)
+        stock = model.generate(**prompts, max_new_tokens=6)
+        with fd.enabled(model, min_saved_tokens=1):
+            assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
+            call = fd.explain(model).last_call
+            assert call.path == ("stock" if reason else "shared")
+            assert reason in call.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

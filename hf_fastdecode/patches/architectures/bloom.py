@@ -45,4 +45,9 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return (*slopes, *(2 ** (-4 * (2 * index + 1) / power) for index in range(heads - power)))
 
 
-BLOOM = OwnCode({"BloomAttention": {"forward": attend}}, takes_no_positions=True, extra_width=lambda config: WIDTH)
+BLOOM = OwnCode(
+    {"BloomAttention": {"forward": attend}},
+    masks_are_causal=True,
+    takes_no_positions=True,
+    extra_width=lambda config: WIDTH,
+)

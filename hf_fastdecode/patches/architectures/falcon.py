@@ -53,4 +53,8 @@ def split_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-FALCON = OwnCode({"FalconAttention": {"forward": attend}}, extra_width=lambda config: WIDTH if config.alibi else 0)
+FALCON = OwnCode(
+    {"FalconAttention": {"forward": attend}},
+    masks_are_causal=True,
+    extra_width=lambda config: WIDTH if config.alibi else 0,
+)

@@ -46,6 +46,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 MPT = OwnCode(
     {"MptAttention": {"forward": attend}},
+    masks_are_causal=True,
     takes_no_positions=True,
     counts_hidden=True,
     extra_width=lambda config: WIDTH,
