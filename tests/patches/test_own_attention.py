@@ -9,6 +9,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.own_code import OwnCode, register
+from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
 from hf_fastdecode.patches.layers.position_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
@@ -76,6 +77,11 @@ def test_tokens_equal_stock(name):
 
 SMALL = {
     "bloom": {**_BLOOM, "n_layer": 1, "n_head": 2, "hidden_size": 32},
+    "gemma3n_text": {
+        **{**_GEMMA3N, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"layer_types": ["sliding_attention"] * 2, "num_kv_shared_layers": 1},
+        "activation_sparsity_pattern": [0.0] * 2,
+    },
     "gpt_neo": {**_GPT_NEO, "num_heads": 2, "hidden_size": 32},
     "jetmoe": {**_JETMOE, "num_hidden_layers": 1, "num_key_value_heads": 1},
 }
@@ -113,6 +119,11 @@ def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monk
     with fd.enabled(model, min_saved_tokens=1), pytest.raises(FailingError):
         model.generate(**prompts, max_new_tokens=2)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_kernels_take_no_module_that_has_a_stand_in():
+    model = fd.enable(tiny_model_of_type("falcon", **_FALCON).bfloat16())
+    assert "FalconAttention" not in {type(module).__name__ for module in FusedModules(model).modules}
 
 
 def test_a_forward_of_another_library_on_an_attention_layer_runs_stock():

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
+from ...attention.own_code import stand_ins_of
 from ...kernels.installed import triton_is_installed
 from ..replaced_calls import ReplacedCall, replaced_calls
 from . import experts, gated, norms, rotary, routers
@@ -101,7 +102,8 @@ def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[
     kinds: dict[type[nn.Module], list[ModuleType]] = {}  # not kept: a class may get another `forward`
     for number, module in enumerate(modules):
         if (of_class := kinds.get(type(module))) is None:
-            of_class = kinds[type(module)] = [of for of in _KINDS if of.may_be(type(module))]
+            stands_in = "forward" in stand_ins_of(type(module))
+            of_class = kinds[type(module)] = [of for of in _KINDS if not stands_in and of.may_be(type(module))]
         for of in of_class:
             if (kind := of.kind(module)) is None or not is_plain(module):
                 continue
