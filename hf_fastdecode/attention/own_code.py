@@ -3,6 +3,7 @@
 Most attention classes hand what ``update`` returned to an attention function (`attention.interface`). Some compute
 with it themselves. Such an architecture registers methods that stand in for its own in passes over a shared-context
 cache, and what else differs. A missing flag alone (``_supports_attention_backend``) is an entry without methods.
+Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Final
 from ..attention.own_code import OwnCode, register
 from .architectures.bloom import BLOOM
 from .architectures.falcon import FALCON
+from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.gpt_neox_japanese import GPT_NEOX_JAPANESE
 from .architectures.jetmoe import JETMOE
@@ -24,6 +25,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
     "bloom": BLOOM,
     "falcon": FALCON,
+    "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,
     "gpt_neox_japanese": GPT_NEOX_JAPANESE,
     "jetmoe": JETMOE,

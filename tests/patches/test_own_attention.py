@@ -39,7 +39,7 @@ _LLAMA4 = {
 _GEMMA3N = {
     **{**_GATED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
-    **{"activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "hidden_size_per_layer_input": 8},
+    **{"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0], "laurel_rank": 8, "hidden_size_per_layer_input": 8},
     **{"vocab_size_per_layer_input": 97},
 }
 
@@ -80,7 +80,7 @@ SMALL = {
     "gemma3n_text": {
         **{**_GEMMA3N, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
         **{"layer_types": ["sliding_attention"] * 2, "num_kv_shared_layers": 1},
-        "activation_sparsity_pattern": [0.0] * 2,
+        "activation_sparsity_pattern": [0.95, 0.0],
     },
     "gpt_neo": {**_GPT_NEO, "num_heads": 2, "hidden_size": 32},
     "jetmoe": {**_JETMOE, "num_hidden_layers": 1, "num_key_value_heads": 1},
