@@ -30,7 +30,7 @@ class OwnCode:
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
-        extra_width: By config, numbers that stand-ins append to each head's key and value.
+        widths: By config and the numbers of a head's key and value, those that stand-ins store.
     """
 
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class OwnCode:
     takes_no_positions: bool = False
     scales_from: Callable[[Any], int | None] = lambda config: None
     counts_hidden: bool = False
-    extra_width: Callable[[Any], int] = lambda config: 0
+    widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
 
 
 _known: dict[str, OwnCode] = {}

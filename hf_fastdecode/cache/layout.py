@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.own_code import own_code_of
+from ..attention.own_code import OwnCode, own_code_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
 from .layers.own import AttendsByItself
@@ -185,8 +185,8 @@ class ModelLayout:
                 own[index] = module
             elif len(layers[index]) == 1 and layers[index][0].kind in PER_TOKEN:
                 layers[index] = (_with_heads_of(module, layers[index][0], whole),)
-        if (code := own_code_of(type(model))) is not None and (extra := code.extra_width(model.config)):
-            layers = [tuple(_wider(store, extra) for store in stores) for stores in layers]
+        if (code := own_code_of(type(model))) is not None:
+            layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
         return replace(found, layers=tuple(layers), own=own)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
@@ -285,11 +285,12 @@ def _window(config: Any, kind: Kind) -> int | None:
     return next(filter(None, sizes), None)
 
 
-def _wider(store: Store, extra: int) -> Store:
-    """The store with more numbers in each head's key and value, see `OwnCode.extra_width`."""
+def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
+    """The store with the widths that stand-ins store."""
     if store.kind not in PER_TOKEN:
         return store
-    return replace(store, head_dim=store.head_dim + extra, value_dim=store.value_dim + extra)
+    key, value = code.widths(config, store.head_dim, store.value_dim)
+    return replace(store, head_dim=key, value_dim=value)
 
 
 def _own(store: Store) -> Store:

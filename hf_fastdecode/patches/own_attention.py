@@ -9,6 +9,7 @@ from typing import Final
 
 from ..attention.own_code import OwnCode, register
 from .architectures.bloom import BLOOM
+from .architectures.diffllama import DIFFLLAMA
 from .architectures.falcon import FALCON
 from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt_neo import GPT_NEO
@@ -24,6 +25,7 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
     "bloom": BLOOM,
+    "diffllama": DIFFLLAMA,
     "falcon": FALCON,
     "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,

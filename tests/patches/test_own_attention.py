@@ -47,6 +47,7 @@ MODELS = {
     "biogpt": ("biogpt", _GATED),
     "bloom": ("bloom", _BLOOM),
     "bloom-6-heads": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
+    "diffllama": ("diffllama", {**_GATED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}),
     "falcon": ("falcon", _FALCON),
     "falcon-40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-rw": ("falcon", {**_FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
-from ..layers.position_bias import WIDTH, widened, with_key_positions, with_slopes
+from ..layers.position_bias import biased_widths, widened, with_key_positions, with_slopes
 from .bloom import alibi_slopes
 
 
@@ -56,5 +56,5 @@ def split_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 FALCON = OwnCode(
     {"FalconAttention": {"forward": attend}},
     masks_are_causal=True,
-    extra_width=lambda config: WIDTH if config.alibi else 0,
+    widths=lambda config, key, value: biased_widths(config, key, value) if config.alibi else (key, value),
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...attention.interface import attend_shared, positions_of_pass
 from ...attention.own_code import OwnCode
-from ..layers.position_bias import WIDTH, widened, with_key_positions, with_slopes
+from ..layers.position_bias import biased_widths, widened, with_key_positions, with_slopes
 
 _LARGEST = 8  # exponent of the smallest slope; `MptModel` leaves `alibi_bias_max` of the config out
 
@@ -49,5 +49,5 @@ MPT = OwnCode(
     masks_are_causal=True,
     takes_no_positions=True,
     counts_hidden=True,
-    extra_width=lambda config: WIDTH,
+    widths=biased_widths,
 )

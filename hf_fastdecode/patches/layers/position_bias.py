@@ -11,7 +11,7 @@ the operators sum products in fp32.
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,11 @@ WIDTH: Final = 16
 _PARTS: Final = 3
 _LOW: Final = 256
 MOST_POSITIONS: Final = _LOW * _LOW
+
+
+def biased_widths(config: Any, key: int, value: int) -> tuple[int, int]:
+    """Numbers of a head's key and value with the bias, see `OwnCode.widths`."""
+    return key + WIDTH, value + WIDTH
 
 
 def with_key_positions(keys: Tensor, positions: Tensor) -> Tensor:
