@@ -324,6 +324,12 @@ def attend_shared(
     return out
 
 
+def outgrows(length: int) -> bool:
+    """Whether the longest row of the pass has more tokens, for stand-ins that compute something else then."""
+    lengths = _lengths.get()
+    return lengths is not None and lengths.keep_if_binding(length) is not None
+
+
 def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
     if sinks.shape != (heads,):
         raise Unsupported(

@@ -10,6 +10,7 @@ from typing import Final
 from ..attention.own_code import OwnCode, register
 from .architectures.bloom import BLOOM
 from .architectures.diffllama import DIFFLLAMA
+from .architectures.doge import DOGE
 from .architectures.falcon import FALCON
 from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt_neo import GPT_NEO
@@ -26,6 +27,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
     "bloom": BLOOM,
     "diffllama": DIFFLLAMA,
+    "doge": DOGE,
     "falcon": FALCON,
     "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,

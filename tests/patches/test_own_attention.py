@@ -12,7 +12,7 @@ from hf_fastdecode.attention.own_code import OwnCode, register
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
-from hf_fastdecode.patches.layers.position_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
+from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -36,6 +36,7 @@ _LLAMA4 = {
     **{**_GATED, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2},
     **{"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "attn_scale": 2.0, "floor_scale": 128},
 }
+_DOGE = {**_GATED, "num_key_value_heads": 2, "keep_window_size": 90}
 _GEMMA3N = {
     **{**_GATED, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24},
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
@@ -48,6 +49,7 @@ MODELS = {
     "bloom": ("bloom", _BLOOM),
     "bloom-6-heads": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
     "diffllama": ("diffllama", {**_GATED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}),
+    "doge": ("doge", _DOGE),
     "falcon": ("falcon", _FALCON),
     "falcon-40b": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-rw": ("falcon", {**_FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
@@ -69,6 +71,10 @@ def test_tokens_equal_stock(name):
     """Greedy and sampled, left-padded prompts that begin alike, also over a kept cache; and beams."""
     model_type, fields = MODELS[name]
     model, prompts = tiny_model_of_type(model_type, **fields), ragged_prompts(57, 71, 64, shared=40)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".A"):  # of Doge, whose gates are else all the same
+                parameter.copy_(torch.tensor([-1.0, 1.0]))
     assert compared(model, prompts, stock_tokens(model, prompts)) == ("shared", "")
     stock = model.generate(**prompts, **BEAMS)
     with fd.enabled(model, min_saved_tokens=1):
@@ -147,6 +153,16 @@ def test_distances_that_count_hidden_tokens_run_stock():
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
             assert fd.explain(model).last_call.path == path
+
+
+def test_rows_of_which_doge_drops_tokens_run_stock():
+    model, prompts = tiny_model_of_type("doge", **_DOGE), ragged_prompts(80, 80, shared=40)
+    stock = model.generate(**prompts, max_new_tokens=12)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**prompts, max_new_tokens=12), stock)
+        assert "keeps the 90 tokens of the largest gates" in fd.explain(model).last_call.reason
+        model.generate(**prompts, max_new_tokens=10)
+        assert fd.explain(model).last_call.path == "shared"
 
 
 def test_llama4_scales_with_the_padding_of_prompts():

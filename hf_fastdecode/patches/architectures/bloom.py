@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ...attention.interface import attend_shared, positions_of_pass
 from ...attention.own_code import OwnCode
-from ..layers.position_bias import biased_widths, widened, with_key_positions, with_slopes
+from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 
 
 def attend(

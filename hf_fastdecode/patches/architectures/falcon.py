@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
-from ..layers.position_bias import biased_widths, widened, with_key_positions, with_slopes
+from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 from .bloom import alibi_slopes
 
 
