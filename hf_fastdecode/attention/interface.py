@@ -357,7 +357,7 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        whose masks are causal whatever they ask for, a `CausalMask`.
+        with code that reads masks, a `CausalMask` in place of None.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -376,12 +376,13 @@ def shared_context_mask(
         return SlidingWindow(local_size)
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
-    if own is not None and own.masks_are_causal:
-        return CausalMask()
-    if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
+    added_in_stand_ins = own is not None and own.reads_masks
+    if (not allow_is_causal_skip and not added_in_stand_ins) or (
+        local_size is None and mask_function is not causal_mask_function
+    ):
         raise Unsupported("the model's mask is not plain causal attention")
     if window is None:
-        return None
+        return CausalMask() if added_in_stand_ins else None
     if not _slides(mask_function, window):
         raise Unsupported(
             f"chunks of {window} tokens are shorter than the longest row, {lengths.longest} tokens; of local "

@@ -24,8 +24,8 @@ class OwnCode:
 
     Attributes:
         stand_ins: Class name -> method name -> method.
-        masks_are_causal: Whether masks are causal whatever they are asked for, but for windows that stand-ins pass to
-            `interface.attend_shared`.
+        reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
+            to them, which stand-ins add instead; stand-ins pass windows to `interface.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
@@ -34,7 +34,7 @@ class OwnCode:
     """
 
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
-    masks_are_causal: bool = False
+    reads_masks: bool = False
     takes_no_positions: bool = False
     scales_from: Callable[[Any], int | None] = lambda config: None
     counts_hidden: bool = False

@@ -18,6 +18,7 @@ from .architectures.gpt_neox_japanese import GPT_NEOX_JAPANESE
 from .architectures.jetmoe import JETMOE
 from .architectures.llama4 import LLAMA4
 from .architectures.mpt import MPT
+from .architectures.rembert import MEGATRON_BERT, REMBERT
 from .architectures.xglm import XGLM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
@@ -35,6 +36,8 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "jetmoe": JETMOE,
     "llama4": LLAMA4,
     "mpt": MPT,
+    "megatron_bert": MEGATRON_BERT,
+    "rembert": REMBERT,
     "xglm": XGLM,
 }
 

@@ -60,6 +60,7 @@ MODELS = {
     "llama4": ("llama4_text", _LLAMA4),
     "mpt": ("mpt", _MPT),
     "mpt-6-heads": ("mpt", {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 1.0}}),
+    "rembert": ("rembert", {**_GATED, "input_embedding_size": 32, "output_embedding_size": 32, "is_decoder": True}),
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
     "xglm": ("xglm", _XGLM),
 }

@@ -47,7 +47,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 BLOOM = OwnCode(
     {"BloomAttention": {"forward": attend}},
-    masks_are_causal=True,
+    reads_masks=True,
     takes_no_positions=True,
     widths=biased_widths,
 )

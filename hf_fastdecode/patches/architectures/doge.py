@@ -47,4 +47,4 @@ def attend(
     return module.o_proj(out.flatten(2)), None
 
 
-DOGE = OwnCode({"DogeAttention": {"forward": attend}}, masks_are_causal=True, widths=biased_widths)
+DOGE = OwnCode({"DogeAttention": {"forward": attend}}, reads_masks=True, widths=biased_widths)

@@ -55,6 +55,6 @@ def split_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 FALCON = OwnCode(
     {"FalconAttention": {"forward": attend}},
-    masks_are_causal=True,
+    reads_masks=True,
     widths=lambda config, key, value: biased_widths(config, key, value) if config.alibi else (key, value),
 )

@@ -21,4 +21,4 @@ def attend(
     return attend_shared(module, query, key, scaling=1.0, window=window).transpose(1, 2), None
 
 
-GPT_NEO = OwnCode({"GPTNeoSelfAttention": {"_attn": attend}}, masks_are_causal=True)
+GPT_NEO = OwnCode({"GPTNeoSelfAttention": {"_attn": attend}}, reads_masks=True)

@@ -17,4 +17,4 @@ def attend(
     return attend_shared(module, query, key, scaling=1.0 / module.norm_factor).transpose(1, 2), None
 
 
-GPT_NEOX_JAPANESE = OwnCode({"GPTNeoXJapaneseAttention": {"_attn": attend}}, masks_are_causal=True)
+GPT_NEOX_JAPANESE = OwnCode({"GPTNeoXJapaneseAttention": {"_attn": attend}}, reads_masks=True)

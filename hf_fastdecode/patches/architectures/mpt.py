@@ -46,7 +46,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 MPT = OwnCode(
     {"MptAttention": {"forward": attend}},
-    masks_are_causal=True,
+    reads_masks=True,
     takes_no_positions=True,
     counts_hidden=True,
     widths=biased_widths,

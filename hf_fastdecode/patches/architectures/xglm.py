@@ -28,4 +28,4 @@ def attend(
     return module.out_proj(attend_shared(module, query, kv, scaling=module.scaling).flatten(2)), None
 
 
-XGLM = OwnCode({"XGLMAttention": {"forward": attend}}, masks_are_causal=True)
+XGLM = OwnCode({"XGLMAttention": {"forward": attend}}, reads_masks=True)
