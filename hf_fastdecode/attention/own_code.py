@@ -25,7 +25,7 @@ class OwnCode:
     Attributes:
         stand_ins: Class name -> method name -> method.
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
-            to them, which stand-ins add instead; stand-ins pass windows to `interface.attend_shared`.
+            to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.

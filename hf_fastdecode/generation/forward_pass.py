@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import CACHE, uncompiled_call
-from ..attention.interface import at_positions
+from ..attention.stand_in_calls import at_positions
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 

@@ -42,7 +42,8 @@ from .._compat import (
     untested_transformers,
     with_cache,
 )
-from ..attention.interface import RowLengths, at_positions
+from ..attention.interface import RowLengths
+from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported

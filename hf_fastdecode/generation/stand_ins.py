@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._compat import COMPILED_CALL, uncompiled_call
-from ..attention.interface import is_active
+from ..attention.interface import lengths_of_pass
 from ..attention.own_code import Method, stand_ins_of
 from ..errors import Unsupported
 from .foreign_code import is_capturable
@@ -85,6 +85,6 @@ def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
         own, attribute = getattr(type(module), name), name
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (method if is_active() else own)(module, *args, **kwargs)
+        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
 
     return ReplacedCall(module, attribute, call)

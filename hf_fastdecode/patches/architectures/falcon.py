@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
+from ...attention.stand_in_calls import attend_shared
 from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 from .bloom import alibi_slopes
 

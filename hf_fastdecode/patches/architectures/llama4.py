@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..._compat import CACHE, cache_in
-from ...attention.interface import positions_of_pass, shared_context_attention
+from ...attention.interface import shared_context_attention
 from ...attention.own_code import OwnCode
+from ...attention.stand_in_calls import positions_of_pass
 
 
 def attend(

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...attention.interface import attend_shared, positions_of_pass
 from ...attention.own_code import OwnCode
+from ...attention.stand_in_calls import attend_shared, positions_of_pass
 from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 
 _LARGEST = 8  # exponent of the smallest slope; `MptModel` leaves `alibi_bias_max` of the config out
