@@ -62,6 +62,7 @@ MODELS = {
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
     "xglm": ("xglm", _XGLM),
 }
+LOGITS = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
 
 
@@ -82,6 +83,17 @@ def test_tokens_equal_stock(name):
     with fd.enabled(model, min_saved_tokens=1):
         assert torch.equal(model.generate(**prompts, **BEAMS), stock)
         assert fd.explain(model).last_call.path == "shared"
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
+def test_alibi_at_positions_that_half_precision_rounds(name):
+    model_type, fields = MODELS[name]
+    model, call = tiny_model_of_type(model_type, **fields), {**LOGITS, **ragged_prompts(300, 290, shared=280)}
+    stock = torch.stack(model.generate(**call).logits)
+    with fd.enabled(model, min_saved_tokens=1):
+        shared = torch.stack(model.generate(**call).logits)
+        assert fd.explain(model).last_call.path == "shared"
+    assert torch.allclose(shared, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
 
 
 SMALL = {
