@@ -29,6 +29,7 @@ from .generation.same_calls import require_same_prefill
 from .generation.structure import Structure
 from .generation.support import check_model, check_prompts, check_sequence_parallel, check_state, rope_limit
 from .generation.wrappers import unwrapped
+from .patches.own_attention import register_own_attention
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_fastdecode")
 
 Model = TypeVar("Model", bound=nn.Module)
+
+register_own_attention()
 
 
 def enable(

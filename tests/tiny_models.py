@@ -85,9 +85,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random fp32 model in eval mode, with weights large enough that what it samples depends on the context."""
     model_type, arguments = ARCHITECTURES[name]
+    return tiny_model_of_type(model_type, seed=seed, **{**arguments, **overrides})
+
+
+def tiny_model_of_type(model_type: str, *, seed: int = 0, **arguments: Any) -> PreTrainedModel:
+    """The same of any architecture, by its config's arguments."""
     torch.manual_seed(seed)
     special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = AutoConfig.for_model(model_type, **{**arguments, **special, **overrides})
+    config = AutoConfig.for_model(model_type, **{**special, **arguments})
     model = AutoModelForCausalLM.from_config(config).eval()
     if getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers 5.17 chooses sdpa, which leaves the soft cap out

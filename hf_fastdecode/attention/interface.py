@@ -27,6 +27,7 @@ from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
 from .autocast import autocast_dtype, cast, no_autocast
 from .kv import Scoring
+from .own_code import own_code_of
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
@@ -69,10 +70,18 @@ class SharedKV(_NotATensor, ABC):
 
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
+        device: Where keys and values are.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
+    device: torch.device
+
+    def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
+        """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""
+        if device != self.device:
+            raise NotATensorError(f"to({device})", self._what)
+        return self
 
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -85,6 +94,17 @@ class SlidingWindow(_NotATensor):
 
     _what: ClassVar[str] = "masks"
     size: int
+
+
+class CausalMask(_NotATensor):
+    """Returned by `shared_context_mask` to code that computes with its mask even where nothing is hidden."""
+
+    _what = "masks"
+    ndim = 0
+
+    def to(self, *args: Any, **kwargs: Any) -> CausalMask:
+        """Itself."""
+        return self
 
 
 @dataclass
@@ -111,6 +131,11 @@ class RowLengths:
 
 # Of the current forward pass; None outside `active`, hence in other threads.
 _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
+
+
+def lengths_of_pass() -> RowLengths | None:
+    """Those of the current forward pass of this thread; None outside `active`."""
+    return _lengths.get()
 
 
 def require_active() -> None:
@@ -286,7 +311,8 @@ def shared_context_mask(
         kwargs: Arguments of other mask functions.
 
     Returns:
-        None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`.
+        None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
+        with code that reads masks, a `CausalMask` in place of None.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -304,10 +330,14 @@ def shared_context_mask(
         # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
         return SlidingWindow(local_size)
     window = lengths.keep_if_binding(local_size)
-    if not allow_is_causal_skip or (local_size is None and mask_function is not causal_mask_function):
+    own = own_code_of(type(kwargs.get("config")))
+    added_in_stand_ins = own is not None and own.reads_masks
+    if (not allow_is_causal_skip and not added_in_stand_ins) or (
+        local_size is None and mask_function is not causal_mask_function
+    ):
         raise Unsupported("the model's mask is not plain causal attention")
     if window is None:
-        return None
+        return CausalMask() if added_in_stand_ins else None
     if not _slides(mask_function, window):
         raise Unsupported(
             f"chunks of {window} tokens are shorter than the longest row, {lengths.longest} tokens; of local "

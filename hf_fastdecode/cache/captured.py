@@ -178,6 +178,7 @@ def _captured_layer(
 class _CapturedKV(SharedKV):
     def __init__(self, layer: _CapturedLayer, new: Segment):
         self.layer, self.new, self.stored_window = layer, new, layer.stored_window
+        self.device = new.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer

@@ -256,6 +256,7 @@ class _PrefillLayer(LayerOfACapture):
 class _PaddedKV(SharedKV):
     def __init__(self, layer: _PrefillLayer, parts: Segment):
         self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
+        self.device = parts.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         keys, values = self.parts

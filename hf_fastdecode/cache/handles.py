@@ -121,7 +121,7 @@ class DecodeKV(SharedKV):
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer, self.parts = layer, parts
         self.keys, self.values = layer.storage.keys_and_values(parts)
-        self.stored_window = layer.store.window
+        self.stored_window, self.device = layer.store.window, self.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
@@ -220,7 +220,7 @@ class PrefillKV(SharedKV):
     def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):
         self.layer, self.whole = layer, layer.storage.keys_and_values(whole)
         self.keys, self.values = layer.storage.keys_and_values(parts)
-        self.stored_window = layer.store.window
+        self.stored_window, self.device = layer.store.window, self.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)

@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..attention.own_code import OwnCode, own_code_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
 from .layers.own import AttendsByItself
@@ -55,6 +56,8 @@ STATEFUL: Final = "stateful"
 _KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "full_attention": (Kind.FULL,),
     "attention": (Kind.FULL,),
+    "global": (Kind.FULL,),
+    "local": (Kind.SLIDING,),
     "sliding_attention": (Kind.SLIDING,),
     "chunked_attention": (Kind.CHUNKED,),
     "linear_attention": (Kind.STATE,),
@@ -182,6 +185,8 @@ class ModelLayout:
                 own[index] = module
             elif len(layers[index]) == 1 and layers[index][0].kind in PER_TOKEN:
                 layers[index] = (_with_heads_of(module, layers[index][0], whole),)
+        if (code := own_code_of(type(model))) is not None:
+            layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
         return replace(found, layers=tuple(layers), own=own)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
@@ -211,7 +216,7 @@ class ModelLayout:
 
 def _types(config: Any, each: Any, count: int) -> tuple[str, ...]:
     """The layers' types; without a list in the config, those that transformers' caches derive from windows."""
-    given = list(_field(config, "layer_types") or ())[:count]
+    given = list(_field(config, "layer_types") or _field(config, "attention_layers") or ())[:count]
     if given:
         return tuple(given + given[-1:] * (count - len(given)))
     distinct = {id(one): one for one in each}
@@ -251,7 +256,7 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
     window = _window(config, kind)
     if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
         kind = Kind.FULL
-    elif kind is Kind.SLIDING and not _number(config, "sliding_window"):
+    elif kind is Kind.SLIDING and not (_number(config, "sliding_window") or _number(config, "window_size")):
         kind = Kind.CHUNKED
 
     def size(name: str) -> int:
@@ -261,10 +266,13 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
     listed = _field(config, "num_attention_heads_per_layer")
     heads = listed[index] if listed else size("num_attention_heads")
     kv_heads = size("num_key_value_heads") * (_IN_CODE.get(config.model_type, 1) if kind is Kind.SLIDING else 1)
+    if not kv_heads and _field(config, "new_decoder_architecture"):  # Falcon, where `multi_query` then says nothing
+        kv_heads = _number(config, "num_kv_heads")
     if not kv_heads:  # gpt_bigcode names the choice, not the number
         kv_heads = 1 if _field(config, "multi_query") else heads
     hidden = _number(config, "hidden_size")
-    head_dim = size("head_dim") or (hidden // size("num_attention_heads") if size("num_attention_heads") else 0)
+    head_dim = size("head_dim") or _number(config, "kv_channels")
+    head_dim = head_dim or (hidden // size("num_attention_heads") if size("num_attention_heads") else 0)
     return Store(kind, heads, kv_heads, head_dim, size("v_head_dim") or head_dim, window)
 
 
@@ -272,9 +280,17 @@ def _window(config: Any, kind: Kind) -> int | None:
     """The window of a layer with one, in tokens; None when the config names none, or one of no tokens."""
     if kind not in (Kind.SLIDING, Kind.CHUNKED):
         return None
-    names = ("sliding_window", "attention_chunk_size")
+    names = ("sliding_window", "window_size", "attention_chunk_size")
     sizes = (_number(config, name) for name in (names if kind is Kind.SLIDING else names[::-1]))
     return next(filter(None, sizes), None)
+
+
+def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
+    """The store with the widths that stand-ins store."""
+    if store.kind not in PER_TOKEN:
+        return store
+    key, value = code.widths(config, store.head_dim, store.value_dim)
+    return replace(store, head_dim=key, value_dim=value)
 
 
 def _own(store: Store) -> Store:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import CACHE, uncompiled_call
+from ..attention.stand_in_calls import at_positions
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
 
@@ -23,7 +24,8 @@ def forward_pass(
     """
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)
-    return uncompiled_call(model, position_ids=position_ids, **{CACHE: cache}, **arguments)
+    with at_positions(position_ids):
+        return uncompiled_call(model, position_ids=position_ids, **{CACHE: cache}, **arguments)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

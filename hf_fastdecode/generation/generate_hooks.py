@@ -43,6 +43,7 @@ from .._compat import (
     with_cache,
 )
 from ..attention.interface import RowLengths
+from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
@@ -139,7 +140,8 @@ def _forward_shared(
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
-            output = model_state.methods.original(model, "forward")(*args, **kwargs)
+            with at_positions(given.get("position_ids")):
+                output = model_state.methods.original(model, "forward")(*args, **kwargs)
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
     report = model_state.last_call

@@ -112,11 +112,13 @@ class CallReport:
     def observe(self, cache: SharedContextCache) -> None:
         """Record the operators and lengths of a forward pass with this cache."""
         if not self.layers or self.suffix_length == 0:
+            ran = {layer.index: layer.ran.items() for layer in cache.attention_layers}
             self.layers = [
-                "; ".join(f"{phase}: {what}" for phase, what in layer.ran.items()) for layer in cache.layers
+                "; ".join(f"{phase}: {what}" for phase, what in ran[index]) if index in ran else "stores nothing"
+                for index in range(len(cache.layers))
             ]
             self.layer_sizes = [
-                (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.layers
+                (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.attention_layers
             ]
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
         self.stored_suffix = cache.state.suffix_shard.count(self.suffix_length)

@@ -22,6 +22,7 @@ from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .model_walk import ModelWalk
 from .model_watch import ModelWatch
+from .stand_ins import StandIns, find_stand_ins
 
 Answer = TypeVar("Answer")
 
@@ -89,6 +90,11 @@ class Structure:
         found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
         return FusedModules(self._model, self.walk.modules, found)
 
+    @cached_property
+    def stand_ins(self) -> StandIns:
+        """Methods that run in the place of attention code of the architecture's own."""
+        return StandIns(self.walk.modules, self.kept("stand-ins", lambda: find_stand_ins(self.walk.modules)))
+
     @property
     def fused_names(self) -> str:
         """The modules that run as kernels, for reports."""
@@ -110,13 +116,19 @@ class Structure:
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        for name in ("walk", "fused"):  # made again for passes after the call
+        for name in ("walk", "fused", "stand_ins"):  # made again for passes after the call
             vars(self).pop(name, None)
 
     @contextmanager
+    def attending(self, lengths: RowLengths) -> Iterator[None]:
+        """Context in which layers attend to a shared-context cache, see `attention.interface.active`."""
+        with active(self.configs, lengths), self.stand_ins.installed():
+            yield
+
+    @contextmanager
     def passing(self, lengths: RowLengths) -> Iterator[None]:
-        """Context of a forward pass over a shared-context cache, see `attention.interface.active`."""
-        with active(self.configs, lengths):
+        """Context of a forward pass over a shared-context cache, with fused modules."""
+        with self.attending(lengths):
             if self.fused is None:
                 yield
             else:

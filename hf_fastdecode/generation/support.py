@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
+from ..attention.own_code import own_code_of
 from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
@@ -64,19 +65,18 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
     _check_layout(layout)
-    if not getattr(model, "_supports_attention_backend", False) and not _attends_by_itself(model, layout):
+    own = own_code_of(type(model))
+    flagged = getattr(model, "_supports_attention_backend", False)
+    if not flagged and own is None and not _attends_by_itself(model, layout):
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions and not (own is not None and own.takes_no_positions):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
-    if getattr(text, "attn_temperature_tuning", False):
-        raise Unsupported(
-            "its attention scales with the length of the cache, not with positions (attn_temperature_tuning)"
-        )
 
 
 def _check_layout(layout: ModelLayout) -> None:
@@ -92,8 +92,6 @@ def _check_layout(layout: ModelLayout) -> None:
         raise Unsupported("it has cross attention")
     if Kind.LATENT in kinds:
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if layout.borrowing:
-        raise Unsupported(f"{layout.borrowing} of its layers take keys and values from other layers")
     if (loops := max(map(len, layout.layers), default=0)) > 1:
         raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
 
@@ -308,9 +306,16 @@ def check_prompts(
         remedy = "set padding_side='left' when calling the tokenizer"
         checks.append((attention_mask[:, -1].all(), partial(Unsupported, "a prompt ends in padding", remedy)))
         window = layout.smallest_window
-        if window is not None and longest > window:
-            hides = f"attention_mask hides tokens inside a prompt, which windows of {window} tokens count as seen"
+        counted_by = None if window is None or longest <= window else f"windows of {window} tokens"
+        if (own := own_code_of(type(model))) is not None and own.counts_hidden:
+            counted_by = "its distances"
+        if counted_by is not None:
+            hides = f"attention_mask hides tokens inside a prompt, which {counted_by} count as seen"
             checks.append(((attention_mask[:, 1:] >= attention_mask[:, :-1]).all(), partial(Unsupported, hides)))
+        scales_from = None if own is None else own.scales_from(model.config.get_text_config(decoder=True))
+        if scales_from is not None and longest >= scales_from:
+            padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
+            checks.append((attention_mask.all(), partial(Unsupported, padding)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
     if (ids := positions.ids) is not None and not positions.differ:
         comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]

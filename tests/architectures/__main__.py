@@ -1,7 +1,8 @@
 """``python -m tests.architectures [CLASS ...]``: compare all generating classes, or these, with stock.
 
 Prints each class's verdict and how many there are of each kind. Of a run over all classes it writes
-``docs/architectures.md``. The exit code is 1 when any class gave other tokens than stock, raised, or proved nothing.
+``docs/architectures.md``; of one over some, it replaces their rows, if the page is of the installed transformers. The
+exit code is 1 when any class gave other tokens than stock, raised, or proved nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import torch
+import transformers
 from transformers.utils import logging
 
 from .classes import generating_classes
 from .compare import Verdict, verdict_on
-from .page import PAGE, written
+from .page import PAGE, read, version, written
 
 _PROCESSES = 2
 _SECONDS = 120.0
@@ -42,8 +44,8 @@ def main() -> int:
         print(f"{seconds:6.1f} s  {name}: {verdict.kind}{verdict.reason and ', '}{verdict.reason}", flush=True)
     counts = Counter(verdict.kind for verdict in verdicts.values())
     print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
-    if not asked:
-        PAGE.write_text(written(verdicts))
+    if not asked or version() == transformers.__version__:
+        PAGE.write_text(written(({} if not asked else read()) | verdicts))
     return int(any(counts[kind] for kind in _FAILURES))
 
 

@@ -50,17 +50,22 @@ def verdict_on(name: str) -> Verdict:
         model = tiny_model_of(name)
         model_type = model.config.model_type
         inputs = _inputs(name, model)
-        stock = {call: _generate(model, inputs, call) for call in _CALLS}
+        stock = stock_tokens(model, inputs)
     except Exception as error:
         return Verdict("not compared", _line(error), model_type)
     try:
-        return Verdict(*_compared(model, inputs, stock), model_type)
+        return Verdict(*compared(model, inputs, stock), model_type)
     except Exception as error:
         return Verdict("crashed", _line(error), model_type)
 
 
-def _compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[str, str]:
-    """The verdict's kind and reason."""
+def stock_tokens(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model generates that is not enabled, by call."""
+    return {call: _generate(model, inputs, call) for call in _CALLS}
+
+
+def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[str, str]:
+    """The verdict's kind and reason, of a model whose stock tokens for these inputs are known."""
     with fd.enabled(model, min_saved_tokens=1):
         for call in _CALLS:
             tokens = _generate(model, inputs, call)

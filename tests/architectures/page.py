@@ -63,11 +63,27 @@ def _cell(reason: str) -> str:
     return short.replace("|", "\\|").replace("<", "&lt;")
 
 
-def listed() -> dict[str, str]:
-    """Class name -> kind, as the committed page has them."""
+def _text(cell: str) -> str:
+    return cell.replace("&lt;", "<").replace("\\|", "|")
+
+
+def read() -> dict[str, Verdict]:
+    """Class name -> verdict, as the committed page has them."""
     kinds = {title: kind for kind, title in _TITLES.items()}
-    found: dict[str, str] = {}
+    found: dict[str, Verdict] = {}
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         title, _, table = section.partition("\n")
-        found |= dict.fromkeys(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:], kinds[title])
+        for row in re.findall(r"^\| (.*) \|$", table, re.MULTILINE)[2:]:
+            name, model_type, *reason = row.split(" | ", 2)
+            found[name] = Verdict(kinds[title], _text("".join(reason)), model_type)
     return found
+
+
+def listed() -> dict[str, str]:
+    """Class name -> kind, as the committed page has them."""
+    return {name: verdict.kind for name, verdict in read().items()}
+
+
+def version() -> str:
+    """The transformers of the committed page."""
+    return re.findall(r"of transformers (\S+) that", PAGE.read_text())[0]

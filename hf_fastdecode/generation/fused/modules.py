@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,7 +13,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
+from ...attention.own_code import stand_ins_of
 from ...kernels.installed import triton_is_installed
+from ..replaced_calls import ReplacedCall, replaced_calls
 from . import experts, gated, norms, rotary, routers
 from .runs import fused_here, is_plain
 from .trial import tried
@@ -51,9 +52,9 @@ class FusedModules:
         return [self._every[one.number] for one in self.found]
 
     @cached_property
-    def _calls(self) -> list[Call]:
+    def _calls(self) -> list[ReplacedCall]:
         return [
-            (module, one.kind.replacement(module, one.form))
+            ReplacedCall(module, COMPILED_CALL, one.kind.replacement(module, one.form))
             for module, one in zip(self.modules, self.found, strict=True)
         ]
 
@@ -81,12 +82,12 @@ class FusedModules:
         if _all_have_hooks():
             yield
             return
-        _switch.enter(self._calls)
+        replaced_calls.enter(self._calls)
         try:
             with fused_here():
                 yield
         finally:
-            _switch.leave(self._calls)
+            replaced_calls.leave(self._calls)
 
 
 class Found(NamedTuple):
@@ -97,15 +98,12 @@ class Found(NamedTuple):
     form: Any
 
 
-Call = tuple[nn.Module, Callable[..., Any]]
-"""A module, and what runs in its place."""
-
-
 def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Found]:
     kinds: dict[type[nn.Module], list[ModuleType]] = {}  # not kept: a class may get another `forward`
     for number, module in enumerate(modules):
         if (of_class := kinds.get(type(module))) is None:
-            of_class = kinds[type(module)] = [of for of in _KINDS if of.may_be(type(module))]
+            stands_in = "forward" in stand_ins_of(type(module))
+            of_class = kinds[type(module)] = [of for of in _KINDS if not stands_in and of.may_be(type(module))]
         for of in of_class:
             if (kind := of.kind(module)) is None or not is_plain(module):
                 continue
@@ -119,35 +117,3 @@ def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[
 def _all_have_hooks() -> bool:
     """Whether each call of any module runs a hook, trials' included."""
     return next(global_forward_hooks(), None) is not None
-
-
-class _Switch:
-    """Replaces the calls of modules for the time of some passes, which may overlap in several threads.
-
-    The first pass to enter replaces a module's call, the last to leave restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._entries: dict[int, int] = {}
-
-    def enter(self, calls: list[Call]) -> None:
-        with self._lock:
-            for module, call in calls:
-                count = self._entries.get(id(module), 0)
-                if count == 0 and vars(module).get(COMPILED_CALL) is not None:
-                    continue  # compiled by the user
-                self._entries[id(module)] = count + 1
-                vars(module)[COMPILED_CALL] = call
-
-    def leave(self, calls: list[Call]) -> None:
-        with self._lock:
-            for module, _ in calls:
-                count = self._entries.pop(id(module), 0)
-                if count > 1:
-                    self._entries[id(module)] = count - 1
-                elif count == 1:
-                    vars(module).pop(COMPILED_CALL, None)
-
-
-_switch = _Switch()

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
 from ...attention.forest import path_slice
+from ...attention.own_code import own_code_of
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
@@ -174,7 +175,9 @@ class FirstPassPrompts:
         mask, width = arguments.get("attention_mask"), ids.shape[1]
         positions = reduced(arguments.get("position_ids"), mask)
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        if mask is not None and positions.ids is None and not bool(mask.all()):
+        own = own_code_of(type(model))
+        counts = own is None or not own.takes_no_positions
+        if counts and mask is not None and positions.ids is None and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden

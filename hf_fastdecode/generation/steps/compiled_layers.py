@@ -33,6 +33,7 @@ from ..._compat import (
 )
 from ...cache.layout import ModelLayout
 from ..instance_patch import own_method
+from ..stand_ins import find_stand_ins
 from .projections import linears
 
 Backend = Callable[..., Any]
@@ -129,7 +130,10 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], most_rows: int) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's decoder layers in order; empty if there is no such list."""
+    """The model's decoder layers in order; empty if there is no such list, or for layers with stand-ins.
+
+    Compiled layers would run their own attention code.
+    """
     count = len(ModelLayout.from_config(model.config).layers)
     for module in model.modules():
         if (
@@ -137,7 +141,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             and len(module) == count
             and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
         ):
-            return list(module)
+            return [] if find_stand_ins(list(module.modules())) else list(module)
     return []
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.interface import RowLengths, active
+from ...attention.interface import RowLengths
 from ...errors import PeerFailedError, Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
@@ -44,7 +44,7 @@ def pass_context(
         if fused_rows:
             stack.enter_context(fusing_products())
         if compiled is not None:
-            stack.enter_context(active(structure.configs, lengths))
+            stack.enter_context(structure.attending(lengths))
             stack.enter_context(compiled.installed(model, fused_rows))
         else:
             stack.enter_context(structure.passing(lengths))

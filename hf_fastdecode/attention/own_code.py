@@ -1,0 +1,67 @@
+"""Registry of architectures whose attention the interface alone does not reach, filled by ``patches``.
+
+Most attention classes hand what ``update`` returned to an attention function (`attention.interface`). Some compute
+with it themselves. Such an architecture registers methods that stand in for its own in passes over a shared-context
+cache, and what else differs. A missing flag alone (``_supports_attention_backend``) is an entry without methods.
+Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Method = Callable[..., Any]
+"""Called with the module first, then with the arguments of the method that it stands in for."""
+
+_HOME: Final = "transformers.models."
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What an architecture needs beyond the attention interface.
+
+    Attributes:
+        stand_ins: Class name -> method name -> method.
+        reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
+            to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
+        takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
+            stand-ins scale with positions, so that longer rows with padding run stock.
+        counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
+        widths: By config and the numbers of a head's key and value, those that stand-ins store.
+    """
+
+    stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
+    reads_masks: bool = False
+    takes_no_positions: bool = False
+    scales_from: Callable[[Any], int | None] = lambda config: None
+    counts_hidden: bool = False
+    widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
+
+
+_known: dict[str, OwnCode] = {}
+
+
+def register(name: str, code: OwnCode) -> None:
+    """Register a folder of ``transformers.models``; raises ValueError for a second entry of a name."""
+    if name in _known:
+        raise ValueError(f"{name} is registered already")
+    _known[name] = code
+
+
+def own_code_of(kind: type) -> OwnCode | None:
+    """The entry of a class of models, modules or configs, or of a class that it derives from; None for most."""
+    for base in kind.__mro__:
+        if base.__module__.startswith(_HOME):
+            name = base.__module__.removeprefix(_HOME).partition(".")[0]
+            if (code := _known.get(name)) is not None:
+                return code
+    return None
+
+
+def stand_ins_of(kind: type) -> Mapping[str, Method]:
+    """Methods that stand in for those of a module's class; not for those of classes derived from it."""
+    code = own_code_of(kind) if kind.__module__.startswith(_HOME) else None
+    return {} if code is None else code.stand_ins.get(kind.__name__, {})

@@ -1,0 +1,90 @@
+"""Installs the methods that stand in for attention code of an architecture's own, see `attention.own_code`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .._compat import COMPILED_CALL, uncompiled_call
+from ..attention.interface import lengths_of_pass
+from ..attention.own_code import Method, stand_ins_of
+from ..errors import Unsupported
+from .foreign_code import is_capturable
+from .replaced_calls import ReplacedCall, replaced_calls
+
+
+class Found(NamedTuple):
+    """A method with a stand-in: the number of its module among the model's, and its name."""
+
+    number: int
+    name: str
+    method: Method
+
+
+def find_stand_ins(modules: Sequence[nn.Module]) -> list[Found]:
+    """The methods of a model's modules that have stand-ins."""
+    kinds = {kind: stand_ins_of(kind) for kind in set(map(type, modules))}
+    return [
+        Found(number, name, method)
+        for number, module in enumerate(modules)
+        for name, method in kinds[type(module)].items()
+    ]
+
+
+class StandIns:
+    """The stand-ins of a model, and the context in which they run.
+
+    Args:
+        modules: The model's modules.
+        found: Of these modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
+        self._modules, self._found = modules, found
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which passes over a shared-context cache, of this thread, run them.
+
+        Raises:
+            Unsupported: A module has a hook or a `forward` of its own, which would not run.
+        """
+        if not self._found:
+            yield
+            return
+        for one in self._found:
+            _require_plain(self._modules[one.number])
+        replaced_calls.enter(self._calls)
+        try:
+            yield
+        finally:
+            replaced_calls.leave(self._calls)
+
+    @cached_property
+    def _calls(self) -> list[ReplacedCall]:
+        return [_replacement(self._modules[one.number], one.name, one.method) for one in self._found]
+
+
+def _require_plain(module: nn.Module) -> None:
+    own = vars(module)
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
+        raise Unsupported(f"{type(module).__name__} has a hook or a forward of its own, which would not run")
+
+
+def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
+    """The call of a stand-in; passes of other threads run the module's own method."""
+    if name == "forward":
+        own: Callable[..., Any] = uncompiled_call
+        attribute = COMPILED_CALL
+    else:
+        own, attribute = getattr(type(module), name), name
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
+
+    return ReplacedCall(module, attribute, call)
