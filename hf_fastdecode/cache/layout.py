@@ -57,11 +57,17 @@ STATES_IN_CACHES: Final[Mapping[str, bool]] = {
     "falcon_mamba": False,
     "granitemoehybrid": True,
     "jamba": False,
+    "lara_mini": True,
     "lfm2": True,
     "lfm2_moe": True,
+    "lfm2_vl": True,
+    "lfm3": True,
+    "lfm3_vl": True,
     "mamba": False,
     "mamba2": True,
+    "minicpmv4_7": True,
     "nemotron_h": True,
+    "nemotron_h_omni": True,
     "olmo_hybrid": True,
     "qwen3_5": True,
     "qwen3_5_moe": True,
@@ -70,6 +76,7 @@ STATES_IN_CACHES: Final[Mapping[str, bool]] = {
     "qwen3_next": True,
     "zamba": False,
     "zamba2": True,
+    "zaya": True,
 }
 """Model types that store all states in transformers' cache, and whose attention layers, if any, call its interface.
 

@@ -1,4 +1,7 @@
-"""Models whose layers have a state per row: it is computed once per distinct prompt, and forked to its rows."""
+"""Models whose layers have a state per row: it is computed once per distinct prompt, and forked to its rows.
+
+One class of each kind; `make test-architectures` compares all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import CACHE, TRANSFORMERS
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout import STATES_IN_CACHES
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -14,26 +17,22 @@ from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts, seeded
 from .calls import tokens_embedded
 
-CONTINUED = [
+CLASSES = [
     "Qwen3NextForCausalLM",  # gated delta nets beside gated attention
-    "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",  # whose positions have planes
-    "OlmoHybridForCausalLM",
     "NemotronHForCausalLM",  # layers of Mamba-2, of attention, and without a cache
-    "GraniteMoeHybridForCausalLM",
-    "BambaForCausalLM",
     "FalconH1ForCausalLM",  # state and attention in one layer
-    "Zamba2ForCausalLM",  # both kinds of layers with states
-    "Lfm2ForCausalLM",  # short convolutions
-    "Lfm2MoeForCausalLM",
+    "Zamba2ForCausalLM",  # states in both kinds of layers
+    "Lfm2MoeForCausalLM",  # short convolutions
+    "JambaForCausalLM",  # Mamba-1, whose scans begin anew
+    *([] if CACHE == "past_key_values" else ["Mamba2ForCausalLM"]),  # no attention
 ]
-ANEW = ["JambaForCausalLM", "ZambaForCausalLM"]  # Mamba-1
-ALONE = ["MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM"]  # no attention
-CLASSES = [*CONTINUED, *ANEW, *([] if CACHE == "past_key_values" else ALONE)]
 
-PROMPTS = ragged_prompts(31, 45, 38, shared=20)
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 12}
-BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+LENGTHS = (31, 45, 38)
+PROMPTS = ragged_prompts(*LENGTHS, shared=20)
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 7}
+GREEDY = {"do_sample": False, "max_new_tokens": 5}
+BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +49,10 @@ def run(model, arguments, prompts=PROMPTS, **more):
     return seeded(lambda: model.generate(**prompts, **arguments, **more))
 
 
-def ending_early(model, arguments=SAMPLING):
-    """The arguments, with the end tokens that let rows end after different numbers of steps."""
-    new = run(model, arguments)[:, PROMPTS["input_ids"].shape[1] :]
-    return arguments | {"eos_token_id": [*new[:4, 2].tolist(), int(new[5, 5])]}
+def ending_early(model):
+    """Arguments with end tokens by which rows end after different numbers of steps."""
+    new = run(model, SAMPLING)[:, -SAMPLING["max_new_tokens"] :]
+    return SAMPLING | {"eos_token_id": [*new[:4, 2].tolist(), int(new[5, 4])]}
 
 
 def test_tokens_are_stocks(each):
@@ -63,44 +62,110 @@ def test_tokens_are_stocks(each):
         with tokens_embedded(each) as counted:
             assert torch.equal(run(each, arguments), stock)
         report = fd.explain(each).last_call
-        assert (report.path, report.mode, report.prefilled_tokens) == ("shared", "eager", 31 + 45 + 38)
-        assert counted[0] == PROMPTS["input_ids"].numel()  # with padding, as stock has it
+        assert (report.path, report.mode, report.prefilled_tokens) == ("shared", "eager", sum(LENGTHS))
+        assert counted[0] == PROMPTS["input_ids"].numel()  # each prompt once, with the padding that stock gives it
         assert report.compactions >= 1
-        assert report.kept_states == 3
         assert torch.equal(run(each, BEAMS), beams)
         assert fd.explain(each).last_call.path == "shared"
 
 
 def test_a_kept_cache_is_continued_from_its_state(each):
-    """Where the scan of a class begins anew, whole prompts are computed again."""
     stock = run(each, SAMPLING)
-    known = (20, 20, 20) if each.config.model_type in CONTINUES else (0, 0, 0)
+    known = 20 if STATES_IN_CACHES[each.config.model_type] else 0  # whole prompts are computed again
     with fd.enabled(each):
         kept = fd.prefill(each, PROMPTS["input_ids"][1:2, :20])
         for _ in range(2):
             assert torch.equal(run(each, SAMPLING, **{CACHE: kept}), stock)
-            assert fd.explain(each).last_call.known_tokens == known
+            assert fd.explain(each).last_call.known_tokens == (known,) * 3
 
 
-CONTINUES = {name for name, continues in STATES_IN_CACHES.items() if continues}
-
-
-def test_a_returned_cache_is_continued_where_completions_end(model):
+def test_a_returned_cache_is_continued_where_completions_or_prompts_end(model):
     first = run(model, SAMPLING)
-    longer = torch.cat([first, first[:, :5]], 1)
-    mask = torch.cat([PROMPTS["attention_mask"].repeat_interleave(3, 0), torch.ones(9, 17, dtype=torch.long)], 1)
-    prompts, greedy = {"input_ids": longer, "attention_mask": mask}, {"do_sample": False, "max_new_tokens": 6}
-    stock = run(model, greedy, prompts)
+    mask = torch.cat([PROMPTS["attention_mask"].repeat_interleave(3, 0), torch.ones(9, 12, dtype=torch.long)], 1)
+    longer = {"input_ids": torch.cat([first, first[:, :5] + 1], 1), "attention_mask": mask}
+    other = longer | {"input_ids": longer["input_ids"].clone()}
+    other["input_ids"][:, -9] = 7
+    stock = [run(model, GREEDY, prompts) for prompts in (longer, other)]
     with fd.enabled(model):
         returned = run(model, SAMPLING, return_dict_in_generate=True)
         assert torch.equal(returned.sequences, first)
-        # The last token was drawn, and not computed.
-        ends = [length + 11 for length in (31, 45, 38) for _ in range(3)]
-        assert torch.equal(run(model, greedy, prompts, **{CACHE: returned[CACHE]}), stock)
-        assert fd.explain(model).last_call.known_tokens == tuple(ends)
-        # A prompt that turns off before an end shares up to the end before that: its own, of the first call.
-        prompts["input_ids"] = longer.clone()
-        prompts["input_ids"][:, -10] = 7
-        with fd.enabled(model), torch.no_grad():
-            run(model, greedy, prompts, **{CACHE: returned[CACHE]})
-        assert fd.explain(model).last_call.known_tokens == (31,) * 3 + (45,) * 3 + (38,) * 3
+        for prompts, tokens, more in zip((longer, other), stock, (6, 0), strict=True):  # the last one was only drawn
+            assert torch.equal(run(model, GREEDY, prompts, **{CACHE: returned[CACHE]}), tokens)
+            known = tuple(length + more for length in LENGTHS for _ in range(3))
+            assert fd.explain(model).last_call.known_tokens == known
+
+
+def test_prompts_that_a_cache_holds_are_computed_again(model):
+    """States know no earlier token, after which the last one's logits could be computed."""
+    stock = run(model, SAMPLING)
+    with fd.enabled(model):
+        kept = fd.prefill(model, PROMPTS)
+        assert kept.rows == 3
+        assert torch.equal(run(model, SAMPLING, **{CACHE: kept}), stock)
+        assert fd.explain(model).last_call.known_tokens == (0, 0, 0)
+
+
+def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
+    gaps = PROMPTS | {"attention_mask": PROMPTS["attention_mask"].clone()}
+    gaps["attention_mask"][:, 25:28] = 0
+    stock = run(model, SAMPLING, gaps)
+    with fd.enabled(model, max_prefill_tokens=2 * 45), tokens_embedded(model) as counted:
+        assert torch.equal(run(model, SAMPLING, gaps), stock)
+    assert counted[:2] == [2 * 45, 45]
+
+
+def test_smaller_waves_when_memory_runs_out(model, monkeypatch):
+    prompts = {key: value.repeat_interleave(3, 0) for key, value in PROMPTS.items()}
+    stock, feed, steps = run(model, GREEDY, prompts), EagerSteps.feed, []
+
+    def failing(self, ids, positions):
+        steps.append(1)
+        if self.cache.rows > 5 and len(steps) > 3:
+            raise torch.OutOfMemoryError("on purpose")
+        return feed(self, ids, positions)
+
+    monkeypatch.setattr(EagerSteps, "feed", failing)
+    with fd.enabled(model):
+        assert torch.equal(run(model, GREEDY, prompts), stock)
+        assert fd.explain(model).last_call.waves == 2
+
+
+def test_a_step_overwrites_states_in_place_and_leaves_those_of_prompts(model):
+    ids = PROMPTS["input_ids"][1:, :]
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, ids[:1])
+        fork = cache.fork()
+        fork.batch_repeat_interleave(2)
+        layer = fork.state_layers[0]
+        prompts = [one.clone() for one in next(iter(layer.ends.values())).tensors]
+        addresses = []
+        for token in ids[:, 10:13].T:
+            stepped = model(token[:, None], **{CACHE: fork}).logits
+            addresses.append([one.data_ptr() for one in layer.states.tensors])
+        assert addresses[0] == addresses[1] == addresses[2]
+        fork.reorder_cache(torch.tensor([1, 0]))
+        assert addresses[0] == [one.data_ptr() for one in layer.states.tensors]
+        assert all(map(torch.equal, prompts, next(iter(layer.ends.values())).tensors))
+        assert cache.nbytes.stored - cache.node_tokens * 4 * 2 * 2 * 16 == layer.row_bytes
+    whole = torch.cat([ids[:1].expand(2, -1), ids[:, 10:13]], 1)
+    torch.testing.assert_close(stepped, model(whole).logits[:, -1:], atol=1e-4, rtol=1e-4)
+
+
+def test_states_cannot_go_back(model):
+    ids = PROMPTS["input_ids"][1:2]
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, ids)
+        model(ids[:, :1], **{CACHE: cache})
+        with pytest.raises(ValueError, match="tokens cannot be removed from a cache with states"):
+            cache.crop(-1)
+        with pytest.raises(ValueError, match="tokens cannot be removed from a cache with states"):
+            cache.drop_last([1])
+        with pytest.raises(ValueError, match="the cache holds 1 rows, got tokens for 2"):
+            model(ids[:, :1].expand(2, -1), **{CACHE: cache})
+        with pytest.raises(ValueError, match="has left rows of this cache without their states"):
+            model(ids[:, :1], **{CACHE: cache})
+
+
+def test_what_is_not_shared_yet_says_so(model):
+    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="steps that update states are not captured"):
+        run(model, SAMPLING)
