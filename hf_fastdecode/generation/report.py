@@ -176,7 +176,7 @@ class CallReport:
                 *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
                 *self._prefill(),
                 *self._given(),
-                f"  KV bytes: {stored:,} (stock: {stock:,})",
+                f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  {self.parallel}"] if self.parallel else []),

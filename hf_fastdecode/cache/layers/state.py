@@ -8,7 +8,8 @@ change only with the number of rows. Tokens cannot be removed from a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -29,6 +30,14 @@ End = tuple[int, int]
 def end_of(path: Path) -> End | None:
     """The end of a path; None of an empty one, at whose end there is no state."""
     return (path[-1].segment, path[-1].stop) if path else None
+
+
+@contextmanager
+def _writable() -> Iterator[None]:
+    """Context of copies that later passes write, which inference tensors would allow in inference mode only."""
+    wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
+    with torch.inference_mode(False), torch.set_grad_enabled(wanted):
+        yield
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,8 @@ class StateLayer(LinearAttentionLayer):
                 "the state at the end of a row is not known: a cache of this model can be continued where prompts or "
                 "completions end, but not between"
             )
-        states = States.joined([one for one in known if one is not None])
+        with _writable():
+            states = States.joined([one for one in known if one is not None])
         self.conv_states.update(states.conv)
         self.recurrent_states.update(states.recurrent)
         for number, one in states.conv.items():
@@ -162,6 +172,7 @@ class StateLayer(LinearAttentionLayer):
             raise ValueError(f"a pass left the states of {rows} rows, where prompts have {len(ends)}")
         for row, end in enumerate(ends):
             self.ends[end] = states.row(row)
+        self.ran["states"] = "computed once per prompt, forked to its rows"
         self.drop_rows()
 
     @property
@@ -175,7 +186,8 @@ class StateLayer(LinearAttentionLayer):
         states = self.states
         if states is None or states.rows != len(ends):
             raise ValueError("a pass that failed has left rows of this cache without their states; make it again")
-        copied = states.each(Tensor.clone)
+        with _writable():
+            copied = states.each(Tensor.clone)
         for row, end in enumerate(ends):
             other.ends[end] = copied.row(row)
 
@@ -183,7 +195,8 @@ class StateLayer(LinearAttentionLayer):
         states = self.states
         if states is None:
             return
-        chosen = states.each(lambda one: one.index_select(0, rows.to(one.device)))
+        with _writable():
+            chosen = states.each(lambda one: one.index_select(0, rows.to(one.device)))
         if chosen.rows == states.rows:
             for one, new in zip(states.tensors, chosen.tensors, strict=True):
                 one.copy_(new)

@@ -68,6 +68,8 @@ def find_shared(
     """
     options, given, states = call.options, call.given, bool(call.structure.layout.states)
     base = given
+    if options.reuse_prefix and states:
+        call.state.log_once("prompts of a model with states are not kept for later calls: reuse_prefix is not used")
     if given is not None:
         _check_cache(call, given)
     elif options.reuse_prefix and reuse:
