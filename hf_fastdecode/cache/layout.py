@@ -127,6 +127,7 @@ class Store:
         value_dim: Numbers of a head's value.
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
+        continues: Of a layer with states, whether passes of several tokens are known to continue from one.
     """
 
     kind: Kind
@@ -136,6 +137,7 @@ class Store:
     value_dim: int = 0
     window: int | None = None
     states: int = 0
+    continues: bool = False
 
     @property
     def group_size(self) -> int:
@@ -238,8 +240,8 @@ class ModelLayout:
 
     @property
     def continues_states(self) -> bool:
-        """Whether its layers compute several tokens from a state exactly, as far as it is known."""
-        return STATES_IN_CACHES.get(self.model_type, False)
+        """Whether passes of several tokens are known to continue from states."""
+        return all(store.continues for store in self.states.values())
 
     @cached_property
     def distinct(self) -> Counter[Store]:
@@ -292,7 +294,8 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
 
 def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.STATE:
-        return Store(kind, states=_number(config, "number_of_conv_states") or 1)
+        count = _number(config, "number_of_conv_states") or 1
+        return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
     if kind is Kind.OTHER:
         return Store(kind)
     if kind is Kind.LATENT:

@@ -153,6 +153,11 @@ class SharedContextCache(ForestCache):
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes = self.state.position_planes
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
+        if layers := twin.state_layers:
+            paths = dict.fromkeys(forest.paths if forest is not None else ())
+            reached = {(span.segment, span.stop) for path in paths for span in path}
+            for one in layers:
+                one.move_ends({end: end for end in reached})
         return twin
 
     @contextmanager
@@ -168,9 +173,11 @@ class SharedContextCache(ForestCache):
         """
         state, suffixes = self.state, self.state.suffixes
         forest, layers, before, ids = state.forest, (list(self.layers), self.stores), suffixes.lengths, suffixes.ids
+        if not state.packed:
+            self._check_states(rows, queries)
         try:
             if not state.packed:
-                self._begin_rows(rows)
+                self._fork_states()
             yield
             appended = {layer.appended for layer in self.attention_layers}
             if not appended and not state.packed:
@@ -201,19 +208,27 @@ class SharedContextCache(ForestCache):
             for layer in self.attention_layers:
                 layer.appended = 0
 
-    def _begin_rows(self, rows: int) -> None:
-        """Fork states to rows that have none of their own yet, before a pass over so many rows."""
+    def _check_states(self, rows: int, queries: int) -> None:
+        """Raise ValueError for a pass of so many rows, and tokens per row, that cannot continue the rows' states."""
         if not (layers := self.state_layers) or self.state.forest is None:
             return
         if rows != self.rows:
             raise ValueError(f"the cache holds {self.rows} rows, got tokens for {rows}")
-        if all(layer.states is not None for layer in layers):
-            return
-        if self.suffix_length:
+        if queries > 1 and not self.is_empty and not all(layer.state_store.continues for layer in layers):
+            raise ValueError(
+                f"a pass of {queries} tokens per row would not continue the states of this model's layers, whose "
+                "scans begin anew; pass one token at a time, or the whole text to generate"
+            )
+        if self.suffix_length and any(layer.states is None for layer in layers):
             raise ValueError("a pass that failed has left rows of this cache without their states; make it again")
-        ends = [end_of(path) for path in self.forest.paths]
-        for layer in layers:
-            layer.begin_rows(ends)
+
+    def _fork_states(self) -> None:
+        """Copy the states at the ends of paths to rows that have none of their own yet."""
+        if self.state.forest is not None and not self.suffix_length:
+            ends = [end_of(path) for path in self.forest.paths]
+            for layer in self.state_layers:
+                if layer.states is None:
+                    layer.begin_rows(ends)
 
     def adopt_state(self, other: SharedContextCache) -> None:
         """Take on the state of another cache, which must not be used afterwards."""

@@ -151,6 +151,26 @@ def test_a_step_overwrites_states_in_place_and_leaves_those_of_prompts(model):
     torch.testing.assert_close(stepped, model(whole).logits[:, -1:], atol=1e-4, rtol=1e-4)
 
 
+def test_passes_of_several_tokens_continue_states_or_raise(each):
+    ids = PROMPTS["input_ids"][1:2]
+    with fd.enabled(each), torch.no_grad():
+        cache = fd.prefill(each, ids[:, :30])
+        if STATES_IN_CACHES[each.config.model_type]:
+            continued = each(ids[:, 30:], **{CACHE: cache}).logits
+            torch.testing.assert_close(continued, each(ids).logits[:, 30:], atol=1e-4, rtol=1e-4)
+        else:
+            with pytest.raises(ValueError, match="a pass of 15 tokens per row would not continue the states"):
+                each(ids[:, 30:], **{CACHE: cache})
+
+
+def test_states_that_no_row_reaches_are_dropped(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPTS)
+        assert len(cache.state_layers[0].ends) == 3
+        cache.select_rows([2])
+        assert len(cache.fork().state_layers[0].ends) == 1
+
+
 def test_states_cannot_go_back(model):
     ids = PROMPTS["input_ids"][1:2]
     with fd.enabled(model), torch.no_grad():
@@ -162,6 +182,9 @@ def test_states_cannot_go_back(model):
             cache.drop_last([1])
         with pytest.raises(ValueError, match="the cache holds 1 rows, got tokens for 2"):
             model(ids[:, :1].expand(2, -1), **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache})
+        with pytest.raises(IndexError):
+            model(ids[:, :1] + 1000, **{CACHE: cache})
         with pytest.raises(ValueError, match="has left rows of this cache without their states"):
             model(ids[:, :1], **{CACHE: cache})
 
