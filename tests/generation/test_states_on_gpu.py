@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 ON_GPU = {name: one.cuda() for name, one in PROMPTS.items()} if torch.cuda.is_available() else {}
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(params=CLASSES)
 def each(request):
     return tiny_model_of(request.param)
 
