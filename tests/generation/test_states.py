@@ -105,6 +105,21 @@ def test_prompts_that_a_cache_holds_are_computed_again(model):
         assert fd.explain(model).last_call.known_tokens == (0, 0, 0)
 
 
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "JambaForCausalLM"])
+def test_reuse_prefix_continues_the_prompts_of_earlier_calls(name):
+    """As of a chat, each of whose prompts begins with the one before."""
+    each = tiny_model_of(name)
+    chat = [{name: one[1:2, :length] for name, one in PROMPTS.items()} for length in (20, 32, 45)]
+    stock, beams = [run(each, SAMPLING, prompt) for prompt in chat], run(each, BEAMS, chat[2])
+    known = [None, (20,), (32,)] if STATES_IN_CACHES[each.config.model_type] else [None] * 3
+    with fd.enabled(each, min_saved_tokens=1, min_shared_tokens=8, reuse_prefix=True):
+        for prompt, tokens, length in zip(chat, stock, known, strict=True):
+            assert torch.equal(run(each, SAMPLING, prompt), tokens)
+            assert fd.explain(each).last_call.known_tokens == length
+        assert torch.equal(run(each, BEAMS, chat[2]), beams)
+        assert fd.explain(each).last_call.path == "shared"
+
+
 def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
     gaps = PROMPTS | {"attention_mask": PROMPTS["attention_mask"].clone()}
     gaps["attention_mask"][:, 25:28] = 0

@@ -72,7 +72,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and not self.by_rows
+        return self.embeddings is None and not self.positions.differ
 
 
 @dataclass
@@ -190,7 +190,7 @@ class FirstPassPrompts:
         groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and not by_rows
+        reuse = embeddings is None and not positions.differ
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
