@@ -237,7 +237,7 @@ def prefill(
 
     Returns:
         A cache with one row per prompt, in the given order. Any common prefix of at least `min_shared_tokens` (see
-        `enable`) is computed and stored once.
+        `enable`) is computed and stored once, unless layers have a state per row, which is kept for whole prompts.
 
     Raises:
         ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
