@@ -49,9 +49,9 @@ def run(model, arguments, prompts=PROMPTS, **more):
     return seeded(lambda: model.generate(**prompts, **arguments, **more))
 
 
-def ending_early(model):
+def ending_early(model, prompts=PROMPTS):
     """Arguments with end tokens by which rows end after different numbers of steps."""
-    new = run(model, SAMPLING)[:, -SAMPLING["max_new_tokens"] :]
+    new = run(model, SAMPLING, prompts)[:, -SAMPLING["max_new_tokens"] :]
     return SAMPLING | {"eos_token_id": [*new[:4, 2].tolist(), int(new[5, 4])]}
 
 

@@ -32,8 +32,8 @@ def logits_of_steps(model, prompt, tokens, cache):
 
 
 def test_tokens_are_stocks_in_float32(each):
-    arguments = ending_early(each)
     model = copy.deepcopy(each).cuda()
+    arguments = ending_early(model, ON_GPU)
     stock = run(model, arguments, ON_GPU)
     with fd.enabled(model, min_saved_tokens=1):
         assert torch.equal(run(model, arguments, ON_GPU), stock)
