@@ -21,13 +21,21 @@ from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
+from .generation.prompts.by_rows import Rows, prefill_rows
 from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
 from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 from .generation.report import Report
 from .generation.same_calls import require_same_prefill
 from .generation.structure import Structure
-from .generation.support import check_model, check_prompts, check_sequence_parallel, check_state, rope_limit
+from .generation.support import (
+    check_model,
+    check_prompts,
+    check_sequence_parallel,
+    check_state,
+    check_states,
+    rope_limit,
+)
 from .generation.wrappers import unwrapped
 from .patches.own_attention import register_own_attention
 
@@ -232,7 +240,7 @@ def prefill(
 
     Returns:
         A cache with one row per prompt, in the given order. Any common prefix of at least `min_shared_tokens` (see
-        `enable`) is computed and stored once.
+        `enable`) is computed and stored once, unless layers have a state per row, which is kept for whole prompts.
 
     Raises:
         ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
@@ -257,6 +265,7 @@ def _prefill(
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
+            check_states(structure)
             check_state(structure.walk)
         input_ids, mask = padded_ids(inputs)
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
@@ -268,10 +277,18 @@ def _prefill(
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel = structure.parallel
-        plan, rows = _plan(groups, cache, options.min_shared_tokens)
+        if by_rows := bool(structure.layout.states):  # no two of them share
+            least = max(len(group.tokens) for group in groups) + 1
+            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
+        else:
+            plan, rows = _plan(groups, cache, options.min_shared_tokens)
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
+        if by_rows:
+            distinct = Rows.of(input_ids, mask).distinct(groups)
+            prefill_rows(inner, cache, plan, distinct, max_tokens=options.max_prefill_tokens)
+        else:
+            prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
     if rows is not None:
         cache.select_rows(rows)
     cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)

@@ -16,7 +16,7 @@ from ..attention.launch.described_step import NewTokens
 from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
 from .layers.attention import SharedContextLayer, require_dtype
-from .layers.empty import EmptyLayer
+from .layers.of_model import CacheLayer
 from .shared import SharedContextCache
 from .storage import TokenStorage
 
@@ -164,10 +164,8 @@ def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
     return tuple(layer.storage.version for layer in cache.attention_layers if layer.storage.captured_in_place)
 
 
-def _captured_layer(
-    tables: TablesByShape, layer: SharedContextLayer | EmptyLayer, origins: Tensor | None
-) -> _CapturedLayer | EmptyLayer:
-    if isinstance(layer, EmptyLayer):
+def _captured_layer(tables: TablesByShape, layer: CacheLayer, origins: Tensor | None) -> _CapturedLayer | CacheLayer:
+    if not isinstance(layer, SharedContextLayer):
         return layer
     index, storage, window = layer.index, layer.storage, layer.store.window
     if storage.captured_in_place:

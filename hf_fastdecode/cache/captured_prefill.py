@@ -25,7 +25,6 @@ from ..attention.torch_operators.padded_prefill import padded_causal_attention, 
 from ..errors import Unsupported
 from .captured import LayerOfACapture
 from .layers.attention import SharedContextLayer
-from .layers.empty import EmptyLayer
 from .shared import SharedContextCache
 from .state import PrefillItem
 from .storage import TokenStorage
@@ -133,7 +132,8 @@ class CapturedPrefillCache(Cache):
         self.position_planes, self._pass = cache.position_planes, _Pass(runs, tables)
         super().__init__(
             layers=[
-                layer if isinstance(layer, EmptyLayer) else _PrefillLayer(layer, self._pass) for layer in cache.layers
+                _PrefillLayer(layer, self._pass) if isinstance(layer, SharedContextLayer) else layer
+                for layer in cache.layers
             ]
         )
 

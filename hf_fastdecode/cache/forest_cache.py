@@ -13,7 +13,8 @@ from transformers import Cache
 from ..attention.forest import Forest
 from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
-from .layers.empty import EmptyLayer
+from .layers.of_model import CacheLayer
+from .layers.state import StateLayer, end_of
 from .state import PrefillItem, SharedState, Suffixes
 from .storage import TokenStorage
 
@@ -30,7 +31,7 @@ class ForestCache(Cache):
     """
 
     state: SharedState
-    layers: list[SharedContextLayer | EmptyLayer]
+    layers: list[CacheLayer]
     segment_tokens: list[Tensor]
     protected_segments: int
 
@@ -59,6 +60,11 @@ class ForestCache(Cache):
     def attention_layers(self) -> list[SharedContextLayer]:
         """The layers with keys and values of every token, in order."""
         return [layer for layer in self.layers if isinstance(layer, SharedContextLayer)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The layers with a state per row, in order."""
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @property
     def is_empty(self) -> bool:
@@ -90,7 +96,8 @@ class ForestCache(Cache):
         Node storage is not modified, since other caches may use it; this cache's paths are shortened.
 
         Raises:
-            ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length).
+            ValueError: `tokens_to_remove` is positive (transformers' old meaning, a target length), or layers have
+                states, which cannot go back.
             TypeError: It is not an integer.
         """
         if tokens_to_remove > 0:
@@ -102,6 +109,8 @@ class ForestCache(Cache):
         except TypeError as error:
             raise TypeError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove!r}") from error
         own = self.suffix_lengths.clamp(max=count)
+        if count:
+            self._require_no_states()
         if self.state.forest is not None and bool((own < count).any()):
             contexts = self.forest.context_lengths
             rest = [min(count - gone, context) for gone, context in zip(own.tolist(), contexts, strict=True)]
@@ -120,8 +129,10 @@ class ForestCache(Cache):
                 `crop` or counts on the CPU tighten it.
 
         Raises:
-            ValueError: There is not a whole number for each row, or a row has fewer tokens in its suffix.
+            ValueError: There is not a whole number for each row, or a row has fewer tokens in its suffix; or layers
+                have states, which cannot go back.
         """
+        self._require_no_states()
         try:
             counts = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.long)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -169,6 +180,8 @@ class ForestCache(Cache):
             self.state.forest = self.forest.select_rows(rows)
         chosen = torch.tensor(rows, dtype=torch.long, device="cpu")
         self.state.suffixes.select(chosen, before, self._storages, self.state.suffix_shard)
+        for layer in self.state_layers:
+            layer.select_rows(chosen)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``i`` by row ``beam_idx[i]``."""
@@ -188,6 +201,10 @@ class ForestCache(Cache):
             raise ValueError(f"repeats must be at least 1, got {repeats}")
         self.select_rows([row for row in range(self.rows) for _ in range(repeats)])
 
+    def _require_no_states(self) -> None:
+        if self.state_layers:
+            raise ValueError("tokens cannot be removed from a cache with states, which every token overwrites")
+
     @property
     def _storages(self) -> list[TokenStorage]:
         return [layer.storage for layer in self.attention_layers]
@@ -206,13 +223,18 @@ class ForestCache(Cache):
 
         Args:
             items: The runs of tokens, packed into one row.
-            rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
+            rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own. With
+                states, it is, unless there is one item.
             divide: Whether processes may divide the pass, whose part here is then `SharedState.divided`.
         """
         self.state.pack(items, divide=divide)
         self.state.places_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
         try:
+            for layer in self.state_layers:
+                layer.begin_rows([end_of(item.context) for item in items])
             yield
+            for layer in self.state_layers:  # which the first pass makes
+                layer.keep([(item.span.segment, item.span.stop) for item in items])
         finally:
             self.state.pack(())
             self.state.places_of_pass = None
@@ -253,6 +275,8 @@ class ForestCache(Cache):
         self.state.padded_length = longest if length is None else length
         for layer in self.attention_layers:
             layer.storage.drop_suffixes()
+        for states in self.state_layers:
+            states.drop_rows()
 
     def replace_storage(
         self, forest: Forest, tokens: list[Tensor], storage: Sequence[dict[int, Segment]], protected: int
@@ -267,5 +291,8 @@ class ForestCache(Cache):
         """
         for layer, segments in zip(self.attention_layers, storage, strict=True):
             layer.storage.replace_segments(segments)
+        ends = {end_of(new): end_of(old) for new, old in zip(forest.paths, self.forest.paths, strict=True)}
+        for states in self.state_layers:
+            states.move_ends(ends)
         self.segment_tokens, self.protected_segments = tokens, protected
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]

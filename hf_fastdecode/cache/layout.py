@@ -52,6 +52,39 @@ PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
 STATEFUL: Final = "stateful"
 """Type of the layers of a config that names neither types of layers nor attention heads."""
 
+STATES_IN_CACHES: Final[Mapping[str, bool]] = {
+    "bamba": True,
+    "falcon_h1": True,
+    "falcon_mamba": False,
+    "granitemoehybrid": True,
+    "jamba": False,
+    "lara_mini": True,
+    "lfm2": True,
+    "lfm2_moe": True,
+    "lfm2_vl": True,
+    "lfm3": True,
+    "lfm3_vl": True,
+    "mamba": False,
+    "mamba2": True,
+    "minicpmv4_7": True,
+    "nemotron_h": True,
+    "nemotron_h_omni": True,
+    "olmo_hybrid": True,
+    "qwen3_5": True,
+    "qwen3_5_moe": True,
+    "qwen3_5_moe_text": True,
+    "qwen3_5_text": True,
+    "qwen3_next": True,
+    "zamba": False,
+    "zamba2": True,
+    "zaya": True,
+}
+"""Model types that store all states in transformers' cache, and whose attention layers, if any, call its interface.
+
+Each was compared with stock. The value says whether a pass of several tokens continues from a stored state, which
+Mamba-1 scans ignore.
+"""
+
 # By the names of `layer_types` in configs, of every transformers release that is supported.
 _KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "full_attention": (Kind.FULL,),
@@ -96,6 +129,8 @@ class Store:
         head_dim: Numbers of a head's key; of latents, those of a token.
         value_dim: Numbers of a head's value.
         window: Tokens that a query reads at most; None for all.
+        states: Of a layer with states, how many it has of each sort.
+        continues: Of a layer with states, whether passes of several tokens are known to continue from one.
     """
 
     kind: Kind
@@ -104,6 +139,8 @@ class Store:
     head_dim: int = 0
     value_dim: int = 0
     window: int | None = None
+    states: int = 0
+    continues: bool = False
 
     @property
     def group_size(self) -> int:
@@ -183,8 +220,11 @@ class ModelLayout:
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
-            elif len(layers[index]) == 1 and layers[index][0].kind in PER_TOKEN:
-                layers[index] = (_with_heads_of(module, layers[index][0], whole),)
+            elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
+                layers[index] = tuple(
+                    _with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
+                    for store in layers[index]
+                )
         if (code := own_code_of(type(model))) is not None:
             layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
         return replace(found, layers=tuple(layers), own=own)
@@ -197,6 +237,16 @@ class ModelLayout:
     def per_token(self) -> dict[int, Store]:
         """By layer, the stores with keys and values of every token."""
         return {index: store for index, store in self if store.kind in PER_TOKEN}
+
+    @cached_property
+    def states(self) -> dict[int, Store]:
+        """By layer, the stores with a state per row."""
+        return {index: store for index, store in self if store.kind is Kind.STATE}
+
+    @property
+    def continues_states(self) -> bool:
+        """Whether passes of several tokens are known to continue from states."""
+        return all(store.continues for store in self.states.values())
 
     @cached_property
     def distinct(self) -> Counter[Store]:
@@ -248,7 +298,10 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
 
 
 def _store(config: Any, kind: Kind, index: int) -> Store:
-    if kind in (Kind.STATE, Kind.OTHER):
+    if kind is Kind.STATE:
+        count = _number(config, "number_of_conv_states") or 1
+        return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
+    if kind is Kind.OTHER:
         return Store(kind)
     if kind is Kind.LATENT:
         width = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")

@@ -18,8 +18,8 @@ from ..errors import Unsupported
 from .accounting import CacheBytes, within
 from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
-from .layers.empty import EmptyLayer
 from .layers.of_model import layers_of
+from .layers.state import end_of
 from .layout import ModelLayout, Store
 from .state import SharedState, Suffixes
 
@@ -131,6 +131,8 @@ class SharedContextCache(ForestCache):
             if self.state.parallel is not None:
                 fork.state.segment_runs[segment] = own
             lengths = self.suffix_lengths.tolist()
+            for states, other in zip(self.state_layers, fork.state_layers, strict=True):
+                states.copy_rows_to(other, [(segment, row * own + length) for row, length in enumerate(lengths)])
             fork.state.forest = Forest.from_paths(
                 [(*path, Span(segment, row * own, lengths[row])) for row, path in enumerate(self.forest.paths)]
             )
@@ -150,29 +152,37 @@ class SharedContextCache(ForestCache):
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes = self.state.position_planes
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, EmptyLayer):
-                twin.layers.append(EmptyLayer(twin.state))
-                continue
-            fresh = SharedContextLayer(twin.state, index, layer.store, layer.storage.empty())
-            fresh.storage.segments = dict(layer.storage.segments)
-            if layer.is_initialized:
-                fresh.dtype, fresh.device, fresh.is_initialized = layer.dtype, layer.device, True
-            twin.layers.append(fresh)
+        twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
+        if layers := twin.state_layers:
+            paths = dict.fromkeys(forest.paths if forest is not None else ())
+            reached = {(span.segment, span.stop) for path in paths for span in path}
+            for one in layers:
+                one.move_ends({end: end for end in reached})
         return twin
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
+    def all_or_nothing(self, rows: int = 0, queries: int = 0) -> Iterator[None]:
         """Context of a forward pass: tokens are appended to every layer, or on failure to none.
 
+        Args:
+            rows: Rows of the pass, and `queries` its tokens per row; of a cache without keys and values nothing else
+                tells.
+
         Raises:
-            ValueError: The pass appended to some layers only.
+            ValueError: The pass appended to some layers only, or rows have lost their states to a pass that failed.
         """
         state, suffixes = self.state, self.state.suffixes
         forest, layers, before, ids = state.forest, (list(self.layers), self.stores), suffixes.lengths, suffixes.ids
+        if not state.packed:
+            self._check_states(rows, queries)
         try:
+            if not state.packed:
+                self._fork_states()
             yield
             appended = {layer.appended for layer in self.attention_layers}
+            if not appended and not state.packed:
+                appended = {queries}
+                state.forest = state.forest or Forest(rows)
             if len(appended) > 1:
                 shortest, longest = before.longest + min(appended), before.longest + max(appended)
                 raise ValueError(
@@ -187,6 +197,8 @@ class SharedContextCache(ForestCache):
             state.forest, (self.layers, self.stores) = forest, layers
             state.met = None  # whose layers may be gone
             suffixes.restore(before, ids)
+            for states in self.state_layers:  # of which some are those after the pass
+                states.drop_rows()
             if forest is None:  # the next pass may have other rows, dtype or device
                 for layer in self.attention_layers:
                     layer.storage.drop_suffixes()
@@ -195,6 +207,28 @@ class SharedContextCache(ForestCache):
         finally:
             for layer in self.attention_layers:
                 layer.appended = 0
+
+    def _check_states(self, rows: int, queries: int) -> None:
+        """Raise ValueError for a pass of so many rows, and tokens per row, that cannot continue the rows' states."""
+        if not (layers := self.state_layers) or self.state.forest is None:
+            return
+        if rows != self.rows:
+            raise ValueError(f"the cache holds {self.rows} rows, got tokens for {rows}")
+        if queries > 1 and not self.is_empty and not all(layer.state_store.continues for layer in layers):
+            raise ValueError(
+                f"a pass of {queries} tokens per row would not continue the states of this model's layers, whose "
+                "scans begin anew; pass one token at a time, or the whole text to generate"
+            )
+        if self.suffix_length and any(layer.states is None for layer in layers):
+            raise ValueError("a pass that failed has left rows of this cache without their states; make it again")
+
+    def _fork_states(self) -> None:
+        """Copy the states at the ends of paths to rows that have none of their own yet."""
+        if self.state.forest is not None and not self.suffix_length:
+            ends = [end_of(path) for path in self.forest.paths]
+            for layer in self.state_layers:
+                if layer.states is None:
+                    layer.begin_rows(ends)
 
     def adopt_state(self, other: SharedContextCache) -> None:
         """Take on the state of another cache, which must not be used afterwards."""
@@ -219,6 +253,15 @@ class SharedContextCache(ForestCache):
             )
         return ids.known(self.rows).cpu()
 
+    def length_with_states(self, path: Path, most: int) -> int:
+        """Tokens of the longest part of a path, of at most so many, at whose end all layers with states have one."""
+        lengths, length = [0], 0
+        for span in path:
+            length += span.length
+            if length <= most and all((span.segment, span.stop) in layer.ends for layer in self.state_layers):
+                lengths.append(length)
+        return lengths[-1]
+
     def path_tokens(self, path: Path) -> Tensor:
         """Token ids of a path: ``[length]`` int64, on the CPU."""
         parts = [self.segment_tokens[span.segment][span.start : span.stop] for span in path]
@@ -237,15 +280,19 @@ class SharedContextCache(ForestCache):
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes stored, allocated, and held by a stock cache for the same rows; those of this process."""
-        storages = self._storages
-        nodes = self.stored_node_tokens * sum(storage.bytes_per_token for storage in storages)
+        storages, states, kept = self._storages, 0, 0
+        for layer in self.state_layers:
+            states += layer.row_bytes
+            kept += layer.row_bytes * (len(layer.ends) + (0 if layer.states is None else layer.states.rows))
+        nodes = self.stored_node_tokens * sum(storage.bytes_per_token for storage in storages) + kept
         per_token = sum(storage.suffix_bytes_per_token for storage in storages)
         allocated = sum(storage.suffix_bytes for storage in storages)
         own = int(self.state.suffix_shard.counts(self.suffix_lengths).sum())
         return CacheBytes(
             stored=nodes + own * per_token,
             allocated=nodes + allocated,
-            stock=sum(
+            stock=self.rows * states
+            + sum(
                 self.rows * within(self.get_seq_length(), layer.window) * layer.storage.suffix_bytes_per_token
                 for layer in self.attention_layers
             ),
@@ -253,8 +300,9 @@ class SharedContextCache(ForestCache):
 
     @property
     def computed_in(self) -> torch.dtype | None:
-        """The widest dtype of any layer's keys and values; None before the first pass."""
-        dtypes = (layer.dtype for layer in self.attention_layers if layer.is_initialized)
+        """The widest dtype of any layer's keys and values, or convolutions' states; None before the first pass."""
+        dtypes = [layer.dtype for layer in self.attention_layers if layer.is_initialized]
+        dtypes += [layer.dtype for layer in self.state_layers if layer.dtype is not None]
         return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
     def update(
@@ -272,7 +320,7 @@ class SharedContextCache(ForestCache):
             Unsupported: By the model's layout the layer stores nothing.
         """
         require_active()  # fail before appending tokens that attention could not read
-        if layer_idx not in range(len(self.layers)) or isinstance(self.layers[layer_idx], EmptyLayer):
+        if layer_idx not in range(len(self.layers)) or not isinstance(self.layers[layer_idx], SharedContextLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -168,7 +168,7 @@ class Suffixes:
             self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)], self.lengths.shortest)
         if per_row is not None or len(rows) != before:
             self._copy_rows(rows, storages)
-        elif self.longest:
+        elif self.longest and storages:  # a model with states alone has none
             if self.origins is None:
                 self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device, shard)
             self.origins.select(rows)

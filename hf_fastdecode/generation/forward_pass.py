@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,12 +23,29 @@ def forward_pass(
     """``model(**arguments)`` with hooks, but bypassing ``model.compile()``.
 
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows. Models whose
-    positions have planes get as many equal ones as they take.
+    positions have planes get as many equal ones as they take, and those that count no tokens none.
     """
+    if not takes_positions(model):
+        return uncompiled_call(model, **{CACHE: cache}, **arguments)
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)
     with at_positions(position_ids):
         return uncompiled_call(model, position_ids=position_ids, **{CACHE: cache}, **arguments)
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model takes ``position_ids``; models with states alone take none."""
+    return _takes(type(model).forward, "position_ids")
+
+
+def takes_shared_cache(model: PreTrainedModel) -> bool:
+    """Whether the model takes its cache by the name that `generate` has for it."""
+    return _takes(type(model).forward, CACHE)
+
+
+@functools.cache
+def _takes(forward: Callable[..., Any], name: str) -> bool:
+    return name in signature(forward).parameters
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

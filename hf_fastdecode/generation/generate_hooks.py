@@ -52,6 +52,7 @@ from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
+from .forward_pass import takes_positions
 from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
@@ -117,11 +118,12 @@ def _forward_shared(
         return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
     input_ids = given.get("input_ids")
     inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
-    queries = inputs.shape[1] if isinstance(inputs, Tensor) else 0
+    rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
     if not cache.state.packed:
         if cache.checks_masks:
             check_mask(cache, given.get("attention_mask"), queries)
-        if isinstance(inputs, Tensor) and len(inputs) == cache.rows and given.get("position_ids") is None:
+        unplaced = given.get("position_ids") is None and takes_positions(model)
+        if isinstance(inputs, Tensor) and len(inputs) == cache.rows and unplaced:
             # The model would count from the longest row, padding included.
             given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
@@ -134,7 +136,8 @@ def _forward_shared(
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         passing = structure.passing(RowLengths(cache.longest_row(queries)))
-        with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, cache.all_or_nothing():
+        alike = cache.all_or_nothing(rows, queries)
+        with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, alike:
             if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
                 require_same_pass(model, structure.ranks, input_ids, queries)
             if cache.state.met is None or cache.state.met() is not model:

@@ -63,7 +63,10 @@ class CallReport:
         suffix_length: Tokens in each row's suffix, without those of prompts.
         stored_suffix: Of these, tokens that this process stores.
         stored_tokens: Tokens in node storage of this process, including unused ones.
-        layer_sizes: For each layer, bytes per token of nodes and of suffixes, and its window where it hides any token.
+        layer_sizes: For each layer with keys and values, bytes per token of nodes and of suffixes, and its window if
+            that hides any token.
+        state_bytes: Bytes of a row's states in all layers.
+        kept_states: Number of prompt ends at which states are kept; rows begin with copies of these.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
         mode_reason: Reason for the mode.
         fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations,
@@ -95,6 +98,8 @@ class CallReport:
     stored_suffix: int = 0
     stored_tokens: int = 0
     layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
+    state_bytes: int = 0
+    kept_states: int = 0
     mode: str = "eager"
     mode_reason: str = ""
     fused: str = ""
@@ -120,6 +125,8 @@ class CallReport:
             self.layer_sizes = [
                 (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.attention_layers
             ]
+            self.state_bytes = sum(layer.row_bytes for layer in cache.state_layers)
+            self.kept_states = max((len(layer.ends) for layer in cache.state_layers), default=0)
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
         self.stored_suffix = cache.state.suffix_shard.count(self.suffix_length)
         if self.parallel is not None and cache.state.parallel is not None:
@@ -149,13 +156,15 @@ class CallReport:
 
     @property
     def nbytes(self) -> CacheBytes:
-        """Bytes of keys and values at the end of the call, here and in a stock cache."""
+        """Bytes of keys, values and states at the end of the call, here and in a stock cache."""
         of_nodes = sum(size for size, _, _ in self.layer_sizes)
         of_suffixes = sum(size for _, size, _ in self.layer_sizes)
         in_suffixes = self.rows * self.stored_suffix + self.own_tokens
         stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
+        stored += (self.rows + self.kept_states) * self.state_bytes
         length = self.context_width + self.suffix_length
         stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)
+        stock += self.rows * self.state_bytes
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
     def lines(self) -> list[str]:
@@ -169,7 +178,7 @@ class CallReport:
                 *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
                 *self._prefill(),
                 *self._given(),
-                f"  KV bytes: {stored:,} (stock: {stock:,})",
+                f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  {self.parallel}"] if self.parallel else []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -19,18 +18,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
-from ..cache.layout import Kind, ModelLayout
+from ..cache.layout import PER_TOKEN, STATES_IN_CACHES, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
+from .forward_pass import takes_positions, takes_shared_cache
 from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
-# Modules whose overrides of loop methods only drops the cache where the position embedding changes, see `rope_limit`.
-_HARMLESS = {f"transformers.models.{name}.modeling_{name}" for name in ("phi3", "phimoe")}
+# Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
+# position embedding changes (see `rope_limit`), pass logits_to_keep, or leave the mask out of steps.
+_HARMLESS = {
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
+        *("phi3", "phimoe"),
+        *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
+        *("falcon_mamba", "mamba", "mamba2"),
+    )
+}
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (*_OUR_MODES, *_BEAM_MODES, GenerationMode.ASSISTED_GENERATION)
@@ -65,25 +73,29 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
     _check_layout(layout)
+    if layout.states and not takes_shared_cache(model):
+        raise Unsupported(f"{name}.forward takes no {CACHE}")
+    if layout.states and not layout.per_token:
+        return
     own = own_code_of(type(model))
-    flagged = getattr(model, "_supports_attention_backend", False)
-    if not flagged and own is None and not _attends_by_itself(model, layout):
+    said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
+    if not said and own is None and not _attends_by_itself(model, layout):
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if not takes_positions and not (own is not None and own.takes_no_positions):
+    if not takes_positions(model) and not (own is not None and own.takes_no_positions):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
 
 
 def _check_layout(layout: ModelLayout) -> None:
-    """Check that layers store keys and values of every token, or nothing."""
+    """Check that layers store keys and values of every token, states that the cache keeps, or nothing."""
     kinds, types = {store.kind for _, store in layout}, set[str]()
+    refused = {Kind.OTHER} if layout.model_type in STATES_IN_CACHES else {Kind.OTHER, Kind.STATE}
     for name, stores in zip(layout.types, layout.layers, strict=True):
-        types |= {name for store in stores if store.kind in (Kind.STATE, Kind.OTHER)}
+        types |= {name for store in stores if store.kind in refused}
     if types:
         raise Unsupported(
             f"its layers of type {', '.join(sorted(types))} need more than keys and values of every token"
@@ -92,7 +104,7 @@ def _check_layout(layout: ModelLayout) -> None:
         raise Unsupported("it has cross attention")
     if Kind.LATENT in kinds:
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if (loops := max(map(len, layout.layers), default=0)) > 1:
+    if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
         raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
 
 
@@ -133,6 +145,9 @@ def check_call(
     check_model(model, structure.layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
+    check_states(structure)
+    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.states:
+        raise Unsupported("its layers have states, from which drafts cannot be removed")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
     if config.is_assistant:
@@ -157,6 +172,12 @@ def check_call(
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
         )
+
+
+def check_states(structure: Structure) -> None:
+    """Raise `Unsupported` where layers have states, and several processes compute the model."""
+    if structure.layout.states and (structure.parallel is not None or structure.ranks.count > 1):
+        raise Unsupported("its layers have states, which are not shared where several processes compute a model yet")
 
 
 def _adapter_with_keys(model: PreTrainedModel) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 # By transformers' own defaults their layers come in longer periods than a tiny model has layers.
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_CONV = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 _CODEC = {"upsample_groups": 64, "codebook_dim": 64, "vector_quantization_hidden_dimension": 64, "num_filters": 8}
 _CODEC |= {"num_quantizers": 8, "codebook_size": 128}
 _VQ = {"latent_channels": 32, "base_channels": 32, "channel_multiplier": [1, 1], "resolution": 32}
@@ -72,7 +73,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "HunYuanVLForConditionalGeneration": _ROPE3,
     "JanusForConditionalGeneration": {"vq_config": {k: v for k, v in _VQ.items() if k != "resolution"}},
     "KyutaiSpeechToTextForConditionalGeneration": {"codec_config": _CODEC},
-    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2ForCausalLM": _CONV,
+    "Lfm2MoeForCausalLM": _CONV,
+    "Lfm2VlForConditionalGeneration": {"text_config": _CONV},
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MoshiForConditionalGeneration": {"audio_encoder_config": _CODEC, "depth_decoder_config": {"input_size": 64}},

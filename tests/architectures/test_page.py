@@ -36,8 +36,7 @@ def test_the_page_says_what_the_comparison_finds(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Qwen3NextForCausalLM", "its layers of type linear_attention need more than keys and values of every token"),
-        ("NemotronHForCausalLM", "its layers of type linear_attention"),
+        ("MiniMaxForCausalLM", "its layers of type linear_attention need more than keys and values of every token"),
         ("PaliGemmaForConditionalGeneration", "prepare_inputs_for_generation, are not those of the attention mask"),
         ("BartForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
         ("BigBirdForCausalLM", "does not use transformers' attention interface"),

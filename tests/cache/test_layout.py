@@ -105,7 +105,7 @@ def test_what_a_config_does_not_say_is_0():
 
 def test_a_config_without_heads_keeps_states():
     found = layout("rwkv", num_attention_heads=None)
-    assert found.layers == ((Store(Kind.STATE),),) * 4
+    assert found.layers == ((Store(Kind.STATE, states=1),),) * 4
 
 
 def test_heads_are_those_on_this_device():

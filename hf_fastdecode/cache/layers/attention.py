@@ -208,6 +208,18 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         StoredLayer.__init__(self, self.state, self.index, self.store, self.storage.empty())
         self.is_initialized = False
 
+    def for_nodes_of(self, state: SharedState) -> SharedContextLayer:
+        """A layer of another cache with the same segments, which are shared, and empty suffixes."""
+        twin = SharedContextLayer(state, self.index, self.store, self.storage.empty())
+        twin.take_nodes_of(self)
+        return twin
+
+    def take_nodes_of(self, other: SharedContextLayer) -> None:
+        """Take on the segments of another cache's layer."""
+        self.storage.segments = dict(other.storage.segments)
+        if other.is_initialized:
+            self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+
     def offload(self) -> None:
         raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")
 

@@ -20,9 +20,14 @@ class EmptyLayer(CacheLayerMixin):
     def __init__(self, state: SharedState):
         super().__init__()
         self.state = state
+        self.ran: dict[str, str] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """No-op: there is nothing to allocate."""
+
+    def for_nodes_of(self, state: SharedState) -> EmptyLayer:
+        """The same layer of another cache."""
+        return EmptyLayer(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse tokens, as `SharedContextCache.update` does before with a better message."""

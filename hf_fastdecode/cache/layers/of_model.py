@@ -10,8 +10,9 @@ from ..state import SharedState
 from .attention import REMEDY, SharedContextLayer, other_heads
 from .empty import EmptyLayer
 from .own import OwnStorage
+from .state import StateAndAttentionLayer, StateLayer
 
-CacheLayer = SharedContextLayer | EmptyLayer
+CacheLayer = SharedContextLayer | StateLayer | EmptyLayer
 
 
 def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer]) -> list[CacheLayer]:
@@ -24,13 +25,21 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
     layers: list[CacheLayer] = []
     for index in range(len(layout.layers)):
         store, own, layer = layout.per_token.get(index), layout.own.get(index), held[index] if held else None
+        state_store = layout.states.get(index)
+        if layer is not None and isinstance(layer, StateLayer) is (state_store is None):
+            raise ValueError(f"the cache and the model differ in whether layer {index} stores a state; {REMEDY}")
         if store is None:
             if isinstance(layer, SharedContextLayer):
                 raise ValueError(f"the cache holds tokens of layer {index}, where the model stores none; {REMEDY}")
-            layers.append(EmptyLayer(state))
+            if layer is None or state_store is None:
+                layer = EmptyLayer(state) if state_store is None else StateLayer(state, state_store)
+            layers.append(layer)
             continue
         if not isinstance(layer, SharedContextLayer):
-            layer = SharedContextLayer(state, index, store, None if own is None else OwnStorage(ref(own)))
+            if state_store is None:
+                layer = SharedContextLayer(state, index, store, None if own is None else OwnStorage(ref(own)))
+            else:
+                layer = StateAndAttentionLayer(state, index, store, state_store)
         elif (node := layer.storage.node_example) is not None:
             for part, width in zip(node, (store.head_dim, store.value_dim), strict=True):
                 got = part.shape[-3], part.shape[-1]

@@ -109,7 +109,8 @@ class Loop:
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
         positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
         feed = EagerSteps(self.call.model, cache, step_arguments(self.call.arguments)).feed
-        at_once = 1 if self.call.structure.layout.own else _REPLAY  # whose kernel takes one query
+        layout = self.call.structure.layout
+        at_once = 1 if layout.own or layout.states else _REPLAY  # as in the steps, and kernels of own layers
         for first in range(0, tokens.shape[1], at_once):
             part = tokens[:, first : first + at_once]
             feed(part, positions + torch.arange(first, first + part.shape[1], device=positions.device))
@@ -123,9 +124,8 @@ class Loop:
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
         row_numbers = wave.rows  # the batch's row numbers in the call
-        poller = FinishedRowPoller(
-            self.prompts.device, synchronous=self.decisions.polls_synchronously, draws=self.sampler.generator_draws
-        )
+        synchronous = self.decisions.polls_synchronously or bool(cache.state_layers)  # whose steps cannot be undone
+        poller = FinishedRowPoller(self.prompts.device, synchronous=synchronous, draws=self.sampler.generator_draws)
         limit = stopping.max_length or self.call.config.max_length
         while True:
             if logits is None:

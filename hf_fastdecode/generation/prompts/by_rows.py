@@ -1,7 +1,9 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-What packed prefill cannot lay end to end in one row: positions whose planes differ. Every prompt is a node of its own,
-so that its samples and beams share it; common beginnings of different prompts are not shared.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, and
+layers with a state per row. Every prompt is a node, shared by its samples and beams; common beginnings of different
+prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its own, without padding,
+which would otherwise come between the state at the path's end and the prompt's next token.
 """
 
 from __future__ import annotations
@@ -26,29 +28,41 @@ class Rows(NamedTuple):
     Attributes:
         inputs: ``[rows, width]`` ids, or ``[rows, width, hidden]`` embeddings.
         attention_mask: ``[rows, width]``, or None.
-        position_ids: ``[planes, rows or 1, width]``.
+        position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
     """
 
     inputs: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor
 
+    @classmethod
+    def of(cls, inputs: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Rows:
+        """Rows whose positions, where none are given, count the tokens that the mask shows."""
+        if position_ids is None:
+            shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
+            position_ids = (shown.cumsum(1) - 1).clamp_min(0)
+        return cls(inputs, attention_mask, position_ids)
+
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
         firsts = torch.tensor([0, *(group.count for group in groups[:-1])], device="cpu").cumsum(0)
         firsts = firsts.to(self.inputs.device)
-        planes = self.position_ids
-        return Rows(
-            self.inputs[firsts],
-            None if self.attention_mask is None else self.attention_mask[firsts],
-            planes if planes.shape[1] == 1 else planes[:, firsts],
-        )
+        return self.part(firsts)
 
-    def part(self, rows: slice) -> Rows:
+    def part(self, rows: slice | Tensor) -> Rows:
         """Some of the rows."""
-        planes = self.position_ids
+        places = self.position_ids
         mask = None if self.attention_mask is None else self.attention_mask[rows]
-        return Rows(self.inputs[rows], mask, planes if planes.shape[1] == 1 else planes[:, rows])
+        here = rows.to(places.device) if isinstance(rows, Tensor) else rows
+        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :])
+
+    def last_tokens(self, count: int) -> Rows:
+        """The last tokens of one row, without padding."""
+        mask, width = self.attention_mask, self.inputs.shape[1]
+        shown = torch.arange(width, device="cpu") if mask is None else mask[0].nonzero().flatten()
+        last = shown[-count:]
+        places = self.position_ids[..., last.to(self.position_ids.device)]
+        return Rows(self.inputs[:, last.to(self.inputs.device)], None, places)
 
 
 def row_passes(
@@ -64,7 +78,7 @@ def row_passes(
     """Compute the plan's nodes into the cache, pass by pass, then set its forest.
 
     Args:
-        cache: The empty cache; the tokens become its first segment.
+        cache: The cache the plan was made for; the tokens become its next segment.
         plan: With a node for each prompt.
         rows: The distinct rows, one for each of the plan's items.
         keep: Last positions of each row to return logits for.
@@ -72,11 +86,12 @@ def row_passes(
     """
     cache.add_segment(plan.new_tokens)
     width, device = rows.inputs.shape[1], input_device(model)
-    at_once = max(1, max_tokens // width)
-    for first in range(0, len(plan.items), at_once):
-        part, items = rows.part(slice(first, first + at_once)), plan.items[first : first + at_once]
+    for run in _passes(plan, max(1, max_tokens // width)):
+        part, items = rows.part(run), plan.items[run]
+        if items[0].context:
+            part = part.last_tokens(items[0].span.length)
         mask = part.attention_mask
-        real = torch.ones(part.inputs.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+        real = _all_shown(part.inputs) if mask is None else mask.bool()
         name = "input_ids" if part.inputs.dim() == 2 else "inputs_embeds"
         with cache.prefilling(items, real.to(device)):
             output = forward_pass(
@@ -99,3 +114,28 @@ def row_passes(
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
     cache.set_forest(plan.forest, width)
+
+
+def _all_shown(inputs: Tensor) -> Tensor:
+    """The mask ``[rows, width]`` of inputs without padding, bool, on the CPU."""
+    return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
+
+
+def _passes(plan: PromptPlan, at_once: int) -> Iterator[slice]:
+    """The items of each pass, by index: one that continues a path alone, others together."""
+    first, count = 0, len(plan.items)
+    while first < count:
+        stop = first + 1
+        while not plan.items[first].context and stop < min(count, first + at_once) and not plan.items[stop].context:
+            stop += 1
+        yield slice(first, stop)
+        first = stop
+
+
+@torch.no_grad()
+def prefill_rows(
+    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int
+) -> Tensor:
+    """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
+    passes = row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens)
+    return torch.cat([done.logits for done in passes])

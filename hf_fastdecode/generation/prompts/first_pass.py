@@ -21,10 +21,10 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
 from ...attention.forest import path_slice
-from ...attention.own_code import own_code_of
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
+from ..forward_pass import takes_positions
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
@@ -52,7 +52,7 @@ class _PlannedFirstPass(NamedTuple):
 
     Attributes:
         ids: ``[rows, width]``; of embeddings, see `_ids_of_embeddings`.
-        by_rows: Positions whose planes differ, so that prompts run by rows; else None.
+        by_rows: Whether prompts run by rows, see `by_rows`.
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
         wanted: Number of last positions to return logits for.
@@ -61,7 +61,7 @@ class _PlannedFirstPass(NamedTuple):
     ids: Tensor
     mask: Tensor | None
     positions: Positions
-    by_rows: Tensor | None
+    by_rows: bool
     embeddings: Callable[[Tensor], Tensor] | None
     hidden: bool
     wanted: int
@@ -72,7 +72,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and self.by_rows is None
+        return self.embeddings is None and not self.positions.differ
 
 
 @dataclass
@@ -134,8 +134,9 @@ class FirstPassPrompts:
         places = _places(groups, plan, width, wanted)
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
-        if by_rows is not None:
-            distinct = Rows(ids if embeddings is None else arguments["inputs_embeds"], mask, by_rows).distinct(groups)
+        if by_rows:
+            inputs = ids if embeddings is None else arguments["inputs_embeds"]
+            distinct = Rows.of(inputs, mask, positions.ids).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -175,26 +176,28 @@ class FirstPassPrompts:
         mask, width = arguments.get("attention_mask"), ids.shape[1]
         positions = reduced(arguments.get("position_ids"), mask)
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        own = own_code_of(type(model))
-        counts = own is None or not own.takes_no_positions
-        if counts and mask is not None and positions.ids is None and not bool(mask.all()):
+        counts = takes_positions(model) and positions.ids is None
+        if mask is not None and counts and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        by_rows = positions.ids if positions.differ else None
-        if by_rows is not None:
-            self._check_rows(hidden)
-        groups = group_prompts(ids, mask, by_rows)
+        states = bool(call.structure.layout.states)
+        by_rows = positions.differ or states
+        if positions.differ:
+            self._check_planes(hidden)
+        if states and hidden:
+            raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
+        groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and by_rows is None
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows is not None, reuse=reuse)
+        reuse = embeddings is None and not positions.differ
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
 
-    def _check_rows(self, hidden: bool) -> None:
+    def _check_planes(self, hidden: bool) -> None:
         """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""
         if self.call.must_share:
             raise Unsupported("a SharedContextCache is for positions of text, and the planes of position_ids differ")

@@ -40,8 +40,10 @@ class _Kept:
 
     @cached_property
     def storages(self) -> dict[tuple[torch.device, int], int]:
-        """Bytes of the nodes' storages, by device and address."""
-        stored = (part.untyped_storage() for layer in self.cache.attention_layers for part in layer.storage.tensors())
+        """Bytes of the nodes' storages, and of states at their ends, by device and address."""
+        parts = [part for layer in self.cache.attention_layers for part in layer.storage.tensors()]
+        parts += [one for layer in self.cache.state_layers for end in layer.ends.values() for one in end.tensors]
+        stored = (part.untyped_storage() for part in parts)
         return {(one.device, one.data_ptr()): one.nbytes() for one in stored}
 
 

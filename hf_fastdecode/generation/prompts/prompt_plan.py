@@ -19,6 +19,9 @@ from ...cache.state import PrefillItem
 
 _ITEM = 8  # bytes of an int64 id
 
+_FEWEST = 2
+"""Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
+
 
 @dataclass(frozen=True)
 class PromptGroup:
@@ -215,6 +218,19 @@ class ComparedPrompts:
             stored=[(path, min(held, length)) for (path, held), length in zip(self.stored, lengths, strict=True)],
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
+
+    def from_ends(self, cache: SharedContextCache, *, continues: bool) -> ComparedPrompts:
+        """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
+
+        Whole prompts are computed again where their layers cannot continue from a state (`continues`), or where one
+        token is left: a single token runs by other code than several, which may round otherwise.
+        """
+        most = [len(group.tokens) - max(self.recompute, _FEWEST) if continues else 0 for group in self.groups]
+        stored = [
+            (path, cache.length_with_states(path, min(held, limit)))
+            for (path, held), limit in zip(self.stored, most, strict=True)
+        ]
+        return replace(self, stored=stored, recompute=0)
 
     def plan(self) -> PromptPlan:
         """Plan nodes for the shared prefixes, and the prefill of what is not reused."""

@@ -66,16 +66,18 @@ def find_shared(
     Raises:
         ValueError: The caller's cache does not fit the prompts or the model.
     """
-    options, given = call.options, call.given
-    base = given
+    options, given, layout = call.options, call.given, call.structure.layout
+    base, states, keeps = given, bool(layout.states), keeps_prompts(call)
+    if options.reuse_prefix and not keeps:
+        call.state.log_once("reuse_prefix is not used: scans of this model's layers do not continue states")
     if given is not None:
         _check_cache(call, given)
-    elif options.reuse_prefix and reuse:
+    elif keeps and reuse:
         store = call.state.prefix_store
         base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
         if not ahead and not numbers_hold(call):
             base = None
-    elif reuse:
+    elif reuse and not states:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
@@ -95,11 +97,14 @@ def find_shared(
         _warn_if_short_match(given, prompts)
         lengths = zip(prompts.stored_lengths, prompts.reused_lengths, strict=True)
         again = max(stored - reused for stored, reused in lengths)
-        if again > 1:
+        if again > 1 and not states:
             call.state.log_once(
                 f"the first pass asks for logits of all prompt tokens, so {again} tokens that the given cache holds "
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
+    if states:
+        prompts = prompts.from_ends(cache, continues=layout.continues_states)
+        call.report.known_tokens = None if base is None else prompts.reused_lengths
     return Shared(cache, prompts, base is not None)
 
 
@@ -156,16 +161,17 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
     in_nodes = sum(plan.forest.context_lengths)
     total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
     least = max(1, options.min_saved_tokens)
-    may_save = total if options.reuse_prefix else saved  # later calls may reuse every token
+    reuses = keeps_prompts(call)
+    may_save = total if reuses else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
     if not call.must_share and call.mode == "eager" and not unshared and not divided:
         if may_save < least:
             raise Unsupported(
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
-                _what_helps(found.prompts.groups, options.reuse_prefix),
+                _what_helps(found.prompts.groups, reuses),
             )
-        if not options.reuse_prefix and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
+        if not reuses and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
     report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
@@ -205,6 +211,11 @@ def numbers_hold(call: CallContext, beside: Beside | None = None) -> bool:
     return False
 
 
+def keeps_prompts(call: CallContext) -> bool:
+    """Whether prompts of the call are kept for later ones, which could not continue all models' states."""
+    return bool(call.options.reuse_prefix) and call.structure.layout.continues_states
+
+
 def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
     """Merge the prefilled nodes of a cache that the caller gets, on all processes of the model or on none."""
     if call.returns_cache:
@@ -214,7 +225,7 @@ def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
 
 def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
     """Keep prefilled nodes in the prefix store, for later calls."""
-    if call.options.reuse_prefix and call.given is None:  # which may hold tokens of direct passes
+    if keeps_prompts(call) and call.given is None:  # which may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint

@@ -18,6 +18,7 @@ from ..forward_pass import forward_pass, input_device
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support import check_prompts, why_not_counted
+from .by_rows import Rows, prefill_rows
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -98,11 +99,13 @@ class _Planned(NamedTuple):
 
 def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
     max_suffix = int(call.config.max_length) - width
-    found = find_shared(call, groups, max_suffix, ahead=ahead)
+    by_rows = bool(call.structure.layout.states)
+    found = find_shared(call, groups, max_suffix, by_rows=by_rows, ahead=ahead)
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
-    rerun_last_token = found.reuses and (found.prompts.any_stored_whole or found.prompts.new_length <= len(groups))
-    unshared = None if rerun_last_token else unshared_prompts(call, found)
+    few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
+    rerun_last_token = found.reuses and few_new and not by_rows
+    unshared = None if rerun_last_token or by_rows else unshared_prompts(call, found)
     if rerun_last_token:
         found.prompts = found.prompts.without_last([1] * len(groups))
         found.cache.state.max_suffix = max_suffix + 1
@@ -125,13 +128,18 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
     numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
     positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
     limit, length = call.max_prefill_tokens, width - rerun_last_token
-    logits = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
+    if call.structure.layout.states:
+        rows = Rows.of(input_ids, call.arguments.get("attention_mask"), call.positions.ids)
+        logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
+        merge_returned(call, cache)
+        return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])
+    known = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
     merge_returned(call, cache)
     suffix_tokens = input_ids[:, width - rerun_last_token :]
-    if rerun_last_token or logits is None:
+    if rerun_last_token or known is None:
         logits = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
         return Start(cache, logits, positions + 1, suffix_tokens)
-    return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, suffix_tokens)
+    return Start(cache, known.index_select(0, group_of_row.to(known.device)), positions, suffix_tokens)
 
 
 def _on_host(input_ids: Tensor, mask: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor | None, Positions]:

@@ -278,6 +278,8 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
+    if layout.states:
+        return "steps that update states are not captured yet"
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

@@ -1,0 +1,260 @@
+"""Layers with a state of fixed size per row that every token overwrites: gated delta nets, Mamba, short convolutions.
+
+States are stored as in transformers' own `LinearAttentionLayer`, because models read and update them there. This file
+adds where they come from: a state is computed once per distinct prompt and kept, unchanged, for the end of that
+prompt's path. Rows begin with copies of it (a fork). Decode steps overwrite the copies in place, so their addresses
+change only with the number of rows. Tokens cannot be removed from a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from ...attention.forest import Path
+from ..layout import Store
+from ..state import SharedState
+from ..storage import TokenStorage
+from .attention import SharedContextLayer
+
+End = tuple[int, int]
+"""Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
+
+
+def end_of(path: Path) -> End | None:
+    """The end of a path; None of an empty one, at whose end there is no state."""
+    return (path[-1].segment, path[-1].stop) if path else None
+
+
+@contextmanager
+def _writable() -> Iterator[None]:
+    """Context of copies that later passes write, which inference tensors would allow in inference mode only."""
+    wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
+    with torch.inference_mode(False), torch.set_grad_enabled(wanted):
+        yield
+
+
+@dataclass(frozen=True)
+class States:
+    """States of some rows, ``[rows, ...]`` each, by their numbers within the layer.
+
+    Attributes:
+        conv: The latest inputs of convolutions.
+        recurrent: States of recurrences; short convolutions have none.
+    """
+
+    conv: Mapping[int, Tensor]
+    recurrent: Mapping[int, Tensor]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> States:
+        """The states that `change` makes of these."""
+        return States(*({number: change(one) for number, one in part.items()} for part in (self.conv, self.recurrent)))
+
+    def row(self, row: int) -> States:
+        """A view of one row's."""
+        return self.each(lambda one: one[row : row + 1])
+
+    @classmethod
+    def joined(cls, parts: Sequence[States]) -> States:
+        """The rows of all parts, copied."""
+        first = parts[0]
+        return cls(
+            {number: torch.cat([part.conv[number] for part in parts]) for number in first.conv},
+            {number: torch.cat([part.recurrent[number] for part in parts]) for number in first.recurrent},
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return *self.conv.values(), *self.recurrent.values()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.tensors[0])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's."""
+        return sum(one[:1].numel() * one.element_size() for one in self.tensors)
+
+
+class KeepsStates(Protocol):
+    """What a cache needs of a layer with states, beside what models' code needs of `LinearAttentionLayer`.
+
+    Attributes:
+        ends: States at the ends of paths, ``[1, ...]`` each, never modified; caches over the same nodes share them.
+    """
+
+    ends: dict[End, States]
+
+    @property
+    def states(self) -> States | None:
+        """The rows' states; None where rows have none of their own."""
+        ...
+
+    def begin_rows(self, ends: Sequence[End | None]) -> None:
+        """Give each row a copy of the state at the end of its path; none where paths are empty.
+
+        Raises ValueError if one has no state there.
+        """
+        ...
+
+    def keep(self, ends: Sequence[End]) -> None:
+        """Keep the rows' states as those at these ends, and leave the rows without."""
+        ...
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replace row ``i`` by row ``rows[i]``, int64 on the CPU: in place, unless the number of rows changes."""
+        ...
+
+    def drop_rows(self) -> None:
+        """Forget the rows' states."""
+        ...
+
+    def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
+        """Keep, at each of the new ends, what was at the old one, and nothing else."""
+        ...
+
+
+class StateLayer(LinearAttentionLayer):
+    """A layer that stores a state per row, and nothing per token."""
+
+    is_compileable: ClassVar[bool] = False
+    is_croppable: ClassVar[bool] = False
+    is_sliding: ClassVar[bool] = False
+    appended = 0
+
+    def __init__(self, state: SharedState, store: Store):
+        LinearAttentionLayer.__init__(self, number_of_states=store.states)
+        self.state, self.state_store = state, store
+        self.ends: dict[End, States] = {}
+        self.ran: dict[str, str] = {}
+
+    @property
+    def states(self) -> States | None:
+        if not any(self.is_conv_states_initialized.values()):
+            return None
+        parts = (self.conv_states, self.recurrent_states)
+        return States(*({number: one for number, one in part.items() if one is not None} for part in parts))
+
+    def begin_rows(self, ends: Sequence[End | None]) -> None:
+        self.drop_rows()
+        known = [self.ends.get(end) for end in ends if end is not None]
+        if not known:
+            return
+        if len(known) < len(ends) or None in known:
+            raise ValueError(
+                "the state at the end of a row is not known: a cache of this model can be continued where prompts or "
+                "completions end, but not between"
+            )
+        with _writable():
+            states = States.joined([one for one in known if one is not None])
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
+        for number, one in states.conv.items():
+            self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
+            self.conv_kernel_size[number] = one.shape[-1]
+            self.dtype, self.device = one.dtype, one.device
+        for number in states.recurrent:
+            self.is_recurrent_states_initialized[number] = True
+
+    def keep(self, ends: Sequence[End]) -> None:
+        states = self.states
+        if states is None or states.rows != len(ends):
+            rows = 0 if states is None else states.rows
+            raise ValueError(f"a pass left the states of {rows} rows, where prompts have {len(ends)}")
+        for row, end in enumerate(ends):
+            self.ends[end] = states.row(row)
+        self.ran["states"] = "computed once per prompt, forked to its rows"
+        self.drop_rows()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's states; 0 before the first pass."""
+        known = self.states or next(iter(self.ends.values()), None)
+        return 0 if known is None else known.row_bytes
+
+    def copy_rows_to(self, other: KeepsStates, ends: Sequence[End]) -> None:
+        """Keep copies of the rows' states in another cache's layer, as those at these ends."""
+        states = self.states
+        if states is None or states.rows != len(ends):
+            raise ValueError("a pass that failed has left rows of this cache without their states; make it again")
+        with _writable():
+            copied = states.each(Tensor.clone)
+        for row, end in enumerate(ends):
+            other.ends[end] = copied.row(row)
+
+    def select_rows(self, rows: Tensor) -> None:
+        states = self.states
+        if states is None:
+            return
+        with _writable():
+            chosen = states.each(lambda one: one.index_select(0, rows.to(one.device)))
+        if chosen.rows == states.rows:
+            for one, new in zip(states.tensors, chosen.tensors, strict=True):
+                one.copy_(new)
+            return
+        self.conv_states.update(chosen.conv)
+        self.recurrent_states.update(chosen.recurrent)
+
+    def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
+        moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)
+        self.ends = {new: self.ends[old] for new, old in moved if old in self.ends}
+
+    def drop_rows(self) -> None:
+        for number in range(self.number_of_states):
+            self.conv_states[number] = self.recurrent_states[number] = None
+            self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
+            self.has_previous_state[number] = False
+
+    def for_nodes_of(self, state: SharedState) -> StateLayer:
+        """A layer of another cache with the same nodes, whose rows have no states yet."""
+        twin = StateLayer(state, self.state_store)
+        twin.ends = dict(self.ends)
+        twin.dtype, twin.device = self.dtype, self.device
+        return twin
+
+    def activate_past_recording(self) -> None:
+        """No-op: states are overwritten in place."""
+
+    def reset(self) -> None:
+        self.drop_rows()
+        self.ends.clear()
+
+
+class StateAndAttentionLayer(StateLayer, SharedContextLayer):
+    """A layer that stores a state per row, and keys and values per token."""
+
+    appended: int
+
+    def __init__(
+        self, state: SharedState, index: int, store: Store, state_store: Store, storage: TokenStorage | None = None
+    ):
+        SharedContextLayer.__init__(self, state, index, store, storage)
+        ran = self.ran
+        StateLayer.__init__(self, state, state_store)
+        self.ran = ran
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
+        """For keys and values, which come by place, or for a state, which comes by name."""
+        if args:
+            SharedContextLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def for_nodes_of(self, state: SharedState) -> StateAndAttentionLayer:
+        twin = StateAndAttentionLayer(state, self.index, self.store, self.state_store, self.storage.empty())
+        twin.take_nodes_of(self)
+        twin.ends = dict(self.ends)
+        return twin
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        SharedContextLayer.reset(self)

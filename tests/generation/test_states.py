@@ -1,0 +1,209 @@
+"""Models whose layers have a state per row: it is computed once per distinct prompt, and forked to its rows.
+
+One class of each kind; `make test-architectures` compares all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.cache.layout import STATES_IN_CACHES
+from hf_fastdecode.generation.steps.runners import EagerSteps
+
+from ..architectures.classes import tiny_model_of
+from ..tiny_models import ragged_prompts, seeded
+from .calls import tokens_embedded
+
+CLASSES = [
+    "Qwen3NextForCausalLM",  # gated delta nets beside gated attention
+    "Qwen3_5ForConditionalGeneration",  # whose positions have planes
+    "NemotronHForCausalLM",  # layers of Mamba-2, of attention, and without a cache
+    "FalconH1ForCausalLM",  # state and attention in one layer
+    "Zamba2ForCausalLM",  # states in both kinds of layers
+    "Lfm2MoeForCausalLM",  # short convolutions
+    "JambaForCausalLM",  # Mamba-1, whose scans begin anew
+    *([] if CACHE == "past_key_values" else ["Mamba2ForCausalLM"]),  # no attention
+]
+
+LENGTHS = (31, 45, 38)
+PROMPTS = ragged_prompts(*LENGTHS, shared=20)
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 7}
+GREEDY = {"do_sample": False, "max_new_tokens": 5}
+BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model_of("Qwen3NextForCausalLM")
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def each(request):
+    return tiny_model_of(request.param)
+
+
+def run(model, arguments, prompts=PROMPTS, **more):
+    return seeded(lambda: model.generate(**prompts, **arguments, **more))
+
+
+def ending_early(model, prompts=PROMPTS):
+    """Arguments with end tokens by which rows end after different numbers of steps."""
+    new = run(model, SAMPLING, prompts)[:, -SAMPLING["max_new_tokens"] :]
+    return SAMPLING | {"eos_token_id": [*new[:4, 2].tolist(), int(new[5, 4])]}
+
+
+def test_tokens_are_stocks(each):
+    arguments = ending_early(each)
+    stock, beams = run(each, arguments), run(each, BEAMS)
+    with fd.enabled(each, min_saved_tokens=1):
+        with tokens_embedded(each) as counted:
+            assert torch.equal(run(each, arguments), stock)
+        report = fd.explain(each).last_call
+        assert (report.path, report.mode, report.prefilled_tokens) == ("shared", "eager", sum(LENGTHS))
+        assert counted[0] == PROMPTS["input_ids"].numel()  # each prompt once, with the padding that stock gives it
+        assert report.compactions >= 1
+        assert torch.equal(run(each, BEAMS), beams)
+        assert fd.explain(each).last_call.path == "shared"
+
+
+def test_a_kept_cache_is_continued_from_its_state(each):
+    stock = run(each, SAMPLING)
+    known = 20 if STATES_IN_CACHES[each.config.model_type] else 0  # whole prompts are computed again
+    with fd.enabled(each):
+        kept = fd.prefill(each, PROMPTS["input_ids"][1:2, :20])
+        for _ in range(2):
+            assert torch.equal(run(each, SAMPLING, **{CACHE: kept}), stock)
+            assert fd.explain(each).last_call.known_tokens == (known,) * 3
+
+
+def test_a_returned_cache_is_continued_where_completions_or_prompts_end(model):
+    first = run(model, SAMPLING)
+    mask = torch.cat([PROMPTS["attention_mask"].repeat_interleave(3, 0), torch.ones(9, 12, dtype=torch.long)], 1)
+    longer = {"input_ids": torch.cat([first, first[:, :5] + 1], 1), "attention_mask": mask}
+    other = longer | {"input_ids": longer["input_ids"].clone()}
+    other["input_ids"][:, -9] = 7
+    stock = [run(model, GREEDY, prompts) for prompts in (longer, other)]
+    with fd.enabled(model):
+        returned = run(model, SAMPLING, return_dict_in_generate=True)
+        assert torch.equal(returned.sequences, first)
+        for prompts, tokens, more in zip((longer, other), stock, (6, 0), strict=True):  # the last one was only drawn
+            assert torch.equal(run(model, GREEDY, prompts, **{CACHE: returned[CACHE]}), tokens)
+            known = tuple(length + more for length in LENGTHS for _ in range(3))
+            assert fd.explain(model).last_call.known_tokens == known
+
+
+def test_prompts_that_a_cache_holds_are_computed_again(model):
+    """States know no earlier token, after which the last one's logits could be computed."""
+    stock = run(model, SAMPLING)
+    with fd.enabled(model):
+        kept = fd.prefill(model, PROMPTS)
+        assert kept.rows == 3
+        assert torch.equal(run(model, SAMPLING, **{CACHE: kept}), stock)
+        assert fd.explain(model).last_call.known_tokens == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "JambaForCausalLM"])
+def test_reuse_prefix_continues_the_prompts_of_earlier_calls(name):
+    """As of a chat, each of whose prompts begins with the one before."""
+    each = tiny_model_of(name)
+    chat = [{name: one[1:2, :length] for name, one in PROMPTS.items()} for length in (20, 32, 45)]
+    stock, beams = [run(each, SAMPLING, prompt) for prompt in chat], run(each, BEAMS, chat[2])
+    known = [None, (20,), (32,)] if STATES_IN_CACHES[each.config.model_type] else [None] * 3
+    with fd.enabled(each, min_saved_tokens=1, min_shared_tokens=8, reuse_prefix=True):
+        for prompt, tokens, length in zip(chat, stock, known, strict=True):
+            assert torch.equal(run(each, SAMPLING, prompt), tokens)
+            assert fd.explain(each).last_call.known_tokens == length
+        assert torch.equal(run(each, BEAMS, chat[2]), beams)
+        assert fd.explain(each).last_call.path == "shared"
+
+
+def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
+    gaps = PROMPTS | {"attention_mask": PROMPTS["attention_mask"].clone()}
+    gaps["attention_mask"][:, 25:28] = 0
+    stock = run(model, SAMPLING, gaps)
+    with fd.enabled(model, max_prefill_tokens=2 * 45), tokens_embedded(model) as counted:
+        assert torch.equal(run(model, SAMPLING, gaps), stock)
+    assert counted[:2] == [2 * 45, 45]
+
+
+def test_smaller_waves_when_memory_runs_out(model, monkeypatch):
+    prompts = {key: value.repeat_interleave(3, 0) for key, value in PROMPTS.items()}
+    stock, feed, steps = run(model, GREEDY, prompts), EagerSteps.feed, []
+
+    def failing(self, ids, positions):
+        steps.append(1)
+        if self.cache.rows > 5 and len(steps) > 3:
+            raise torch.OutOfMemoryError("on purpose")
+        return feed(self, ids, positions)
+
+    monkeypatch.setattr(EagerSteps, "feed", failing)
+    with fd.enabled(model):
+        assert torch.equal(run(model, GREEDY, prompts), stock)
+        assert fd.explain(model).last_call.waves == 2
+
+
+def test_a_step_overwrites_states_in_place_and_leaves_those_of_prompts(model):
+    ids = PROMPTS["input_ids"][1:, :]
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, ids[:1])
+        fork = cache.fork()
+        fork.batch_repeat_interleave(2)
+        layer = fork.state_layers[0]
+        prompts = [one.clone() for one in next(iter(layer.ends.values())).tensors]
+        addresses = []
+        for token in ids[:, 10:13].T:
+            stepped = model(token[:, None], **{CACHE: fork}).logits
+            addresses.append([one.data_ptr() for one in layer.states.tensors])
+        assert addresses[0] == addresses[1] == addresses[2]
+        fork.reorder_cache(torch.tensor([1, 0]))
+        assert addresses[0] == [one.data_ptr() for one in layer.states.tensors]
+        assert all(map(torch.equal, prompts, next(iter(layer.ends.values())).tensors))
+        assert cache.nbytes.stored - cache.node_tokens * 4 * 2 * 2 * 16 == layer.row_bytes
+    whole = torch.cat([ids[:1].expand(2, -1), ids[:, 10:13]], 1)
+    torch.testing.assert_close(stepped, model(whole).logits[:, -1:], atol=1e-4, rtol=1e-4)
+
+
+def test_passes_of_several_tokens_continue_states_or_raise(each):
+    ids = PROMPTS["input_ids"][1:2]
+    with fd.enabled(each), torch.no_grad():
+        cache = fd.prefill(each, ids[:, :30])
+        if STATES_IN_CACHES[each.config.model_type]:
+            continued = each(ids[:, 30:], **{CACHE: cache}).logits
+            torch.testing.assert_close(continued, each(ids).logits[:, 30:], atol=1e-4, rtol=1e-4)
+        else:
+            with pytest.raises(ValueError, match="a pass of 15 tokens per row would not continue the states"):
+                each(ids[:, 30:], **{CACHE: cache})
+
+
+def test_states_that_no_row_reaches_are_dropped(model):
+    with fd.enabled(model):
+        cache = fd.prefill(model, PROMPTS)
+        assert len(cache.state_layers[0].ends) == 3
+        cache.select_rows([2])
+        assert len(cache.fork().state_layers[0].ends) == 1
+
+
+def test_states_cannot_go_back(model):
+    ids = PROMPTS["input_ids"][1:2]
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, ids)
+        model(ids[:, :1], **{CACHE: cache})
+        with pytest.raises(ValueError, match="tokens cannot be removed from a cache with states"):
+            cache.crop(-1)
+        with pytest.raises(ValueError, match="tokens cannot be removed from a cache with states"):
+            cache.drop_last([1])
+        with pytest.raises(ValueError, match="the cache holds 1 rows, got tokens for 2"):
+            model(ids[:, :1].expand(2, -1), **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache})
+        with pytest.raises(IndexError):
+            model(ids[:, :1] + 1000, **{CACHE: cache})
+        with pytest.raises(ValueError, match="has left rows of this cache without their states"):
+            model(ids[:, :1], **{CACHE: cache})
+
+
+def test_what_is_not_shared_yet_says_so(model):
+    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="steps that update states are not captured"):
+        run(model, SAMPLING)
