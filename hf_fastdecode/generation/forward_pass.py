@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import CACHE, uncompiled_call
+from ..attention.own_code import own_code_of
 from ..attention.stand_in_calls import at_positions
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
@@ -25,16 +26,22 @@ def forward_pass(
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows. Models whose
     positions have planes get as many equal ones as they take, and those that count no tokens none.
     """
-    if not takes_positions(model):
-        return uncompiled_call(model, **{CACHE: cache}, **arguments)
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)
+    if takes_positions(model):
+        arguments["position_ids"] = position_ids
     with at_positions(position_ids):
-        return uncompiled_call(model, position_ids=position_ids, **{CACHE: cache}, **arguments)
+        return uncompiled_call(model, **{CACHE: cache}, **arguments)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model takes ``position_ids``; models with states alone take none."""
+    """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
+    given none."""
+    return counts_positions(model) or own_code_of(type(model)) is not None
+
+
+def counts_positions(model: PreTrainedModel) -> bool:
+    """Whether the model itself takes ``position_ids``, and counts tokens where it is given none."""
     return _takes(type(model).forward, "position_ids")
 
 

@@ -25,7 +25,7 @@ from ..parallel.groups import common_group, in_several_processes, splitting_grou
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext, Positions
 from .foreign_code import check_code
-from .forward_pass import takes_positions, takes_shared_cache
+from .forward_pass import counts_positions, takes_shared_cache
 from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
@@ -85,7 +85,7 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    if not takes_positions(model) and not (own is not None and own.takes_no_positions):
+    if not counts_positions(model) and not (own is not None and own.takes_no_positions):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
 

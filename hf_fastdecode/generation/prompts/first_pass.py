@@ -24,7 +24,7 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..forward_pass import takes_positions
+from ..forward_pass import counts_positions
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, check_arguments, check_prompts
 from .by_rows import Rows, row_passes
@@ -176,7 +176,7 @@ class FirstPassPrompts:
         mask, width = arguments.get("attention_mask"), ids.shape[1]
         positions = reduced(arguments.get("position_ids"), mask)
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        counts = takes_positions(model) and positions.ids is None
+        counts = counts_positions(model) and positions.ids is None
         if mask is not None and counts and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
