@@ -24,9 +24,10 @@ def make_faster() -> None:
         for change in (
             patch_language_once,
             leave_out_unread_checks,
+            make_handles_directly,
             remember_types,
             call_builtins_directly,
-            see_equal_shapes,
+            broadcast_at_once,
             see_equal_types,
             remember_constants,
         ):
@@ -70,6 +71,15 @@ def leave_out_unread_checks(interpreter: Any) -> None:
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
+def make_handles_directly(interpreter: Any) -> None:
+    """Take arrays without asking whether their numbers are as wide as their type: operations have seen to that."""
+
+    def handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = handle
+
+
 def remember_types(interpreter: Any) -> None:
     """Make a type of a block, and what a tensor of a type says about its shape, once each; both are never changed."""
     language = interpreter.tl
@@ -79,6 +89,7 @@ def remember_types(interpreter: Any) -> None:
     dtypes: dict[str, Any] = {}
     blocks: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, tuple[Any, Any]] = {}
+    no_constants = {int, float, bool, core.tensor, core.dtype, core.pointer_type, core.block_type}
 
     def numpy_dtype_of(dtype: Any) -> Any:
         found = dtypes.get(dtype.name)
@@ -87,7 +98,7 @@ def remember_types(interpreter: Any) -> None:
         return found
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = (unwrap_constexpr(size) for size in shape)
+        sizes = [size if size.__class__ is int else unwrap(size) for size in shape]
         key = (element_ty.name, getattr(element_ty, "address_space", None), *sizes)
         found = blocks.get(key)
         if found is None:
@@ -107,7 +118,7 @@ def remember_types(interpreter: Any) -> None:
             self.numel, self.shape = found
 
     def unwrap_constexpr(value: Any) -> Any:
-        return value if isinstance(value, (int, core.dtype)) else unwrap(value)
+        return value if value.__class__ in no_constants else unwrap(value)
 
     interpreter._get_np_dtype = numpy_dtype_of
     core.block_type.__init__ = block_type
@@ -132,32 +143,59 @@ def call_builtins_directly(interpreter: Any) -> None:
     interpreter._patch_attr = patch_attribute
 
 
-def see_equal_shapes(interpreter: Any) -> None:
-    """Hand operands of one shape on at once, which else is found out size by size."""
-    semantic = interpreter.interpreter_semantic
-    broadcast = semantic.broadcast_impl_value
+def broadcast_at_once(interpreter: Any) -> None:
+    """Remember the shape that two shapes become, which else is found out size by size, and let numpy fill it."""
+    semantic, core, make = interpreter.interpreter_semantic, interpreter.tl.core, interpreter.TensorHandle
+    broadcast, numpy, numpy_dtype = semantic.broadcast_impl_value, interpreter.np, interpreter._get_np_dtype
+    shapes: dict[Any, Any] = {}
+    types: dict[Any, Any] = {}
 
-    def broadcast_unless_equal(lhs: Any, rhs: Any) -> Any:
-        one, other = lhs.type, rhs.type
-        blocks = one.is_block() and other.is_block()
-        return (lhs, rhs) if blocks and one.shape.values == other.shape.values else broadcast(lhs, rhs)
+    def shape_of(value: Any) -> Any:
+        sizes = value.type.__dict__.get("shape")
+        return None if sizes is None else tuple(sizes.values)
 
-    semantic.broadcast_impl_value = broadcast_unless_equal
+    def grown(value: Any, shape: Any) -> Any:
+        handle, dtype = value.handle, value.dtype
+        data = numpy.empty(shape, handle.data.dtype if value.type.is_block() else numpy_dtype(handle.dtype))
+        data[...] = handle.data
+        key = dtype.name, getattr(dtype, "address_space", None), shape
+        found = types.get(key)
+        if found is None:
+            found = types[key] = core.block_type(dtype, list(shape))
+        return semantic.tensor(make(data, handle.dtype.scalar), found)
+
+    def broadcast_both(lhs: Any, rhs: Any) -> Any:
+        one, other = shape_of(lhs), shape_of(rhs)
+        if one == other:
+            return lhs, rhs
+        shape = shapes.get((one, other))
+        if shape is None:
+            shape = shapes[one, other] = shape_of(broadcast(lhs, rhs)[0])
+        return (lhs if one == shape else grown(lhs, shape), rhs if other == shape else grown(rhs, shape))
+
+    def expand_dims(self: Any, value: Any, axis: int) -> Any:
+        return make(value.data[(slice(None),) * axis + (None,)], value.dtype.scalar)
+
+    semantic.broadcast_impl_value = broadcast_both
+    interpreter.InterpreterBuilder.create_expand_dims = expand_dims
 
 
-_PLAIN = {"int32", "int64", "uint32", "uint64", "fp32", "fp64"}
+_INTEGERS = {"int32", "int64", "uint32", "uint64"}
+_PLAIN = _INTEGERS | {"fp32", "fp64"}
 """Types of which two numbers make one of the same type, whatever the operation."""
 
 
 def see_equal_types(interpreter: Any) -> None:
-    """Hand operands of one type on without asking for the type that both become."""
+    """Hand operands of one type, and addresses and offsets, on without asking for the type that both become."""
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
     check = semantic.binary_op_type_checking_impl
 
     def check_unless_equal(lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
         if lhs.__class__ is tensor and rhs.__class__ is tensor:
             one, other = lhs.dtype, rhs.dtype
-            if one is other and one.name in _PLAIN:
+            if one is other and (one.name in _PLAIN or (one.name == "int1" and args == (False, False, False))):
+                return semantic.broadcast_impl_value(lhs, rhs)
+            if one.is_ptr() and other.name in _INTEGERS and args[:1] == (True,):
                 return semantic.broadcast_impl_value(lhs, rhs)
         return check(lhs, rhs, *args, **options)
 
