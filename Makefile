@@ -7,6 +7,9 @@ PYTHON ?=
 WORKERS ?= logical
 PYTEST_ARGS ?=
 
+# Bytecode is written whatever the environment says: else each process of pytest rewrites all tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Versions of Triton that `make test-compile` compiles with, beside the one of constraints.txt: the oldest, the newest.
 TRITONS := 3.6.0 3.9.0
 
@@ -14,8 +17,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Compiles the modules of a folder on every core: pip takes one, for a third of an installation's time. Packages have
-# templates that are no Python.
+# Compiles the modules of a folder on every core, where pip would take one. Packages have templates that are no Python.
 compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
 
 # Programs that call generate, for tests/clients. Installed without what they require, but for what is listed here:

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let collections of garbage, for which code and tests ask, leave out modules and tests: a third of a second each."""
+    """Let collections of garbage that code and tests ask for leave out modules and tests: a third of a second each."""
     gc.collect()
     gc.freeze()
 

@@ -32,7 +32,7 @@ MAKERS = (
 """Makers of a model with a vocabulary of this size, by name."""
 
 IN_OTHER_DTYPES = ("llama", "gpt2", "t5", "t5-wide", "t5-narrow", "whisper", "llava")
-"""One of each way to store: by keys, inputs or the encoder's output, with products that T5 keeps in fp32, in a part."""
+"""One of each way to store: keys, inputs or the encoder's output; products that T5 keeps in fp32; part of a model."""
 
 CONVERSIONS = [
     *((name, torch.bfloat16) for name in MAKERS),
