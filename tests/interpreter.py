@@ -181,20 +181,22 @@ def broadcast_at_once(interpreter: Any) -> None:
 
 
 _INTEGERS = {"int32", "int64", "uint32", "uint64"}
-_PLAIN = _INTEGERS | {"fp32", "fp64"}
+_PLAIN = _INTEGERS | {"int1", "fp32", "fp64"}
 """Types of which two numbers make one of the same type, whatever the operation."""
 
 
 def see_equal_types(interpreter: Any) -> None:
     """Hand operands of one type, and addresses and offsets, on without asking for the type that both become."""
-    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
+    semantic, tensor, wide = interpreter.interpreter_semantic, interpreter.tl.tensor, interpreter.tl.int64
     check = semantic.binary_op_type_checking_impl
 
     def check_unless_equal(lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
         if lhs.__class__ is tensor and rhs.__class__ is tensor:
             one, other = lhs.dtype, rhs.dtype
-            if one is other and (one.name in _PLAIN or (one.name == "int1" and args == (False, False, False))):
+            if one is other and one.name in _PLAIN:
                 return semantic.broadcast_impl_value(lhs, rhs)
+            if {one.name, other.name} == {"int32", "int64"}:
+                return semantic.broadcast_impl_value(semantic.cast(lhs, wide), semantic.cast(rhs, wide))
             if one.is_ptr() and other.name in _INTEGERS and args[:1] == (True,):
                 return semantic.broadcast_impl_value(lhs, rhs)
         return check(lhs, rhs, *args, **options)
@@ -216,7 +218,7 @@ def remember_constants(interpreter: Any) -> None:
         if found is not None:
             return lhs, found
         one, other = check(lhs, rhs, *args)
-        if one is lhs and lhs.dtype.name in _PLAIN:
+        if one is lhs and (lhs.dtype.name in _PLAIN or lhs.dtype.is_ptr()):
             other.handle.data.flags.writeable = False
             constants[key] = other
         return one, other

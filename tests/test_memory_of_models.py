@@ -69,6 +69,13 @@ USES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports_out_of_sight():
+    """Collections, one of each test, leave out what other tests have imported too."""
+    gc.collect()
+    gc.freeze()
+
+
 def freed_at_once(make: Callable[[], Any], use: Callable[[Any], None] = lambda model: None) -> bool:
     """Whether the weights of a model that was used are freed without the garbage collector."""
     gc.collect()
