@@ -136,18 +136,19 @@ def test_chunks_bind_where_generate_says_so(chunk):
 
 
 def test_a_model_that_cannot_share():
-    config = AutoConfig.for_model("bloom", n_layer=2, hidden_size=64, n_head=4, vocab_size=97)
+    config = AutoConfig.for_model("roformer", **LLAMA, vocab_size=97)
     found = sharing(config, new_tokens=10, dtype="float16")
     assert found.can_share is False
     assert "attention interface" in found.reason
     assert found.rows[0].stock_reason == found.reason
 
 
-@pytest.mark.parametrize("model_type", ["bert", "llama", "qwen2_moe", "gemma3_text", "xglm"])
+@pytest.mark.parametrize("model_type", ["bert", "llama", "qwen2_moe", "gemma3_text", "roformer"])
 def test_what_is_told_is_what_generate_does(model_type):
-    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 64}
-    names = {"d_model": 64, "attention_heads": 4, "num_layers": 2} if model_type == "xglm" else LLAMA | sizes
-    config = AutoConfig.for_model(model_type, **names | {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": None})
+    sizes = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    config = AutoConfig.for_model(
+        model_type, **LLAMA | sizes | {"vocab_size": 97, "pad_token_id": 0, "eos_token_id": None}
+    )
     found = sharing(config, new_tokens=4, dtype="auto")
     model = AutoModelForCausalLM.from_config(config).eval()
     with fd.enabled(model):
