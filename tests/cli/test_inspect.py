@@ -136,7 +136,7 @@ def test_chunks_bind_where_generate_says_so(chunk):
 
 
 def test_a_model_that_cannot_share():
-    config = AutoConfig.for_model("roformer", **LLAMA, vocab_size=97)
+    config = AutoConfig.for_model("roformer", **LLAMA | {"vocab_size": 97})
     found = sharing(config, new_tokens=10, dtype="float16")
     assert found.can_share is False
     assert "attention interface" in found.reason
