@@ -17,7 +17,7 @@ from . import RESULTS
 from .figures import draw_stock_beside_shared, plot
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
-from .parallel.table import parallel_table, predicted_table
+from .parallel.table import attention_times_table, parallel_table, predicted_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .sampling.table import sampling_table
 from .slim.table import slim_table
@@ -68,6 +68,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "rollouts": rollouts_table,
     "vllm": vllm_table,
     "predicted": predicted_table,
+    "times": attention_times_table,
     "samples": samples_page,
     "levels": levels_page,
     "questions": questions_page,

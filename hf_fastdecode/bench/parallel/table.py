@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ...measurement.rows import Measurement
 from ...measurement.tables import by, cell, markdown
-from .cases import COLLECTIVES, STEP_WAYS
+from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS
 from .cost_model import Prediction
 from .measured_links import DEVICE, fitted, predict_row
 
@@ -71,6 +71,18 @@ def attention_table(rows: Sequence[Measurement]) -> str:
         "the paper, in fp32 for partials; held: at most, and by equations 8 and 9; error: times PyTorch's"
     )
     return markdown(names, lines, f"{note}.")
+
+
+def attention_times_table(rows: Sequence[Measurement]) -> str:
+    """Microseconds of a layer alone, a line for each case."""
+    ways = [way for way in ATTENTION_WAYS if any(row["way"] == way for row in rows)]
+    lines = []
+    for case in by(rows, "shape", "context", "rows"):
+        first = next(iter(case.values()))
+        cells = [first["shape"], f"{int(first['context']):,}", first["rows"]]
+        lines.append([*cells, *(cell(case.get(way), _us) for way in ways)])
+    note = f"{_where(rows[0])}; {rows[0]['dtype']}, microseconds of a layer, medians of the slower GPU"
+    return markdown(["layers of", "context", "rows", *ways], lines, f"{note}.")
 
 
 def _captured(row: Measurement) -> str:
