@@ -220,6 +220,18 @@ def test_options_that_run_stock(model_type):
         assert reason in fd.explain(model).last_call.reason
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_hidden_states_of_several_streams_run_stock(prompts):
+    model, inputs = tiny_model_of_type("gemma3n_text", **_GEMMA3N), ragged_prompts(*[43] * prompts, shared=40)
+    call = {**inputs, **SAMPLING, "max_new_tokens": 2, "return_dict_in_generate": True, "output_hidden_states": True}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, min_saved_tokens=1):
+        given = seeded(lambda: model.generate(**call))
+        assert "its hidden states have more dimensions" in fd.explain(model).last_call.reason
+    assert torch.equal(given.sequences, stock.sequences)
+    assert all(map(torch.equal, given.hidden_states[0], stock.hidden_states[0]))
+
+
 def test_rows_of_which_doge_drops_tokens_run_stock():
     model, prompts = tiny_model_of_type("doge", **_DOGE), ragged_prompts(80, 80, shared=40)
     stock = model.generate(**prompts, max_new_tokens=12)
