@@ -11,9 +11,11 @@ import transformers
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import COMPILED_CALL
 from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.patches.architectures.falcon import FALCON
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
 from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
 
@@ -122,8 +124,16 @@ def test_captured_steps(model_type, monkeypatch):
         assert fd.explain(model).last_call.mode == "graph"
 
 
-def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monkeypatch):
-    model = tiny_model_of_type("gpt_neo", **_GPT_NEO)
+STAND_INS = {
+    "gpt_neo": (GPT_NEO, "GPTNeoSelfAttention", "_attn", "_attn"),
+    "falcon": (FALCON, "FalconAttention", "forward", COMPILED_CALL),
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(name, monkeypatch):
+    code, kind, method, attribute = STAND_INS[name]
+    model = tiny_model_of_type(name, **MODELS[name][1])
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     prompts = ragged_prompts(40, 40, shared=40)
     logits = model(**prompts).logits
@@ -131,13 +141,13 @@ def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monk
     class FailingError(Exception):
         pass
 
-    def fail(module, *args):
-        assert "_attn" in vars(module)
+    def fail(module, *args, **kwargs):
+        assert attribute in vars(module)
         with ThreadPoolExecutor(1) as pool:
-            assert torch.equal(pool.submit(lambda: model(**prompts).logits).result(), logits)
+            assert torch.allclose(pool.submit(lambda: model(**prompts).logits).result(), logits, atol=1e-5)
         raise FailingError
 
-    monkeypatch.setitem(GPT_NEO.stand_ins["GPTNeoSelfAttention"], "_attn", fail)
+    monkeypatch.setitem(code.stand_ins[kind], method, fail)
     with fd.enabled(model, min_saved_tokens=1), pytest.raises(FailingError):
         model.generate(**prompts, max_new_tokens=2)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
