@@ -144,6 +144,20 @@ def require_active() -> None:
         raise NotATensorError("update", "keys and values")
 
 
+class _NameOfPasses(str):
+    """`ATTENTION_NAME`, which stock passes of other threads also find equal to what their config named before."""
+
+    before: str | None
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or (_lengths.get() is None and self.before == other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 class _ConfigSwitch:
     """Makes configs name our functions for the time of some forward passes, and restores what they named before.
 
@@ -159,7 +173,7 @@ class _ConfigSwitch:
         with self._lock:
             before, count = self._entries.get(id(config), (getattr(config, ATTENTION_FIELD), 0))
             self._entries[id(config)] = before, count + 1
-            setattr(config, ATTENTION_FIELD, ATTENTION_NAME)
+            setattr(config, ATTENTION_FIELD, _name_in(config, before))
 
     def leave(self, config: PreTrainedConfig) -> None:
         with self._lock:
@@ -175,6 +189,15 @@ class _ConfigSwitch:
             known = self._entries.get(id(config))
             name: str | None = getattr(config, ATTENTION_FIELD, None) if known is None else known[0]
         return name if name and name != ATTENTION_NAME else "sdpa"
+
+
+def _name_in(config: PreTrainedConfig, before: str | None) -> str:
+    own = own_code_of(type(config))
+    if own is None or not own.compares_name:
+        return ATTENTION_NAME
+    name = _NameOfPasses(ATTENTION_NAME)
+    name.before = before
+    return name
 
 
 _switch = _ConfigSwitch()

@@ -29,6 +29,8 @@ class OwnCode:
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
+        compares_name: Whether its attention code compares the attention implementation that its config names, which
+            passes of another thread switch.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
     """
@@ -37,6 +39,7 @@ class OwnCode:
     reads_masks: bool = False
     takes_no_positions: bool = False
     scales_from: Callable[[Any], int | None] = lambda config: None
+    compares_name: bool = False
     counts_hidden: bool = False
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
 

@@ -105,6 +105,11 @@ def is_capturable(hook: Any) -> bool:
     return _is_of(module, (_RECORDING,)) or (name in _REQUIRE_GRAD and _is_of(module, ("transformers", "peft")))
 
 
+def is_of_transformers(method: Any) -> bool:
+    """Whether a method, and what it wraps, is transformers' code."""
+    return all(_is_of(_defining_module(piece), ("transformers",)) for piece in _with_wrapped(method))
+
+
 def splits_module(forward: Any) -> bool:
     """Whether a module's own forward is that of tensor parallelism, which is the same in every call."""
     return _is_of(_defining_module(forward), _SPLITTING)

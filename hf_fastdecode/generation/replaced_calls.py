@@ -47,5 +47,10 @@ class _Switch:
                 elif count == 1:
                     vars(module).pop(attribute, None)
 
+    def is_taken(self, module: nn.Module, attribute: str) -> bool:
+        """Whether the attribute is the user's own, such as a compiled call, which `enter` leaves in place."""
+        with self._lock:
+            return vars(module).get(attribute) is not None and (id(module), attribute) not in self._entries
+
 
 replaced_calls = _Switch()

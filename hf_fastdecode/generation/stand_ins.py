@@ -13,7 +13,7 @@ from .._compat import COMPILED_CALL, uncompiled_call
 from ..attention.interface import lengths_of_pass
 from ..attention.own_code import Method, stand_ins_of
 from ..errors import Unsupported
-from .foreign_code import is_capturable
+from .foreign_code import is_capturable, is_of_transformers
 from .replaced_calls import ReplacedCall, replaced_calls
 
 
@@ -51,13 +51,13 @@ class StandIns:
         """Context in which passes over a shared-context cache, of this thread, run them.
 
         Raises:
-            Unsupported: A module has a hook or a `forward` of its own, which would not run.
+            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
         """
         if not self._found:
             yield
             return
         for one in self._found:
-            _require_plain(self._modules[one.number])
+            _require_plain(self._modules[one.number], one.name)
         replaced_calls.enter(self._calls)
         try:
             yield
@@ -69,22 +69,29 @@ class StandIns:
         return [_replacement(self._modules[one.number], one.name, one.method) for one in self._found]
 
 
-def _require_plain(module: nn.Module) -> None:
-    own = vars(module)
+def _require_plain(module: nn.Module, name: str) -> None:
+    """Check that nothing of the user's runs in the method's calls."""
+    kind, own = type(module), vars(module)
     hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
     if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
-        raise Unsupported(f"{type(module).__name__} has a hook or a forward of its own, which would not run")
+        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
+    if replaced_calls.is_taken(module, _attribute(name)):
+        what = "compiled call" if name == "forward" else f"{name} of its own"
+        raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
+    if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
+        raise Unsupported(f"{kind.__name__}.{name} is not transformers' own, and would not run")
+
+
+def _attribute(name: str) -> str:
+    """The attribute of a module in which calls of a method are replaced."""
+    return COMPILED_CALL if name == "forward" else name
 
 
 def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
     """The call of a stand-in; passes of other threads run the module's own method."""
-    if name == "forward":
-        own: Callable[..., Any] = uncompiled_call
-        attribute = COMPILED_CALL
-    else:
-        own, attribute = getattr(type(module), name), name
+    own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
 
-    return ReplacedCall(module, attribute, call)
+    return ReplacedCall(module, _attribute(name), call)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
 
 import pytest
 import torch
 import transformers
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.own_code import OwnCode, register
+from hf_fastdecode._compat import COMPILED_CALL
+from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.patches.architectures.falcon import FALCON
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
 from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
 
@@ -62,6 +66,7 @@ MODELS = {
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
     "xglm": ("xglm", _XGLM),
 }
+_ATTEND = GPTNeoSelfAttention._attn
 LOGITS = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
 
@@ -119,8 +124,16 @@ def test_captured_steps(model_type, monkeypatch):
         assert fd.explain(model).last_call.mode == "graph"
 
 
-def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monkeypatch):
-    model = tiny_model_of_type("gpt_neo", **_GPT_NEO)
+STAND_INS = {
+    "gpt_neo": (GPT_NEO, "GPTNeoSelfAttention", "_attn", "_attn"),
+    "falcon": (FALCON, "FalconAttention", "forward", COMPILED_CALL),
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(name, monkeypatch):
+    code, kind, method, attribute = STAND_INS[name]
+    model = tiny_model_of_type(name, **MODELS[name][1])
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     prompts = ragged_prompts(40, 40, shared=40)
     logits = model(**prompts).logits
@@ -128,13 +141,13 @@ def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(monk
     class FailingError(Exception):
         pass
 
-    def fail(module, *args):
-        assert "_attn" in vars(module)
+    def fail(module, *args, **kwargs):
+        assert attribute in vars(module)
         with ThreadPoolExecutor(1) as pool:
-            assert torch.equal(pool.submit(lambda: model(**prompts).logits).result(), logits)
+            assert torch.allclose(pool.submit(lambda: model(**prompts).logits).result(), logits, atol=1e-5)
         raise FailingError
 
-    monkeypatch.setitem(GPT_NEO.stand_ins["GPTNeoSelfAttention"], "_attn", fail)
+    monkeypatch.setitem(code.stand_ins[kind], method, fail)
     with fd.enabled(model, min_saved_tokens=1), pytest.raises(FailingError):
         model.generate(**prompts, max_new_tokens=2)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
@@ -156,6 +169,40 @@ def test_a_forward_of_another_library_on_an_attention_layer_runs_stock():
         assert "XGLMAttention has a hook or a forward of its own" in fd.explain(model).last_call.reason
 
 
+def _scaled(module, *args):
+    return 1.5 * _ATTEND(module, *args)[0], None
+
+
+REPLACED = {
+    "class": (
+        "gpt_neo",
+        lambda module, patch: patch.setattr(type(module), "_attn", _scaled),
+        "GPTNeoSelfAttention._attn is not transformers' own",
+    ),
+    "instance": (
+        "gpt_neo",
+        lambda module, patch: patch.setattr(module, "_attn", MethodType(_scaled, module)),
+        "GPTNeoSelfAttention has a _attn of its own",
+    ),
+    "compiled": (
+        "falcon",
+        lambda module, patch: module.compile(backend="eager"),
+        "FalconAttention has a compiled call",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_calls_that_the_user_replaced_run_stock(name, monkeypatch):
+    model_type, replace, reason = REPLACED[name]
+    model, prompts = tiny_model_of_type(model_type, **MODELS[model_type][1]), ragged_prompts(40, 40, shared=40)
+    replace(next(module for module in model.modules() if stand_ins_of(type(module))), monkeypatch)
+    stock = model.generate(**prompts, max_new_tokens=2)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**prompts, max_new_tokens=2), stock)
+        assert reason in fd.explain(model).last_call.reason
+
+
 def test_distances_that_count_hidden_tokens_run_stock():
     prompts = ragged_prompts(40, 40, shared=40)
     prompts["attention_mask"][:, 20] = 0
@@ -165,6 +212,34 @@ def test_distances_that_count_hidden_tokens_run_stock():
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
             assert fd.explain(model).last_call.path == path
+
+
+REFUSED = {
+    "bloom": ({**_BLOOM, "pretraining_tp": 2, "slow_but_exact": True}, "leaves the bias of its output projection out"),
+    "doge": ({**_DOGE, "is_moe": True, "num_experts": 4, "num_experts_per_tok": 2}, "router mixes the tokens"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_options_that_run_stock(model_type):
+    fields, reason = REFUSED[model_type]
+    model, prompts = tiny_model_of_type(model_type, **fields), ragged_prompts(40, 40, shared=40)
+    stock = model.generate(**prompts, max_new_tokens=4)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**prompts, max_new_tokens=4), stock)
+        assert reason in fd.explain(model).last_call.reason
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_hidden_states_of_several_streams_run_stock(prompts):
+    model, inputs = tiny_model_of_type("gemma3n_text", **_GEMMA3N), ragged_prompts(*[43] * prompts, shared=40)
+    call = {**inputs, **SAMPLING, "max_new_tokens": 2, "return_dict_in_generate": True, "output_hidden_states": True}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, min_saved_tokens=1):
+        given = seeded(lambda: model.generate(**call))
+        assert "its hidden states have more dimensions" in fd.explain(model).last_call.reason
+    assert torch.equal(given.sequences, stock.sequences)
+    assert all(map(torch.equal, given.hidden_states[0], stock.hidden_states[0]))
 
 
 def test_rows_of_which_doge_drops_tokens_run_stock():

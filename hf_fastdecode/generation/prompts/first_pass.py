@@ -156,6 +156,8 @@ class FirstPassPrompts:
         if hidden:
             every = _places(groups, plan, width, width)
             states = zip(*(done.output.hidden_states for done in passes), strict=True)
+            if passes[0].output.hidden_states[0].dim() > 3:
+                raise Unsupported("its hidden states have more dimensions than rows, tokens and numbers")
             fields["hidden_states"] = tuple(
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
             )

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
+from ...errors import Unsupported
 from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 
 
@@ -28,6 +29,8 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `BloomAttention.forward`."""
+    if module.pretraining_tp > 1 and module.slow_but_exact:
+        raise Unsupported("with slow_but_exact its attention leaves the bias of its output projection out")
     fused = module.query_key_value(hidden_states).unflatten(-1, (module.num_heads, 3, module.head_dim))
     query, key, value = fused.transpose(1, 2).unbind(3)
     query = with_slopes(query, alibi_slopes(module.num_heads), module.inv_norm_factor)

@@ -2,6 +2,8 @@
 
 `DogeAttention.forward` makes the gates of all cached keys anew in each pass, and adds them to the mask. Here a gate is
 made once and cached with its key. Of rows longer than `keep_window_size`, Doge keeps the keys of the largest gates.
+
+`DogeCDMoE.forward` makes the router logits of a token of those of two: its experts depend on all tokens of a pass.
 """
 
 from __future__ import annotations
@@ -47,4 +49,13 @@ def attend(
     return module.o_proj(out.flatten(2)), None
 
 
-DOGE = OwnCode({"DogeAttention": {"forward": attend}}, reads_masks=True, widths=biased_widths)
+def refuse_experts(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+    """Stands in for `DogeCDMoE.forward`."""
+    raise Unsupported("its router mixes the tokens of a pass")
+
+
+DOGE = OwnCode(
+    {"DogeAttention": {"forward": attend}, "DogeCDMoE": {"forward": refuse_experts}},
+    reads_masks=True,
+    widths=biased_widths,
+)

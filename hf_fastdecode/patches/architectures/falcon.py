@@ -70,5 +70,6 @@ def _slopes(heads: int, device: torch.device) -> Tensor:
 FALCON = OwnCode(
     {"FalconAttention": {"forward": attend}},
     reads_masks=True,
+    compares_name=True,
     widths=lambda config, key, value: biased_widths(config, key, value) if config.alibi else (key, value),
 )
