@@ -314,6 +314,10 @@ def check_prompts(
     """
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
+    own = own_code_of(type(model))
+    most = None if own is None else own.most_tokens(model.config.get_text_config(decoder=True))
+    if most is not None and longest > most:
+        raise Unsupported(f"biases by distance are made for rows of up to {most} tokens, and max_length is {longest}")
     checks: list[tuple[Tensor, Callable[[], Unsupported]]] = []  # read from the device at once
     if attention_mask is None:
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -328,7 +332,7 @@ def check_prompts(
         checks.append((attention_mask[:, -1].all(), partial(Unsupported, "a prompt ends in padding", remedy)))
         window = layout.smallest_window
         counted_by = None if window is None or longest <= window else f"windows of {window} tokens"
-        if (own := own_code_of(type(model))) is not None and own.counts_hidden:
+        if own is not None and own.counts_hidden:
             counted_by = "its distances"
         if counted_by is not None:
             hides = f"attention_mask hides tokens inside a prompt, which {counted_by} count as seen"

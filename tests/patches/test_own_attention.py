@@ -17,6 +17,7 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.falcon import FALCON
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
+from hf_fastdecode.patches.layers import key_bias
 from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
 
 from ..architectures.compare import compared, stock_tokens
@@ -228,6 +229,15 @@ def test_options_that_run_stock(model_type):
     with fd.enabled(model, min_saved_tokens=1):
         assert torch.equal(model.generate(**prompts, max_new_tokens=4), stock)
         assert reason in fd.explain(model).last_call.reason
+
+
+def test_rows_beyond_exact_biases_run_stock(monkeypatch):
+    monkeypatch.setattr(key_bias, "MOST_POSITIONS", 43)
+    model, prompts = tiny_model_of_type("bloom", **_BLOOM), ragged_prompts(40, 40, shared=40)
+    with fd.enabled(model, min_saved_tokens=1):
+        for new_tokens, path in ((3, "shared"), (4, "stock")):
+            model.generate(**prompts, max_new_tokens=new_tokens)
+            assert fd.explain(model).last_call.path == path
 
 
 @pytest.mark.parametrize("prompts", [1, 2])

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
 from ...errors import Unsupported
+from ..layers import key_bias
 from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 
 
@@ -52,5 +53,6 @@ BLOOM = OwnCode(
     {"BloomAttention": {"forward": attend}},
     reads_masks=True,
     takes_no_positions=True,
+    most_tokens=lambda config: key_bias.MOST_POSITIONS,
     widths=biased_widths,
 )

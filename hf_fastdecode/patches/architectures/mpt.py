@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
+from ..layers import key_bias
 from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
 
 _LARGEST = 8  # exponent of the smallest slope; `MptModel` leaves `alibi_bias_max` of the config out
@@ -49,5 +50,6 @@ MPT = OwnCode(
     reads_masks=True,
     takes_no_positions=True,
     counts_hidden=True,
+    most_tokens=lambda config: min(key_bias.MOST_POSITIONS, config.max_seq_len),  # beyond it, transformers raises
     widths=biased_widths,
 )
