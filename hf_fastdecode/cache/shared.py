@@ -81,6 +81,7 @@ class SharedContextCache(ForestCache):
         self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.later_passes: LaterPasses | None = None  # until the end of the call
         self.checks_masks = True  # whether masks of direct passes need checking
+        self.gaps = False  # whether masks hid places between tokens of its prompts, which states depend on
 
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
@@ -151,7 +152,7 @@ class SharedContextCache(ForestCache):
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
-        twin.state.position_planes = self.state.position_planes
+        twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:
             paths = dict.fromkeys(forest.paths if forest is not None else ())
@@ -335,7 +336,7 @@ class SharedContextCache(ForestCache):
         self.protected_segments = 0
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.state.segment_runs = {}
-        self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
+        self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""

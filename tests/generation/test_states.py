@@ -129,6 +129,22 @@ def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
     assert counted[:2] == [2 * 45, 45]
 
 
+def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):
+    """A gap's places move what convolutions see and let states decay, so that equal tokens have other states."""
+    gap = {name: one[1:2].clone() for name, one in PROMPTS.items()}
+    gap["attention_mask"][:, 25:28] = 0
+    tokens = gap["input_ids"][gap["attention_mask"].bool()][None]
+    longer = {"input_ids": torch.cat([tokens, tokens[:, :5]], 1)}
+    stock = [run(model, SAMPLING, prompts) for prompts in (gap, longer)]
+    with fd.enabled(model):
+        for kept, prompts, new in ((tokens[:, :30], gap, stock[0]), (gap, longer, stock[1])):
+            assert torch.equal(run(model, SAMPLING, prompts, **{CACHE: fd.prefill(model, kept)}), new)
+            assert fd.explain(model).last_call.known_tokens == (0,)
+    with fd.enabled(model, min_shared_tokens=8, reuse_prefix=True):
+        for prompts, new in ((gap, stock[0]), (longer, stock[1]), (gap, stock[0])):
+            assert torch.equal(run(model, SAMPLING, prompts), new)
+
+
 def test_smaller_waves_when_memory_runs_out(model, monkeypatch):
     prompts = {key: value.repeat_interleave(3, 0) for key, value in PROMPTS.items()}
     stock, feed, steps = run(model, GREEDY, prompts), EagerSteps.feed, []
