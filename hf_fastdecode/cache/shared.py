@@ -325,6 +325,21 @@ class SharedContextCache(ForestCache):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As `Cache.get_conv_state`, which layers with states call first, but only within a pass as `update` is.
+
+        Another pass would begin with no prompt's states, and leave its own behind for later ones.
+        """
+        require_active("get_conv_state", "states")
+        state: Tensor | None = super().get_conv_state(*args, **kwargs)
+        return state
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """The same of what layers call first in earlier transformers, which has no `get_conv_state`."""
+        if layer_idx is not None:
+            require_active("has_previous_state", "states")
+        return bool(super().has_previous_state(layer_idx, *args, **kwargs))
+
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
         if self.first_pass is not None:

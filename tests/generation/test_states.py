@@ -10,6 +10,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.interface import NotATensorError
 from hf_fastdecode.cache.layout import STATES_IN_CACHES
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -186,6 +187,9 @@ def test_passes_of_several_tokens_continue_states_or_raise(each):
     ids = PROMPTS["input_ids"][1:2]
     with fd.enabled(each), torch.no_grad():
         cache = fd.prefill(each, ids[:, :30])
+    with pytest.raises(NotATensorError, match="not tensors; call the model itself"), torch.no_grad():
+        each(ids[:, :3], **{CACHE: cache})  # of a model that is not enabled, which leaves no states behind
+    with fd.enabled(each), torch.no_grad():
         if STATES_IN_CACHES[each.config.model_type]:
             continued = each(ids[:, 30:], **{CACHE: cache}).logits
             torch.testing.assert_close(continued, each(ids).logits[:, 30:], atol=1e-4, rtol=1e-4)
