@@ -276,7 +276,7 @@ def _prefill(
         groups = group_prompts(input_ids, mask)
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
-        cache.state.parallel = structure.parallel
+        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
         if by_rows := bool(structure.layout.states):  # no two of them share
             least = max(len(group.tokens) for group in groups) + 1
             plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None

@@ -138,10 +138,10 @@ def lengths_of_pass() -> RowLengths | None:
     return _lengths.get()
 
 
-def require_active() -> None:
-    """Raise `NotATensorError` outside of `active`: only the functions here can read a shared-context cache."""
+def require_active(what: str = "update", whose: str = "keys and values") -> None:
+    """Raise `NotATensorError` outside of `active`: only passes within it can read a shared-context cache."""
     if _lengths.get() is None:
-        raise NotATensorError("update", "keys and values")
+        raise NotATensorError(what, whose)
 
 
 class _NameOfPasses(str):

@@ -81,6 +81,7 @@ class SharedContextCache(ForestCache):
         self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.later_passes: LaterPasses | None = None  # until the end of the call
         self.checks_masks = True  # whether masks of direct passes need checking
+        self.gaps = False  # whether masks hid places between tokens of its prompts, which states depend on
 
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
@@ -151,7 +152,7 @@ class SharedContextCache(ForestCache):
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
-        twin.state.position_planes = self.state.position_planes
+        twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:
             paths = dict.fromkeys(forest.paths if forest is not None else ())
@@ -324,6 +325,21 @@ class SharedContextCache(ForestCache):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As `Cache.get_conv_state`, which layers with states call first, but only within a pass as `update` is.
+
+        Another pass would begin with no prompt's states, and leave its own behind for later ones.
+        """
+        require_active("get_conv_state", "states")
+        state: Tensor | None = super().get_conv_state(*args, **kwargs)
+        return state
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """The same of what layers call first in earlier transformers, which has no `get_conv_state`."""
+        if layer_idx is not None:
+            require_active("has_previous_state", "states")
+        return bool(super().has_previous_state(layer_idx, *args, **kwargs))
+
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
         if self.first_pass is not None:
@@ -335,7 +351,7 @@ class SharedContextCache(ForestCache):
         self.protected_segments = 0
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.state.segment_runs = {}
-        self.segment_tokens, self.state.padded_length, self.fingerprint = [], 0, None
+        self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""

@@ -10,6 +10,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.interface import NotATensorError
 from hf_fastdecode.cache.layout import STATES_IN_CACHES
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -129,6 +130,22 @@ def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
     assert counted[:2] == [2 * 45, 45]
 
 
+def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):
+    """A gap's places move what convolutions see and let states decay, so that equal tokens have other states."""
+    gap = {name: one[1:2].clone() for name, one in PROMPTS.items()}
+    gap["attention_mask"][:, 25:28] = 0
+    tokens = gap["input_ids"][gap["attention_mask"].bool()][None]
+    longer = {"input_ids": torch.cat([tokens, tokens[:, :5]], 1)}
+    stock = [run(model, SAMPLING, prompts) for prompts in (gap, longer)]
+    with fd.enabled(model):
+        for kept, prompts, new in ((tokens[:, :30], gap, stock[0]), (gap, longer, stock[1])):
+            assert torch.equal(run(model, SAMPLING, prompts, **{CACHE: fd.prefill(model, kept)}), new)
+            assert fd.explain(model).last_call.known_tokens == (0,)
+    with fd.enabled(model, min_shared_tokens=8, reuse_prefix=True):
+        for prompts, new in ((gap, stock[0]), (longer, stock[1]), (gap, stock[0])):
+            assert torch.equal(run(model, SAMPLING, prompts), new)
+
+
 def test_smaller_waves_when_memory_runs_out(model, monkeypatch):
     prompts = {key: value.repeat_interleave(3, 0) for key, value in PROMPTS.items()}
     stock, feed, steps = run(model, GREEDY, prompts), EagerSteps.feed, []
@@ -170,6 +187,9 @@ def test_passes_of_several_tokens_continue_states_or_raise(each):
     ids = PROMPTS["input_ids"][1:2]
     with fd.enabled(each), torch.no_grad():
         cache = fd.prefill(each, ids[:, :30])
+    with pytest.raises(NotATensorError, match="not tensors; call the model itself"), torch.no_grad():
+        each(ids[:, :3], **{CACHE: cache})  # of a model that is not enabled, which leaves no states behind
+    with fd.enabled(each), torch.no_grad():
         if STATES_IN_CACHES[each.config.model_type]:
             continued = each(ids[:, 30:], **{CACHE: cache}).logits
             torch.testing.assert_close(continued, each(ids).logits[:, 30:], atol=1e-4, rtol=1e-4)

@@ -30,10 +30,12 @@ class PromptGroup:
     Attributes:
         tokens: ``[length]`` int64 on the CPU, without padding.
         count: Number of rows.
+        gaps: Whether the mask hides places between the tokens.
     """
 
     tokens: Tensor
     count: int
+    gaps: bool = False
 
 
 def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None) -> list[PromptGroup]:
@@ -60,7 +62,7 @@ def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tens
     firsts = mask.byte().argmax(1)
     whole = mask.sum(1) == mask.shape[1] - firsts  # no gaps after the padding
     return [
-        PromptGroup(ids[index, first:] if no_holes else ids[index][mask[index]], count)
+        PromptGroup(ids[index, first:] if no_holes else ids[index][mask[index]], count, gaps=not no_holes)
         for index, (first, no_holes, count) in enumerate(zip(firsts.tolist(), whole.tolist(), counts, strict=True))
     ]
 
@@ -223,9 +225,14 @@ class ComparedPrompts:
         """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
 
         Whole prompts are computed again where their layers cannot continue from a state (`continues`), or where one
-        token is left: a single token runs by other code than several, which may round otherwise.
+        token is left: a single token runs by other code than several, which may round otherwise. So are those with
+        gaps, and all if a prompt of the cache had gaps: states also depend on hidden places.
         """
-        most = [len(group.tokens) - max(self.recompute, _FEWEST) if continues else 0 for group in self.groups]
+        continues = continues and not cache.gaps
+        most = [
+            len(group.tokens) - max(self.recompute, _FEWEST) if continues and not group.gaps else 0
+            for group in self.groups
+        ]
         stored = [
             (path, cache.length_with_states(path, min(held, limit)))
             for (path, held), limit in zip(self.stored, most, strict=True)

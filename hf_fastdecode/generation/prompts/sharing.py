@@ -105,6 +105,7 @@ def find_shared(
     if states:
         prompts = prompts.from_ends(cache, continues=layout.continues_states)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
+    cache.gaps = any(group.gaps for group in groups)
     return Shared(cache, prompts, base is not None)
 
 
@@ -225,7 +226,8 @@ def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
 
 def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
     """Keep prefilled nodes in the prefix store, for later calls."""
-    if keeps_prompts(call) and call.given is None:  # which may hold tokens of direct passes
+    of_gaps = cache.gaps and bool(cache.state_layers)  # from which nothing is continued
+    if keeps_prompts(call) and call.given is None and not of_gaps:  # a given one may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint
