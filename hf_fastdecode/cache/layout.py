@@ -20,6 +20,7 @@ from ..attention.own_code import OwnCode, own_code_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
 from .layers.own import AttendsByItself
+from .states_in_caches import STATES_IN_CACHES
 
 
 class Kind(StrEnum):
@@ -51,39 +52,6 @@ PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
 
 STATEFUL: Final = "stateful"
 """Type of the layers of a config that names neither types of layers nor attention heads."""
-
-STATES_IN_CACHES: Final[Mapping[str, bool]] = {
-    "bamba": True,
-    "falcon_h1": True,
-    "falcon_mamba": False,
-    "granitemoehybrid": True,
-    "jamba": False,
-    "lara_mini": True,
-    "lfm2": True,
-    "lfm2_moe": True,
-    "lfm2_vl": True,
-    "lfm3": True,
-    "lfm3_vl": True,
-    "mamba": False,
-    "mamba2": True,
-    "minicpmv4_7": True,
-    "nemotron_h": True,
-    "nemotron_h_omni": True,
-    "olmo_hybrid": True,
-    "qwen3_5": True,
-    "qwen3_5_moe": True,
-    "qwen3_5_moe_text": True,
-    "qwen3_5_text": True,
-    "qwen3_next": True,
-    "zamba": False,
-    "zamba2": True,
-    "zaya": True,
-}
-"""Model types that store all states in transformers' cache, and whose attention layers, if any, call its interface.
-
-Each was compared with stock. The value says whether a pass of several tokens continues from a stored state, which
-Mamba-1 scans ignore.
-"""
 
 # By the names of `layer_types` in configs, of every transformers release that is supported.
 _KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {

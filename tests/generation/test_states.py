@@ -11,7 +11,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import NotATensorError
-from hf_fastdecode.cache.layout import STATES_IN_CACHES
+from hf_fastdecode.cache.states_in_caches import STATES_IN_CACHES
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
