@@ -225,7 +225,10 @@ REFUSED = {
 def test_options_that_run_stock(model_type):
     fields, reason = REFUSED[model_type]
     model, prompts = tiny_model_of_type(model_type, **fields), ragged_prompts(40, 40, shared=40)
-    stock = model.generate(**prompts, max_new_tokens=4)
+    try:
+        stock = model.generate(**prompts, max_new_tokens=4)
+    except TypeError as error:
+        pytest.skip(f"this transformers does not run it: {error}")
     with fd.enabled(model, min_saved_tokens=1):
         assert torch.equal(model.generate(**prompts, max_new_tokens=4), stock)
         assert reason in fd.explain(model).last_call.reason
