@@ -55,6 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=128,
         num_local_experts=32,
     ),
+    # Attention code of its own.
+    "falcon-7b": _shape(65024, 4544, 18176, 32, 71, 1, model_type="falcon", multi_query=True, parallel_attn=True),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
     "tiny-8-heads": _shape(512, 256, 256, 2, 8, 8),
