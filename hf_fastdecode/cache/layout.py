@@ -16,9 +16,10 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.own_code import OwnCode, own_code_of
+from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
+from .layers.latent import ExpandsLatents
 from .layers.own import AttendsByItself
 from .states_in_caches import STATES_IN_CACHES
 
@@ -47,7 +48,7 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
+PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT, Kind.OWN})
 """Kinds that store keys and values of every token, or of which nodes do."""
 
 STATEFUL: Final = "stateful"
@@ -94,7 +95,7 @@ class Store:
         kind: What it holds.
         query_heads: Heads of the queries that read it, on this device.
         kv_heads: Heads of keys and values, on this device.
-        head_dim: Numbers of a head's key; of latents, those of a token.
+        head_dim: Numbers of a head's key; of latents in a config, those of a token.
         value_dim: Numbers of a head's value.
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
@@ -139,6 +140,7 @@ class ModelLayout:
         borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
+        expanding: Layers that make keys and values of latents, by index; of a model only.
     """
 
     model_type: str
@@ -146,6 +148,7 @@ class ModelLayout:
     types: tuple[str, ...]
     borrowing: int = 0
     own: Mapping[int, AttendsByItself] = field(default_factory=dict)
+    expanding: Mapping[int, ExpandsLatents] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: Any) -> ModelLayout:
@@ -178,7 +181,7 @@ class ModelLayout:
         `modules` are the model's, where the caller has them already.
         """
         found = cls.from_config(model.config)
-        layers, own = list(found.layers), dict[int, AttendsByItself]()
+        layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         every: Iterable[Any] = model.modules() if modules is None else modules
@@ -188,6 +191,11 @@ class ModelLayout:
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
+            elif "expand_kv" in stand_ins_of(type(module)):
+                expanding[index] = module
+                layers[index] = tuple(
+                    _expanded(module, store) if store.kind is Kind.LATENT else store for store in layers[index]
+                )
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
                 layers[index] = tuple(
                     _with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
@@ -195,7 +203,7 @@ class ModelLayout:
                 )
         if (code := own_code_of(type(model))) is not None:
             layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
-        return replace(found, layers=tuple(layers), own=own)
+        return replace(found, layers=tuple(layers), own=own, expanding=expanding)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
         """Each store with the index of its layer."""
@@ -312,6 +320,13 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
     return replace(store, head_dim=key, value_dim=value)
+
+
+def _expanded(module: Any, store: Store) -> Store:
+    """The store with the keys and values that a layer makes of latents, on this device, see `LatentStorage`."""
+    part, outputs = _part(module.kv_b_proj, whole=False)
+    heads, width = module.num_heads * part // outputs, max(module.qk_head_dim, module.v_head_dim)
+    return replace(store, query_heads=heads, kv_heads=heads, head_dim=width, value_dim=width)
 
 
 def _own(store: Store) -> Store:

@@ -98,6 +98,11 @@ class TokenStorage:
         return _bytes_per_token(self.suffix_example)
 
     @property
+    def stock_bytes_per_token(self) -> int:
+        """Bytes per token in transformers' own cache."""
+        return self.suffix_bytes_per_token
+
+    @property
     def bytes_per_node_and_suffix_token(self) -> tuple[int, int]:
         """`bytes_per_token` and `suffix_bytes_per_token`, mostly of one example."""
         of_nodes, of_suffixes = self.node_example, self.suffix_example
