@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
-from .layers.latent import ExpandsLatents
+from .layers.latent import ExpandsLatents, kv_heads_of_kernels
 from .layers.own import AttendsByItself
 from .states_in_caches import STATES_IN_CACHES
 
@@ -95,7 +95,7 @@ class Store:
         kind: What it holds.
         query_heads: Heads of the queries that read it, on this device.
         kv_heads: Heads of keys and values, on this device.
-        head_dim: Numbers of a head's key; of latents in a config, those of a token.
+        head_dim: Numbers of a head's key; of latents, those of a token.
         value_dim: Numbers of a head's value.
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
@@ -110,6 +110,11 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+
+    @property
+    def kernel_heads(self) -> int:
+        """KV heads as decode kernels see them."""
+        return kv_heads_of_kernels(self.query_heads) if self.kind is Kind.LATENT else self.kv_heads
 
     @property
     def group_size(self) -> int:
@@ -140,7 +145,8 @@ class ModelLayout:
         borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
-        expanding: Layers that make keys and values of latents, by index; of a model only.
+        expanding: Layers that make keys and values of latents, by index; of a model only, and where stand-ins know
+            them.
     """
 
     model_type: str
@@ -193,8 +199,12 @@ class ModelLayout:
                 own[index] = module
             elif "expand_kv" in stand_ins_of(type(module)):
                 expanding[index] = module
+                part, outputs = _part(module.kv_b_proj, whole="kv_b_proj" in whole)
                 layers[index] = tuple(
-                    _expanded(module, store) if store.kind is Kind.LATENT else store for store in layers[index]
+                    replace(store, query_heads=store.query_heads * part // outputs)
+                    if store.kind is Kind.LATENT
+                    else store
+                    for store in layers[index]
                 )
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
                 layers[index] = tuple(
@@ -320,13 +330,6 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
     return replace(store, head_dim=key, value_dim=value)
-
-
-def _expanded(module: Any, store: Store) -> Store:
-    """The store with the keys and values that a layer makes of latents, on this device, see `LatentStorage`."""
-    part, outputs = _part(module.kv_b_proj, whole=False)
-    heads, width = module.num_heads * part // outputs, max(module.qk_head_dim, module.v_head_dim)
-    return replace(store, query_heads=heads, kv_heads=heads, head_dim=width, value_dim=width)
 
 
 def _own(store: Store) -> Store:

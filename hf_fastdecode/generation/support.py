@@ -249,6 +249,8 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    if structure.layout.expanding:
+        raise Unsupported("its layers store latents (multi-head latent attention), which are not divided yet", alone)
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)

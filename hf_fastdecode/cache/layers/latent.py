@@ -1,82 +1,92 @@
-"""Layers with latents (multi-head latent attention): keys and values are made of them once, when they are stored.
+"""Layers with latents (multi-head latent attention): what a token's keys and values are made of, for all heads.
 
-Such layers hand a token's latent and rotated key to ``update``, and make keys and values of all that it returns
-(DeepSeek-V2, section 2.1). Of a node, which many rows read, that would be a product for each row and step. Here new
-tokens become keys and values at once; attention then is as of any other layer.
+Such a layer hands a token's latent and rotated key to ``update`` (DeepSeek-V2, section 2.1), and both are stored.
+Passes of prefill attend to keys and values made of them: each token's once in its pass, and those of a stored context
+anew in each pass that continues it, as transformers does in every step. Steps attend to the latents themselves. For
+queries that have taken in the product from latents to keys, latents with rotated keys are the keys of a single KV
+head, and latents alone its values. Kernels read them as those of several KV heads, of `GROUP` query heads at most
+each, that lie in the same memory.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any, ClassVar, Final, Protocol
 from weakref import ref
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.kv import Segment
 from ..storage import TokenStorage
 
+GROUP: Final = 16
+"""Query heads that a program of the suffix kernel attends for: more would not fit in its registers."""
+
+
+def kv_heads_of_kernels(heads: int) -> int:
+    """The fewest groups of at most `GROUP` that `heads` query heads are divided into equally."""
+    return next(count for count in range(1, heads + 1) if not heads % count and heads // count <= GROUP)
+
 
 class ExpandsLatents(Protocol):
-    """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with a stand-in for it.
-
-    Attributes:
-        v_head_dim: Numbers of a head's value.
-        qk_head_dim: Numbers of a head's key.
-    """
+    """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with a stand-in for it."""
 
     layer_idx: int
-    num_heads: int
-    v_head_dim: int
-    qk_head_dim: int
 
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[rows, heads, tokens, qk_head_dim]`` and values ``[rows, heads, tokens, v_head_dim]``.
+        """Keys ``[rows, heads, tokens, key_dim]`` and values ``[rows, heads, tokens, value_dim]``.
 
         Args:
-            latents: ``[rows, 1, tokens, kv_lora_rank]``.
-            rotated: ``[rows, 1, tokens, qk_rope_head_dim]``: the part of the keys with positions, of all heads.
+            latents: ``[rows, 1, tokens, latent]``.
+            rotated: ``[rows, 1, tokens, rest]``: the part of the keys that depends on positions, of all heads.
         """
         ...
 
 
 class LatentStorage(TokenStorage):
-    """Keys and values of a layer's latents, both as wide as the wider, as kernels take them.
+    """Latents and rotated keys: the parts of a token are ``[1, tokens, latent]`` and ``[1, tokens, rest]``.
 
     Args:
-        layer: The attention layer, not kept alive; needed to store tokens.
+        layer: The attention layer, not kept alive; needed for prefill.
+        kv_heads: As of `kv_heads_of_kernels`.
 
     Attributes:
         layer: The layer of the latest pass.
-        latent_bytes: Bytes of a token's latent and rotated key; 0 before the first pass.
     """
 
-    def __init__(self, layer: ref[ExpandsLatents] | None, latent_bytes: int = 0):
-        super().__init__()
-        self.layer, self.latent_bytes = layer, latent_bytes
+    holds_latents: ClassVar[bool] = True
 
-    def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
-        """Keys and values, of latents and rotated keys."""
-        layer = self.layer() if self.layer is not None else None
-        if layer is None:
-            raise ValueError("the model whose layers make keys of latents is gone; prefill the whole text again")
-        self.latent_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-        expanded = type(layer).expand_kv(layer, keys, values)  # the instance's own is a stand-in
-        width = max(part.shape[-1] for part in expanded)
-        return super().parts_of(*(F.pad(part, (0, width - part.shape[-1])) for part in expanded))
+    def __init__(self, layer: ref[ExpandsLatents] | None, kv_heads: int):
+        super().__init__()
+        self.layer, self.kv_heads = layer, kv_heads
 
     def empty(self) -> TokenStorage:
-        return LatentStorage(self.layer, self.latent_bytes)
+        return LatentStorage(self.layer, self.kv_heads)
 
-    @property
-    def stock_bytes_per_token(self) -> int:
-        return self.latent_bytes
+    def keys_and_values(self, parts: Segment) -> Segment:
+        """Keys and values by the layer's own code, both as wide as the wider, as fused operators take them."""
+        layer = self.layer() if self.layer is not None else None
+        if layer is None:
+            raise ValueError("the model whose layers make keys of these latents is gone; prefill the whole text again")
+        expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
+        width = max(part.shape[-1] for part in expanded)
+        return Segment._make(F.pad(part[0], (0, width - part.shape[-1])) for part in expanded)
+
+    def read_by_kernels(self, parts: Segment) -> Segment:
+        return Segment._make(part.expand(*part.shape[:-3], self.kv_heads, -1, -1) for part in parts)
+
+    @staticmethod
+    def read_by_steps(parts: Segment) -> Segment:
+        """Keys of one head, and its values."""
+        latents, rotated = parts
+        return Segment(torch.cat([latents, rotated], -1), latents)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"layer": None}  # weak references cannot be pickled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LatentStorage:
-        twin = memo[id(self)] = LatentStorage(self.layer)
+        twin = memo[id(self)] = LatentStorage(self.layer, self.kv_heads)
         vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
         return twin
