@@ -27,15 +27,17 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 
 _LATENT: Final = {
     "axk1": "AXK1Attention",
+    "bailing_hybrid": "BailingHybridAttention",
     "deepseek_v2": "DeepseekV2Attention",
     "deepseek_v3": "DeepseekV3Attention",
     "glm4_moe_lite": "Glm4MoeLiteAttention",
+    "kimi_linear": "KimiLinearAttention",
     "longcat_flash": "LongcatFlashMLA",
     "minicpm3": "MiniCPM3Attention",
     "mistral4": "Mistral4Attention",
     "youtu": "YoutuAttention",
 }
-"""Attention classes whose cache holds latents, and nothing else."""
+"""Attention classes whose cache holds latents."""
 
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
