@@ -95,8 +95,8 @@ class Store:
         kind: What it holds.
         query_heads: Heads of the queries that read it, on this device.
         kv_heads: Heads of keys and values, on this device.
-        head_dim: Numbers of a head's key; of latents, those of a token.
-        value_dim: Numbers of a head's value.
+        head_dim: Numbers of a head's key; of latents, those of a token, which are all heads' key.
+        value_dim: Numbers of a head's value; of latents, the first of those of the key.
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
@@ -131,6 +131,8 @@ class Store:
     @property
     def numbers(self) -> int:
         """Numbers of a token's keys and values."""
+        if self.kind is Kind.LATENT:
+            return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
 
 
@@ -290,8 +292,8 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.OTHER:
         return Store(kind)
     if kind is Kind.LATENT:
-        width = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        return Store(kind, _number(config, "num_attention_heads"), 1, width)
+        latent, rest = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+        return Store(kind, _number(config, "num_attention_heads"), 1, latent + rest, latent)
     window = _window(config, kind)
     if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
         kind = Kind.FULL

@@ -7,10 +7,12 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.patches.architectures.latent_attention import _weight
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -56,6 +58,15 @@ def test_tokens_equal_stock(name):
     with fd.enabled(model, min_saved_tokens=1):
         assert torch.equal(model.generate(**prompts, **beams), stock)
         assert fd.explain(model).last_call.path == "shared"
+
+
+def test_projections_of_other_modules_count():
+    """Such as those with adapters or quantized weights."""
+    model = model_of("without-query-ranks")
+    layer = model.model.layers[0].self_attn
+    weight = _weight(layer, torch.float32)
+    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Identity())
+    assert torch.equal(_weight(layer, torch.float32), weight)
 
 
 @on_the_cpu

@@ -43,12 +43,12 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
             else:
                 layer = StateAndAttentionLayer(state, index, store, state_store, _storage(layout, index))
         elif (node := layer.storage.node_example) is not None:
-            widths = [part.shape[-1] for part in node]
-            held_widths = [sum(widths)] if layer.storage.holds_latents else widths
-            for got, width in zip(held_widths, (store.head_dim, store.value_dim), strict=False):
-                heads = node[0].shape[-3]
-                if 0 not in (store.kv_heads, width) and (heads, got) != (store.kv_heads, width):
-                    raise ValueError(other_heads((heads, got), (store.kv_heads, width)))
+            rest = store.head_dim - store.value_dim if layer.storage.holds_latents else store.value_dim
+            widths = (store.value_dim if layer.storage.holds_latents else store.head_dim, rest)
+            for part, width in zip(node, widths, strict=True):
+                got = part.shape[-3], part.shape[-1]
+                if 0 not in (store.kv_heads, width) and got != (store.kv_heads, width):
+                    raise ValueError(other_heads(got, (store.kv_heads, width)))
         if own is not None and isinstance(layer.storage, OwnStorage):
             layer.storage.layer = ref(own)  # a cache that was loaded or copied has none, or that of another model
         if isinstance(layer.storage, LatentStorage):
