@@ -60,6 +60,23 @@ def test_tokens_equal_stock(name):
         assert fd.explain(model).last_call.path == "shared"
 
 
+def test_contexts_are_continued_under_autocast():
+    """Whose latents are in half precision, and weights are not."""
+    model, prompts = model_of("without-query-ranks"), ragged_prompts(57, 71, shared=40)
+    call = {"do_sample": False, "max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits():
+        return torch.stack(model.generate(**prompts, **call).logits)[:, :, :8]
+
+    exact = logits()
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = logits()
+        with fd.enabled(model, min_saved_tokens=1):
+            shared = logits()
+            assert fd.explain(model).last_call.path == "shared"
+    assert float((shared - exact).norm()) <= 2 * float((stock - exact).norm())
+
+
 def test_projections_of_other_modules_count():
     """Such as those with adapters or quantized weights."""
     model = model_of("without-query-ranks")

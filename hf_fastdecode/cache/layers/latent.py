@@ -11,12 +11,13 @@ each, that lie in the same memory.
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final, Protocol
 from weakref import ref
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attention.kv import Segment
 from ..storage import TokenStorage
@@ -30,10 +31,19 @@ def kv_heads_of_kernels(heads: int) -> int:
     return next(count for count in range(1, heads + 1) if not heads % count and heads // count <= GROUP)
 
 
+def multiplying(projection: nn.Module, latents: Tensor) -> AbstractContextManager[Any]:
+    """Context in which a projection takes latents of this dtype: autocast's, if it cached them in half precision."""
+    wide = next(projection.parameters()).dtype == torch.float32
+    if wide and latents.dtype in (torch.float16, torch.bfloat16):
+        return torch.autocast(latents.device.type, latents.dtype)
+    return nullcontext()
+
+
 class ExpandsLatents(Protocol):
     """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with a stand-in for it."""
 
     layer_idx: int
+    kv_b_proj: nn.Module
 
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[rows, heads, tokens, key_dim]`` and values ``[rows, heads, tokens, value_dim]``.
@@ -70,7 +80,8 @@ class LatentStorage(TokenStorage):
         layer = self.layer() if self.layer is not None else None
         if layer is None:
             raise ValueError("the model whose layers make keys of these latents is gone; prefill the whole text again")
-        expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
+        with multiplying(layer.kv_b_proj, parts.keys):
+            expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
         width = max(part.shape[-1] for part in expanded)
         return Segment._make(F.pad(part[0], (0, width - part.shape[-1])) for part in expanded)
 

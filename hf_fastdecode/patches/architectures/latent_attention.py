@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...attention.interface import SharedKV
 from ...attention.kv import Scoring
 from ...attention.own_code import OwnCode
+from ...cache.layers.latent import multiplying
 from ...parallel.groups import local_part
 
 
@@ -50,7 +51,8 @@ def _weight(module: Any, dtype: torch.dtype) -> Tensor:
         return local_part(projection.weight).to(dtype)
     # What another module computes, such as one with an adapter or with quantized weights.
     unit = torch.eye(module.kv_lora_rank, dtype=dtype, device=next(module.parameters()).device)
-    rows: Tensor = projection(unit)
+    with multiplying(projection, unit):
+        rows: Tensor = projection(unit)
     return rows.mT.to(dtype)
 
 
