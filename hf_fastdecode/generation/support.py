@@ -103,7 +103,7 @@ def _check_layout(layout: ModelLayout) -> None:
         )
     if Kind.CROSS in kinds:
         raise Unsupported("it has cross attention")
-    if Kind.LATENT in kinds:
+    if any(store.kind is Kind.LATENT and index not in layout.expanding for index, store in layout):
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
     if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
         raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
@@ -249,6 +249,8 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    if structure.layout.expanding:
+        raise Unsupported("its layers store latents (multi-head latent attention), which are not divided yet", alone)
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)

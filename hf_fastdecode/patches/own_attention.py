@@ -16,6 +16,7 @@ from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.gpt_neox_japanese import GPT_NEOX_JAPANESE
 from .architectures.jetmoe import JETMOE
+from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
 from .architectures.mpt import MPT
 from .architectures.rembert import MEGATRON_BERT, REMBERT
@@ -24,8 +25,23 @@ from .architectures.xglm import XGLM
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
 """Their layers call the interface, although the class has no ``_supports_attention_backend``."""
 
+_LATENT: Final = {
+    "axk1": "AXK1Attention",
+    "bailing_hybrid": "BailingHybridAttention",
+    "deepseek_v2": "DeepseekV2Attention",
+    "deepseek_v3": "DeepseekV3Attention",
+    "glm4_moe_lite": "Glm4MoeLiteAttention",
+    "kimi_linear": "KimiLinearAttention",
+    "longcat_flash": "LongcatFlashMLA",
+    "minicpm3": "MiniCPM3Attention",
+    "mistral4": "Mistral4Attention",
+    "youtu": "YoutuAttention",
+}
+"""Attention classes whose cache holds latents."""
+
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
+    **{name: latent_attention(attention) for name, attention in _LATENT.items()},
     "bloom": BLOOM,
     "diffllama": DIFFLLAMA,
     "doge": DOGE,

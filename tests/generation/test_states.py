@@ -24,6 +24,7 @@ CLASSES = [
     "NemotronHForCausalLM",  # layers of Mamba-2, of attention, and without a cache
     "FalconH1ForCausalLM",  # state and attention in one layer
     "Zamba2ForCausalLM",  # states in both kinds of layers
+    "KimiLinearForCausalLM",  # states beside latents
     "Lfm2MoeForCausalLM",  # short convolutions
     "JambaForCausalLM",  # Mamba-1, whose scans begin anew
     *([] if CACHE == "past_key_values" else ["Mamba2ForCausalLM"]),  # no attention

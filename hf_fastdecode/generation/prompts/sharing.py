@@ -17,7 +17,7 @@ from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
-from ...cache.layout import ModelLayout
+from ...cache.layout import Kind, ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described
@@ -241,7 +241,7 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
         return None
     seconds = defaultdict[str, float](float)
     for store, layers in layout.distinct.items():
-        if not store.numbers:  # no prediction
+        if not store.numbers or store.kind is Kind.LATENT:  # no prediction: stock makes all keys anew in each step
             return None
         heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
         for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():
