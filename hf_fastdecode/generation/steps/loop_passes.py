@@ -88,6 +88,8 @@ class CapturedPasses:
         """End with the call, and report what ran."""
         cache.later_passes = None
         call, eager = self._call, self._eager
+        if call.returns_cache or self._watches:
+            self._captures.release_states()
         if not eager:
             return
         why, total = eager.most_common(1)[0][0], eager.total()
@@ -134,6 +136,8 @@ class CapturedPasses:
                 return f"the argument {name!r} is a {type(value).__name__}"
         if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
             return "slim layers are captured with one token of each row, in order"
+        if cache.state_layers and ids.shape[1] > 1:
+            return "layers with states are captured with one token of each row"
         return self._check_model()
 
     def _has_met(self, cache: SharedContextCache) -> bool:

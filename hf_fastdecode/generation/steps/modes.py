@@ -175,6 +175,8 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 # Which sizes are captured when is not agreed on between processes.
                 prefill = PrefillPasses(call, refresh, fused_tokens) if call.ranks.count == 1 else None
                 yield CallPasses(captured, prefill)
+                if call.returns_cache:
+                    captures.release_states()
             else:
                 yield CallPasses(eager)
     finally:
