@@ -55,6 +55,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=128,
         num_local_experts=32,
     ),
+    # Layers with states beside attention.
+    "qwen3.5-4b": _shape(
+        *(248320, 2560, 9216, 32, 16, 4),
+        model_type="qwen3_5_text",
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "nemotron-h-8b": _shape(
+        *(131072, 4096, 21504, 52, 32, 8),
+        model_type="nemotron_h",
+        hybrid_override_pattern=f"M-M-M-M*-{'M-M-M-M-M*-' * 3}M-M-M-M-M-",
+    ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
     "tiny-8-heads": _shape(512, 256, 256, 2, 8, 8),
