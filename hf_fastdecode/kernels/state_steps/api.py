@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ahead import launch
 from ..failures import Kernel, launching
+from ..forest_decode.limits import overlap_options
 from . import kernel
 from .reference import L2_EPS
 
@@ -62,6 +63,7 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
             BIASED=bias is not None,
             SILU=silu,
             BLOCK=_CHANNELS,
+            **overlap_options(x.device),
         )
     return out
 
@@ -123,6 +125,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
             V=value_dim,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
+            **overlap_options(query.device),
         )
     return out
 
@@ -137,7 +140,7 @@ def scan(
     biases: Tensor,
     states: Tensor,
 ) -> Tensor:
-    """A step of Mamba-2: ``states * exp(step * rate) + step * x * input``, and of these ``states @ output + skip * x``.
+    """A step of Mamba-2: states become ``states * exp(step * rate) + step * x * input``.
 
     Args:
         x: ``[rows, heads, width]``, contiguous along width.
@@ -150,7 +153,7 @@ def scan(
         states: ``[rows, heads, width, size]``, contiguous, overwritten.
 
     Returns:
-        ``[rows, heads, width]`` in the dtype of `x`.
+        ``states @ output + skip * x``, ``[rows, heads, width]`` in the dtype of `x`.
 
     Raises:
         ValueError: Shapes or strides are others.
@@ -193,6 +196,7 @@ def scan(
             SIZE=size,
             BLOCK_W=block_w,
             BLOCK_S=block_s,
+            **overlap_options(x.device),
         )
     return out
 

@@ -1,8 +1,13 @@
 # mypy: ignore-errors
-"""Kernels of one step of short convolutions, the gated delta rule and Mamba-2. Sums are in fp32."""
+"""Kernels of one step of short convolutions, the gated delta rule and Mamba-2. Sums are in fp32.
+
+With PDL (programmatic dependent launch) they start while the previous kernel ends. States are read before it has: what
+has written them ended before the previous kernel told this one to start.
+"""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -20,12 +25,16 @@ def convolve(
     BIASED: tl.constexpr,
     SILU: tl.constexpr,  # whether it follows
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     kept = channel < CHANNELS
     dtype: tl.constexpr = out.dtype.element_ty
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     new = tl.load(x + row * row_stride + channel * channel_stride, mask=kept, other=0.0)
     state = states + (row * CHANNELS + channel) * LENGTH
     total = tl.zeros([BLOCK], tl.float32)
@@ -73,6 +82,7 @@ def delta_rule(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least K
     BLOCK_V: tl.constexpr,  # of a program
+    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % HEADS
@@ -82,6 +92,9 @@ def delta_rule(
     kept = in_k[:, None] & in_v[None, :]
     places = states + ((row * HEADS + head) * K + along_k)[:, None] * V + along_v[None, :]
     state = tl.load(places, mask=kept, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     shared = head // GROUP
     query = tl.load(queries + row * query_row_stride + shared * query_head_stride + along_k, mask=in_k, other=0.0)
     key = tl.load(keys + row * key_row_stride + shared * key_head_stride + along_k, mask=in_k, other=0.0)
@@ -124,6 +137,7 @@ def scan(
     SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,  # of a program
     BLOCK_S: tl.constexpr,  # at least SIZE
+    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % HEADS
@@ -133,6 +147,9 @@ def scan(
     kept = in_w[:, None] & in_s[None, :]
     places = states + ((row * HEADS + head) * WIDTH + along_w)[:, None] * SIZE + along_s[None, :]
     state = tl.load(places, mask=kept, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     number = tl.load(x + row * x_row_stride + head * x_head_stride + along_w, mask=in_w, other=0.0).to(tl.float32)
     shared = head // GROUP
     given = tl.load(inputs + row * input_row_stride + shared * input_group_stride + along_s, mask=in_s, other=0.0)
