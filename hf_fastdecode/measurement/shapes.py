@@ -44,17 +44,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
-    # Layers with windows, all or some.
-    "mistral-7b": _shape(32000, 4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096),
-    "gemma2-9b": _shape(256000, 3584, 14336, 42, 16, 8, model_type="gemma2", head_dim=256, sliding_window=4096),
-    "gemma3-12b": _shape(262144, 3840, 15360, 48, 16, 8, model_type="gemma3_text", head_dim=256, sliding_window=1024),
-    "gpt-oss-20b": _shape(
-        *(201088, 2880, 2880, 24, 64, 8),
-        model_type="gpt_oss",
-        head_dim=64,
-        sliding_window=128,
-        num_local_experts=32,
-    ),
     # Layers with states beside attention.
     "qwen3.5-4b": _shape(
         *(248320, 2560, 9216, 32, 16, 4),
@@ -70,6 +59,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         *(131072, 4096, 21504, 52, 32, 8),
         model_type="nemotron_h",
         hybrid_override_pattern=f"M-M-M-M*-{'M-M-M-M-M*-' * 3}M-M-M-M-M-",
+    ),
+    # Layers with windows, all or some.
+    "mistral-7b": _shape(32000, 4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096),
+    "gemma2-9b": _shape(256000, 3584, 14336, 42, 16, 8, model_type="gemma2", head_dim=256, sliding_window=4096),
+    "gemma3-12b": _shape(262144, 3840, 15360, 48, 16, 8, model_type="gemma3_text", head_dim=256, sliding_window=1024),
+    "gpt-oss-20b": _shape(
+        *(201088, 2880, 2880, 24, 64, 8),
+        model_type="gpt_oss",
+        head_dim=64,
+        sliding_window=128,
+        num_local_experts=32,
     ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
