@@ -2,15 +2,13 @@
 
 transformers' own functions, which it runs unless other packages are installed, take some dozens of launches a step,
 of which several read whole states. A layer's `forward` here runs with others in the place of these functions, one
-launch each: its code, projections and norms stay as they are.
+launch each (`copied_code`): its code, projections and norms stay as they are.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache, partial
-from types import FunctionType
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +19,11 @@ from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, convolve, delta_rule, scan
+from .copied_code import calling, global_named
 from .runs import is_plain, runs_fused
 from .trial import function_key, names_in, random, tried
 
 WHAT = "layers with states"
-
-_CACHES = frozenset({"cache", "cache_params", "past_key_values"})
-"""Names of the argument with the cache, in releases of transformers."""
 
 
 def may_be(module: type[nn.Module]) -> bool:
@@ -37,51 +33,33 @@ def may_be(module: type[nn.Module]) -> bool:
 
 def kind(module: nn.Module) -> Hashable | None:
     """What tells modules apart whose functions are others."""
-    forward = inspect.unwrap(type(module).forward)
-    found = [(name, function_key(forward.__globals__.get(name))) for name in sorted(_REPLACED.keys())]
-    return WHAT, function_key(forward), tuple(found)
+    forward = type(module).forward
+    found = [(name, function_key(global_named(name, forward))) for name in sorted(_REPLACED)]
+    return type(module), function_key(forward), tuple(found)
 
 
 def form_of(module: nn.Module) -> frozenset[str] | None:
-    """The names of those functions that compute what is known here; None if there are none."""
-    known = inspect.unwrap(type(module).forward).__globals__
-    read = names_in(type(module))
-    found = (name for name, (computes, _) in _REPLACED.items() if name in read and tried(computes, known.get(name)))
-    return frozenset(found) or None
+    """The names of those functions that compute what is known here; None if there are none, or no copy can be made."""
+    forward, read = type(module).forward, names_in(type(module))
+    if calling(forward, {}) is None:
+        return None
+    tries = {name: computes for name, (computes, _) in _REPLACED.items() if name in read}
+    return frozenset(name for name, computes in tries.items() if tried(computes, global_named(name, forward))) or None
 
 
 def replacement(module: nn.Module, names: frozenset[str]) -> Any:
     """What runs in the place of the module."""
-    return partial(_run, module, names)
+    forward = type(module).forward
+    copied = calling(forward, {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names})
+    assert copied is not None  # for `form_of` made one
+    return partial(_run, module, copied)
 
 
-def _run(module: nn.Module, names: frozenset[str], *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if args else kwargs.get("hidden_states")
-    # Weights of convolutions are read without a call of their modules, whose hooks would load them.
-    plain = is_plain(module) and all(map(is_plain, module.children()))
-    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] != 1 or not plain:
-        return uncompiled_call(module, *args, **kwargs)
-    forward = _with_replaced(inspect.unwrap(type(module).forward), names)
-    if not runs_fused(hidden) or not _CACHES.intersection(kwargs) <= _parameters(forward):
+    if not isinstance(hidden, Tensor) or hidden.shape[1:-1] != (1,) or not runs_fused(hidden) or not is_plain(module):
         return uncompiled_call(module, *args, **kwargs)
     return forward(module, *args, **kwargs)
-
-
-@lru_cache(maxsize=64)
-def _with_replaced(forward: FunctionType, names: frozenset[str]) -> FunctionType:
-    """A function of the same code, for which these global names are others."""
-    own = forward.__globals__
-    others = {name: partial(_REPLACED[name][1], own[name]) for name in names}
-    replaced = FunctionType(
-        forward.__code__, own | others, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    replaced.__kwdefaults__ = forward.__kwdefaults__
-    return replaced
-
-
-@lru_cache(maxsize=64)
-def _parameters(forward: FunctionType) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
 
 
 def _convolve(

@@ -138,7 +138,7 @@ class CapturedStep:
         return [self.states.layer(number, self.rows) for number in range(len(cache.state_layers))]
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the step: its windows, table sizes, kinds of states, suffixes captured in place."""
+        """Whether this batch can use the step: its windows, table sizes, states, and suffixes captured in place."""
         if not self.reads(cache) or not (self.states is None or self.states.serve(self.rows, cache)):
             return False
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
