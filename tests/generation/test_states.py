@@ -11,12 +11,19 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import NotATensorError
-from hf_fastdecode.cache.states_in_caches import STATES_IN_CACHES
+from hf_fastdecode.attention.own_code import own_code_of
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts, seeded
 from .calls import tokens_embedded
+
+RECENT = [
+    "Mamba2ForCausalLM",  # no attention
+    "RecurrentGemmaForCausalLM",  # states in its modules, which padding enters
+    "xLSTMForCausalLM",  # the same of a cache of its own, and no attention
+]
 
 CLASSES = [
     "Qwen3NextForCausalLM",  # gated delta nets beside gated attention
@@ -26,8 +33,12 @@ CLASSES = [
     "Zamba2ForCausalLM",  # states in both kinds of layers
     "Lfm2MoeForCausalLM",  # short convolutions
     "JambaForCausalLM",  # Mamba-1, whose scans begin anew
-    *([] if CACHE == "past_key_values" else ["Mamba2ForCausalLM"]),  # no attention
+    "MiniMaxForCausalLM",  # lightning attention, whose states are in a cache of its own
+    *([] if CACHE == "past_key_values" else RECENT),
 ]
+
+OTHER_BEAMS = {"MiniMaxForCausalLM", "RecurrentGemmaForCausalLM"}
+"""Classes of which transformers orders no states for beams, which are then others than without a cache."""
 
 LENGTHS = (31, 45, 38)
 PROMPTS = ragged_prompts(*LENGTHS, shared=20)
@@ -50,6 +61,10 @@ def run(model, arguments, prompts=PROMPTS, **more):
     return seeded(lambda: model.generate(**prompts, **arguments, **more))
 
 
+def continues(model):
+    return ModelLayout.of(model).continues_states
+
+
 def ending_early(model, prompts=PROMPTS):
     """Arguments with end tokens by which rows end after different numbers of steps."""
     new = run(model, SAMPLING, prompts)[:, -SAMPLING["max_new_tokens"] :]
@@ -57,8 +72,9 @@ def ending_early(model, prompts=PROMPTS):
 
 
 def test_tokens_are_stocks(each):
-    arguments = ending_early(each)
-    stock, beams = run(each, arguments), run(each, BEAMS)
+    arguments, name = ending_early(each), type(each).__name__
+    stock, beams = run(each, arguments), BEAMS | ({"use_cache": False} if name in OTHER_BEAMS else {})
+    beams = None if name == "xLSTMForCausalLM" else run(each, beams)
     with fd.enabled(each, min_saved_tokens=1):
         with tokens_embedded(each) as counted:
             assert torch.equal(run(each, arguments), stock)
@@ -66,13 +82,26 @@ def test_tokens_are_stocks(each):
         assert (report.path, report.mode, report.prefilled_tokens) == ("shared", "eager", sum(LENGTHS))
         assert counted[0] == PROMPTS["input_ids"].numel()  # each prompt once, with the padding that stock gives it
         assert report.compactions >= 1
-        assert torch.equal(run(each, BEAMS), beams)
-        assert fd.explain(each).last_call.path == "shared"
+        if beams is None:
+            with pytest.raises(ValueError, match="the cache cannot be reordered"):
+                run(each, BEAMS)
+        else:
+            assert torch.equal(run(each, BEAMS), beams)
+            assert fd.explain(each).last_call.path == "shared"
+
+
+def test_logits_are_stocks(each):
+    """Also behind padding that enters states; of half the probabilities' rounding."""
+    arguments = SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
+    stock = torch.stack(run(each, arguments).logits)
+    with fd.enabled(each, min_saved_tokens=1):
+        shared = torch.stack(run(each, arguments).logits)
+    torch.testing.assert_close(shared, stock, atol=1e-5 * float(stock.std()), rtol=1e-5)
 
 
 def test_a_kept_cache_is_continued_from_its_state(each):
     stock = run(each, SAMPLING)
-    known = 20 if STATES_IN_CACHES[each.config.model_type] else 0  # whole prompts are computed again
+    known = 20 if continues(each) else 0  # whole prompts are computed again
     with fd.enabled(each):
         kept = fd.prefill(each, PROMPTS["input_ids"][1:2, :20])
         for _ in range(2):
@@ -112,7 +141,7 @@ def test_reuse_prefix_continues_the_prompts_of_earlier_calls(name):
     each = tiny_model_of(name)
     chat = [{name: one[1:2, :length] for name, one in PROMPTS.items()} for length in (20, 32, 45)]
     stock, beams = [run(each, SAMPLING, prompt) for prompt in chat], run(each, BEAMS, chat[2])
-    known = [None, (20,), (32,)] if STATES_IN_CACHES[each.config.model_type] else [None] * 3
+    known = [None, (20,), (32,)] if continues(each) else [None] * 3
     with fd.enabled(each, min_saved_tokens=1, min_shared_tokens=8, reuse_prefix=True):
         for prompt, tokens, length in zip(chat, stock, known, strict=True):
             assert torch.equal(run(each, SAMPLING, prompt), tokens)
@@ -187,10 +216,11 @@ def test_passes_of_several_tokens_continue_states_or_raise(each):
     ids = PROMPTS["input_ids"][1:2]
     with fd.enabled(each), torch.no_grad():
         cache = fd.prefill(each, ids[:, :30])
-    with pytest.raises(NotATensorError, match="not tensors; call the model itself"), torch.no_grad():
+    own = own_code_of(type(each)) is not None  # whose code has messages of its own
+    with pytest.raises((ValueError, AttributeError) if own else NotATensorError), torch.no_grad():
         each(ids[:, :3], **{CACHE: cache})  # of a model that is not enabled, which leaves no states behind
     with fd.enabled(each), torch.no_grad():
-        if STATES_IN_CACHES[each.config.model_type]:
+        if continues(each):
             continued = each(ids[:, 30:], **{CACHE: cache}).logits
             torch.testing.assert_close(continued, each(ids).logits[:, 30:], atol=1e-4, rtol=1e-4)
         else:
