@@ -150,7 +150,8 @@ class FirstPassPrompts:
             report.observe_nodes(cache)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
-        logits = torch.cat([done.logits for done in passes])
+        numbers, order = numbers.sort()
+        logits = torch.cat([done.logits for done in passes])[order.to(passes[0].logits.device)]
         rows = torch.tensor([group.count for group in groups], device="cpu")
         kind: Any = type(passes[-1].output)
         fields: dict[str, Any] = {CACHE: cache} if CACHE in kind.__dataclass_fields__ else {}
@@ -195,7 +196,8 @@ class FirstPassPrompts:
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         reuse = embeddings is None and not positions.differ
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
+        alike = not positions.differ
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
