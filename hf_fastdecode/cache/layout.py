@@ -287,6 +287,8 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
 
 def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.STATE:
+        if (own := own_code_of(type(config))) is not None and own.states is not None:
+            return Store(kind, states=own.states.count, continues=own.states.continues)
         count = _number(config, "number_of_conv_states") or 1
         return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
     if kind is Kind.OTHER:

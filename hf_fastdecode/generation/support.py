@@ -20,7 +20,7 @@ from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
-from ..cache.states_in_caches import STATES_IN_CACHES
+from ..cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
 from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
@@ -73,12 +73,15 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
-    _check_layout(layout)
+    own = own_code_of(type(model))
+    own_states = own is not None and own.states is not None
+    _check_layout(layout, keeps_states=own_states or layout.model_type in STATES_IN_CACHES)
+    if own_states and not layout.states:
+        raise Unsupported(f"the config of {name} does not say which layers have states, as newer transformers' does")
     if layout.states and not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
     if layout.states and not layout.per_token:
         return
-    own = own_code_of(type(model))
     said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
     if not said and own is None and not _attends_by_itself(model, layout):
         raise Unsupported(
@@ -91,10 +94,12 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     _check_attention(text._attn_implementation)
 
 
-def _check_layout(layout: ModelLayout) -> None:
-    """Check that layers store keys and values of every token, states that the cache keeps, or nothing."""
+def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
+    """Check that layers store keys and values of every token, nothing, or states where the cache keeps these."""
     kinds, types = {store.kind for _, store in layout}, set[str]()
-    refused = {Kind.OTHER} if layout.model_type in STATES_IN_CACHES else {Kind.OTHER, Kind.STATE}
+    if (reason := STATES_NOT_SHARED.get(layout.model_type)) is not None:
+        raise Unsupported(reason)
+    refused = {Kind.OTHER} if keeps_states else {Kind.OTHER, Kind.STATE}
     for name, stores in zip(layout.types, layout.layers, strict=True):
         types |= {name for store in stores if store.kind in refused}
     if types:
@@ -151,6 +156,9 @@ def check_call(
         raise Unsupported("its layers have states, from which drafts cannot be removed")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
+    own = own_code_of(type(model))
+    if mode in _BEAM_MODES and own is not None and own.states is not None and not own.states.beams:
+        raise Unsupported(f"transformers does not reorder the states of {type(model).__name__} for beams, and raises")
     if config.is_assistant:
         raise Unsupported("the model assists another one")
     if config.use_cache is False:

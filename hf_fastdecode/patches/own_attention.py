@@ -18,9 +18,12 @@ from .architectures.gpt_neox_japanese import GPT_NEOX_JAPANESE
 from .architectures.jetmoe import JETMOE
 from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
+from .architectures.minimax import MINIMAX
 from .architectures.mpt import MPT
+from .architectures.recurrent_gemma import RECURRENT_GEMMA
 from .architectures.rembert import MEGATRON_BERT, REMBERT
 from .architectures.xglm import XGLM
+from .architectures.xlstm import XLSTM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
 """Their layers call the interface, although the class has no ``_supports_attention_backend``."""
@@ -51,10 +54,13 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "gpt_neox_japanese": GPT_NEOX_JAPANESE,
     "jetmoe": JETMOE,
     "llama4": LLAMA4,
+    "minimax": MINIMAX,
     "mpt": MPT,
     "megatron_bert": MEGATRON_BERT,
+    "recurrent_gemma": RECURRENT_GEMMA,
     "rembert": REMBERT,
     "xglm": XGLM,
+    "xlstm": XLSTM,
 }
 
 

@@ -100,7 +100,7 @@ class _Planned(NamedTuple):
 def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
     max_suffix = int(call.config.max_length) - width
     by_rows = bool(call.structure.layout.states)
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, ahead=ahead)
+    found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=True, ahead=ahead)
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
