@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..attention.own_code import OwnCode, register
+from .architectures.bart import BART_FAMILY
 from .architectures.bloom import BLOOM
 from .architectures.diffllama import DIFFLLAMA
 from .architectures.doge import DOGE
@@ -26,6 +27,7 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
+    **BART_FAMILY,
     "bloom": BLOOM,
     "diffllama": DIFFLLAMA,
     "doge": DOGE,

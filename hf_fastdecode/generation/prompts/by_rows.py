@@ -1,9 +1,10 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, and
-layers with a state per row. Every prompt is a node, shared by its samples and beams; common beginnings of different
-prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its own, without padding,
-which would otherwise come between the state at the path's end and the prompt's next token.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
+that count the padding of prompts, and layers with a state per row. Every prompt is a node, shared by its samples and
+beams; common beginnings of different prompts are not shared. A prompt that continues a path of a given cache runs in a
+pass of its own, without padding, which would otherwise come between the state at the path's end and the prompt's next
+token.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ def row_passes(
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
     cache.set_forest(plan.forest, width)
+
+
+def counted_with_padding(width: int) -> Tensor:
+    """Positions of prompts that count padding: ``[1, width]`` int64, on the CPU."""
+    return torch.arange(width, device="cpu")[None]
 
 
 def _all_shown(inputs: Tensor) -> Tensor:
