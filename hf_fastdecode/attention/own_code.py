@@ -28,7 +28,7 @@ class OwnCode:
             to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
         counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
-            ``forward`` takes none; stand-ins read those of the pass.
+            ``forward`` names none; it hands them on, or stand-ins read those of the pass.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
         compares_name: Whether its attention code compares the attention implementation that its config names, which

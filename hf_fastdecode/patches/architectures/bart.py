@@ -1,8 +1,8 @@
-"""Decoders of the BART family alone: positions by the slots of the padded batch, and attention layers of one shape.
+"""The BART family's decoders alone, and attention layers of their shape elsewhere (XGLM, CLVP).
 
-Their learned or sinusoidal positions begin at the length of the cache, so that those of a prompt count its padding,
-and those of a step would be constants in a captured graph. Some of these classes compute attention by their own code;
-all of them lack the flag that others have.
+Learned or sinusoidal positions of the family begin at the length of the cache, so that those of a prompt count its
+padding, and those of a step would be constants in a captured graph. Some of these classes compute attention by their
+own code; the others lack the flag that says that it may be replaced.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attend(
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
-    return module.out_proj(attend_shared(module, query, kv, scaling=module.scaling).flatten(2)), None
+    return module.out_proj(attend_shared(module, query, kv, scaling=module.head_dim**-0.5).flatten(2)), None
 
 
 def of_family(positions: str, attention: str | None = None) -> OwnCode:
@@ -52,7 +52,10 @@ def of_family(positions: str, attention: str | None = None) -> OwnCode:
     return OwnCode(stand_ins, reads_masks=attention is not None, counts_padding=True)
 
 
+_ATTENTION_ALONE = {"clvp": "ClvpSelfAttention", "xglm": "XGLMAttention"}
+
 BART_FAMILY = {
+    **{folder: OwnCode({name: {"forward": attend}}, reads_masks=True) for folder, name in _ATTENTION_ALONE.items()},
     "bart": of_family("BartLearnedPositionalEmbedding"),
     "bigbird_pegasus": of_family("BigBirdPegasusLearnedPositionalEmbedding"),
     "blenderbot": of_family("BlenderbotLearnedPositionalEmbedding"),
