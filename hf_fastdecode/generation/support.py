@@ -55,6 +55,9 @@ _KNOWN_ARGUMENTS = {
 OWN_METHOD: Final = "the model's own"
 """What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
 
+PADDING_IN_A_KEPT_CACHE: Final = "positions count the padding of prompts, and the call's cache would be kept"
+"""Why a call runs stock whose cache, which knows no padding, would serve other prompts that begin alike."""
+
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops or the first pass take it.
@@ -89,7 +92,7 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    if not counts_positions(model) and not (own is not None and own.takes_no_positions):
+    if not counts_positions(model) and not (own is not None and (own.takes_no_positions or own.counts_padding)):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
 
@@ -353,6 +356,8 @@ def check_prompts(
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
             checks.append((attention_mask.all(), partial(Unsupported, padding)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
+    if own is not None and own.counts_padding:
+        expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if (ids := positions.ids) is not None and not positions.differ:
         comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
         right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)

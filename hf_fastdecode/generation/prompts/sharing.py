@@ -63,7 +63,7 @@ def find_shared(
         by_rows: Whether different prompts share nothing, see `by_rows`.
         alike: Whether they nevertheless do where they begin alike and layers have states, see
             `ComparedPrompts.from_ends`.
-        reuse: Whether the prefix store may be used, if the options allow it.
+        reuse: Whether stored tokens may be used: of the given cache, or if the options allow it, of the prefix store.
         ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
     Raises:
@@ -94,9 +94,11 @@ def find_shared(
                 f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
                 "part"
             )
+    if not reuse:
+        prompts = prompts.computed_anew()
     if base is not None:
         call.report.known_tokens = prompts.reused_lengths
-    if given is not None:
+    if given is not None and reuse:
         _warn_if_short_match(given, prompts)
         lengths = zip(prompts.stored_lengths, prompts.reused_lengths, strict=True)
         again = max(stored - reused for stored, reused in lengths)
@@ -110,7 +112,7 @@ def find_shared(
         prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
-    return Shared(cache, prompts, base is not None)
+    return Shared(cache, prompts, base is not None and reuse)
 
 
 class Planned(Protocol):
