@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.launch import own_nodes
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.latent_attention import _weight
 
@@ -87,15 +88,20 @@ def test_projections_of_other_modules_count():
 
 
 @on_the_cpu
-def test_captured_steps(monkeypatch):
+@pytest.mark.parametrize("samples", [3, 1])
+def test_captured_steps(samples, monkeypatch):
+    """Query heads in two groups; then two rows, whose completions become nodes."""
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
-    heads = {"hidden_size": 72, "num_attention_heads": 18, "num_key_value_heads": 18}  # in two groups
+    monkeypatch.setattr(own_nodes, "STEP", 4)
+    heads, hidden = (18, 72) if samples == 3 else (2, 64)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": hidden}
     widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    model = model_of("without-query-ranks", num_hidden_layers=1, **heads, **widths)
-    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    model = model_of("without-query-ranks", **sizes, **widths)
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING | {"num_return_sequences": samples}
+    call["max_new_tokens"] = 4 if samples == 3 else 10
     stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton"):
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.mode == "graph"
 
