@@ -78,7 +78,12 @@ _OF_WINDOWS: Final = {
     "head_dim": "swa_head_dim",
     "v_head_dim": "swa_v_head_dim",
 }
-
+# Fields of a decoder alone whose config is one of encoders too, where the others' are an encoder's.
+_OF_DECODERS: Final = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "num_key_value_heads": "decoder_attention_heads",
+}
 
 _FUSED: Final = ("query_key_value", "qkv_proj")
 """Names of projections to queries, keys and values at once."""
@@ -162,7 +167,7 @@ class ModelLayout:
     def from_config(cls, config: Any) -> ModelLayout:
         """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
         text = config.get_text_config(decoder=True)
-        count = _number(text, "num_hidden_layers")
+        count = _number(text, _OF_DECODERS["num_hidden_layers"]) or _number(text, "num_hidden_layers")
         differ = getattr(text, "is_heterogeneous", False)  # layers have configs of their own
         each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
@@ -287,6 +292,8 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
 
 def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.STATE:
+        if (own := own_code_of(type(config))) is not None and own.states is not None:
+            return Store(kind, states=own.states.count, continues=own.states.continues)
         count = _number(config, "number_of_conv_states") or 1
         return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
     if kind is Kind.OTHER:
@@ -302,7 +309,7 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
 
     def size(name: str) -> int:
         own = _number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
-        return own or _number(config, name)
+        return own or _number(config, _OF_DECODERS.get(name, name)) or _number(config, name)
 
     listed = _field(config, "num_attention_heads_per_layer")
     heads = listed[index] if listed else size("num_attention_heads")
