@@ -51,10 +51,11 @@ def form_of(module: nn.Module) -> frozenset[str] | None:
     small: Any = _small(module)
     x = random(3, 1, _WIDTH, seed=8, dtype=torch.float32)
     held = random(3, 96, 4, seed=9, dtype=torch.float32), random(3, 4, 16, 8, seed=10, dtype=torch.float32)
-    cache: Any = Cache(layers=[_layer(*(one.clone() for one in held))])
+    layer: Any = _layer(*(one.clone() for one in held))
+    cache: Any = Cache(layers=[layer])
     found = type(module).forward(small, x, cache)
     expected = _step(small, x, *held, _convolve_by_reference, _delta_rule_by_reference)
-    after = cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0]
+    after = layer.conv_states[0], layer.recurrent_states[0]
     same = all(
         one.shape == two.shape and torch.allclose(one, two, rtol=1e-3, atol=1e-4)
         for one, two in zip((found, *after), (expected, *held), strict=True)
