@@ -166,7 +166,7 @@ class _CapturedLayer(LayerOfACapture):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        handle = _CapturedKV(self, self.storage.keys_and_values(parts))
+        handle = _CapturedKV(self, self.storage.read_by_kernels(parts))
         return handle, handle
 
 
@@ -206,7 +206,7 @@ def _captured_layer(
 class _CapturedKV(SharedKV):
     def __init__(self, layer: _CapturedLayer, new: Segment):
         self.layer, self.new, self.stored_window = layer, new, layer.stored_window
-        self.device = new.keys.device
+        self.device, self.reads_latents = new.keys.device, layer.storage.holds_latents
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer

@@ -28,10 +28,10 @@ class FirstPass(Protocol):
     """Replaces the first forward pass of a decoding loop: prefills an empty cache with its prompts.
 
     Attributes:
-        stock: Fallback cache for prompts that cannot share.
+        stock: Fallback cache for prompts that cannot share; None where the model makes its own.
     """
 
-    stock: Cache
+    stock: Cache | None
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Return the model's output for the pass's `arguments`; `forward` is the model's own method."""
@@ -342,7 +342,7 @@ class SharedContextCache(ForestCache):
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
-        if self.first_pass is not None:
+        if self.first_pass is not None and self.first_pass.stock is not None:
             self.first_pass.stock.activate_past_recording()
 
     def reset(self) -> None:

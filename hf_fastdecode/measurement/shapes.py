@@ -71,6 +71,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=128,
         num_local_experts=32,
     ),
+    # Attention code of its own.
+    "falcon-7b": _shape(65024, 4544, 18176, 32, 71, 1, model_type="falcon", multi_query=True, parallel_attn=True),
+    # Latents and experts: DeepSeek-V2-Lite's.
+    "deepseek-v2-lite": _shape(
+        *(102400, 2048, 10944, 27, 16, 16),
+        model_type="deepseek_v2",
+        q_lora_rank=None,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        routed_scaling_factor=1.0,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
     "tiny-8-heads": _shape(512, 256, 256, 2, 8, 8),

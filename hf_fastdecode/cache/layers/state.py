@@ -143,10 +143,26 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def states(self) -> States | None:
-        if not any(self.is_conv_states_initialized.values()):
+        if not any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values())):
             return None
         parts = (self.conv_states, self.recurrent_states)
         return States(*({number: one for number, one in part.items() if one is not None} for part in parts))
+
+    @property
+    def kept_states(self) -> tuple[Tensor, ...] | None:
+        """The rows' states that `keep_states` was given, in its order; None where rows have none yet."""
+        states = self.states
+        return None if states is None else tuple(states.recurrent[number] for number in sorted(states.recurrent))
+
+    def keep_states(self, states: Sequence[Tensor]) -> None:
+        """Store the rows' states after a pass, ``[rows, ...]`` each, of code that keeps them elsewhere (`OwnStates`).
+
+        They are copied, in place of those that rows have.
+        """
+        for number, one in enumerate(states):
+            if self.recurrent_states[number] is not one:
+                self.update_recurrent_state(one, number)
+            self.dtype, self.device = states[0].dtype, states[0].device
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()

@@ -164,7 +164,9 @@ class CapturedStep:
         for layer in cache.attention_layers:
             store = layer.store
             windowed = store.window is not None and longest > store.window
-            shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
+            heads = store.kernel_heads
+            group = store.query_heads // heads if heads else 1
+            shape = HeadShape(heads, group, store.head_dim, windowed, layer.storage.holds_latents)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
             without = layer.storage.captured_in_place or self.options.reordered
