@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
+from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
@@ -278,6 +279,8 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
+    if (code := own_code_of(type(model))) is not None and code.not_captured is not None:
+        return code.not_captured
     if layout.states:
         return "steps that update states are not captured yet"
     devices = {parameter.device for parameter in walk.parameters}
