@@ -16,6 +16,7 @@ from . import _compat
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
+from .generation.forward_pass import places_tokens
 from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
@@ -277,7 +278,7 @@ def _prefill(
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
-        if by_rows := bool(structure.layout.states):  # no two of them share
+        if by_rows := bool(structure.layout.states) or places_tokens(inner):  # no two of them share
             least = max(len(group.tokens) for group in groups) + 1
             plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
         else:

@@ -55,8 +55,8 @@ _KNOWN_ARGUMENTS = {
 OWN_METHOD: Final = "the model's own"
 """What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
 
-PADDING_IN_A_KEPT_CACHE: Final = "positions count the padding of prompts, and the call's cache would be kept"
-"""Why a call runs stock whose cache, which knows no padding, would serve other prompts that begin alike."""
+PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
+"""Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
 
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
