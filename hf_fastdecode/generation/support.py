@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
-from ..cache.layout import PER_TOKEN, Kind, ModelLayout
+from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES
 from ..errors import Unsupported
@@ -84,6 +84,8 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     own = own_code_of(type(model))
     said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
     if not said and own is None and not _attends_by_itself(model, layout):
+        if not takes_shared_cache(model):
+            raise Unsupported(f"{name}.forward takes no {CACHE}")
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
@@ -108,8 +110,6 @@ def _check_layout(layout: ModelLayout) -> None:
         raise Unsupported("it has cross attention")
     if Kind.LATENT in kinds:
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
-        raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
 
 
 def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:

@@ -20,6 +20,7 @@ from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
 from .architectures.kosmos import KOSMOS
 from .architectures.llama4 import LLAMA4
+from .architectures.mllama import MLLAMA
 from .architectures.mpt import MPT
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
@@ -51,6 +52,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "kosmos2": KOSMOS,
     "kosmos2_5": OwnCode(places_tokens=True),
     "llama4": LLAMA4,
+    "mllama": MLLAMA,
     "mpt": MPT,
 }
 
