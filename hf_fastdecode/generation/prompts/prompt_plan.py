@@ -226,10 +226,6 @@ class ComparedPrompts:
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
 
-    def computed_anew(self) -> ComparedPrompts:
-        """The same, of which no prompt reuses what the cache holds."""
-        return replace(self, stored=[((), 0)] * len(self.stored), recompute=0)
-
     def from_ends(self, cache: SharedContextCache, *, continues: bool, alike: bool = False) -> ComparedPrompts:
         """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
 
