@@ -295,6 +295,6 @@ def test_states_cannot_go_back(model):
             model(ids[:, :1], **{CACHE: cache})
 
 
-def test_what_is_not_shared_yet_says_so(model):
-    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="steps that update states are not captured"):
+def test_layers_with_states_are_not_compiled(model, uncaptured):
+    with fd.enabled(model, mode="compile"), pytest.raises(ValueError, match="layers with states are not compiled"):
         run(model, SAMPLING)
