@@ -127,19 +127,8 @@ class KeepsStates(Protocol):
         ...
 
 
-class StateLayer(LinearAttentionLayer):
-    """A layer that stores a state per row, and nothing per token."""
-
-    is_compileable: ClassVar[bool] = False
-    is_croppable: ClassVar[bool] = False
-    is_sliding: ClassVar[bool] = False
-    appended = 0
-
-    def __init__(self, state: SharedState, store: Store):
-        LinearAttentionLayer.__init__(self, number_of_states=store.states)
-        self.state, self.state_store = state, store
-        self.ends: dict[End, States] = {}
-        self.ran: dict[str, str] = {}
+class RowsStates(LinearAttentionLayer):
+    """States of a batch's rows, as models' code and stand-ins read and update them."""
 
     @property
     def states(self) -> States | None:
@@ -163,6 +152,21 @@ class StateLayer(LinearAttentionLayer):
             if self.recurrent_states[number] is not one:
                 self.update_recurrent_state(one, number)
             self.dtype, self.device = states[0].dtype, states[0].device
+
+
+class StateLayer(RowsStates):
+    """A layer that stores a state per row, and nothing per token."""
+
+    is_compileable: ClassVar[bool] = False
+    is_croppable: ClassVar[bool] = False
+    is_sliding: ClassVar[bool] = False
+    appended = 0
+
+    def __init__(self, state: SharedState, store: Store):
+        LinearAttentionLayer.__init__(self, number_of_states=store.states)
+        self.state, self.state_store = state, store
+        self.ends: dict[End, States] = {}
+        self.ran: dict[str, str] = {}
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()
