@@ -21,7 +21,7 @@ from ...attention.forest import Path
 from ..layout import Store
 from ..state import SharedState
 from ..storage import TokenStorage
-from .attention import SharedContextLayer
+from .attention import SharedContextLayer, require_dtype
 
 End = tuple[int, int]
 """Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
@@ -159,6 +159,13 @@ class StateLayer(LinearAttentionLayer):
             if self.recurrent_states[number] is not one:
                 self.update_recurrent_state(one, number)
             self.dtype, self.device = states[0].dtype, states[0].device
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As `LinearAttentionLayer.update_conv_state`; raises ValueError for inputs in another dtype than before."""
+        if (states := self.states) is not None and states.conv:
+            require_dtype(conv_states.dtype, list(states.conv.values()), "states")
+        updated: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()

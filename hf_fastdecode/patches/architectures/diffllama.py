@@ -1,8 +1,8 @@
 """DiffLlama: each head attends to two values, those of a KV head in either half of them (Ye et al. 2024, eq. 1).
 
 `DiffLlamaAttention.forward` calls the interface twice, each time with the keys of all KV heads and half of the values,
-repeated. Here the two values of a KV head are cached side by side, and read by one call. Keys get as many zeros: kernels
-of captured steps take keys and values of one width.
+repeated. Here the two values of a KV head are cached side by side, and read by one call. Keys get as many zeros:
+kernels of captured steps take keys and values of one width.
 """
 
 from __future__ import annotations
