@@ -46,6 +46,12 @@ class OwnCode:
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
             to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
+            ``forward`` names none; it hands them on, or stand-ins read those of the pass.
+        places_tokens: Whether its code derives positions from the ids of a whole prompt; passes are given none, and
+            prompts run by rows.
+        hands_generate_on: By the named arguments of a call, whether the class's own ``generate`` hands it to
+            transformers', with all further arguments.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
         compares_name: Whether its attention code compares the attention implementation that its config names, which
@@ -61,6 +67,9 @@ class OwnCode:
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
     reads_masks: bool = False
     takes_no_positions: bool = False
+    counts_padding: bool = False
+    places_tokens: bool = False
+    hands_generate_on: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
     scales_from: Callable[[Any], int | None] = lambda config: None
     compares_name: bool = False
     counts_hidden: bool = False

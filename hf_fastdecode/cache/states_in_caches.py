@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 STATES_IN_CACHES: Final[Mapping[str, bool]] = {
+    "bailing_hybrid": True,
     "bamba": True,
     "falcon_h1": True,
     "falcon_mamba": False,
     "granitemoehybrid": True,
     "jamba": False,
+    "kimi_linear": True,
     "lara_mini": True,
     "lfm2": True,
     "lfm2_moe": True,

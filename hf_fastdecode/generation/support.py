@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
-from ..cache.layout import PER_TOKEN, Kind, ModelLayout
+from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
 from ..errors import Unsupported
@@ -55,6 +55,9 @@ _KNOWN_ARGUMENTS = {
 OWN_METHOD: Final = "the model's own"
 """What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
 
+PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
+"""Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
+
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops or the first pass take it.
@@ -84,12 +87,14 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
         return
     said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
     if not said and own is None and not _attends_by_itself(model, layout):
+        if not takes_shared_cache(model):
+            raise Unsupported(f"{name}.forward takes no {CACHE}")
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    if not counts_positions(model) and not (own is not None and own.takes_no_positions):
+    if not counts_positions(model) and not (own is not None and (own.takes_no_positions or own.counts_padding)):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
 
@@ -108,10 +113,8 @@ def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
         )
     if Kind.CROSS in kinds:
         raise Unsupported("it has cross attention")
-    if Kind.LATENT in kinds:
+    if any(store.kind is Kind.LATENT and index not in layout.expanding for index, store in layout):
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
-        raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
 
 
 def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:
@@ -257,6 +260,8 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    if structure.layout.expanding:
+        raise Unsupported("its layers store latents (multi-head latent attention), which are not divided yet", alone)
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)
@@ -351,6 +356,8 @@ def check_prompts(
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
             checks.append((attention_mask.all(), partial(Unsupported, padding)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
+    if own is not None and own.counts_padding:
+        expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if (ids := positions.ids) is not None and not positions.differ:
         comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
         right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)

@@ -32,6 +32,7 @@ CLASSES = [
     "NemotronHForCausalLM",  # layers of Mamba-2, of attention, and without a cache
     "FalconH1ForCausalLM",  # state and attention in one layer
     "Zamba2ForCausalLM",  # states in both kinds of layers
+    "KimiLinearForCausalLM",  # states beside latents
     "Lfm2MoeForCausalLM",  # short convolutions
     "JambaForCausalLM",  # Mamba-1, whose scans begin anew
     "MiniMaxForCausalLM",  # lightning attention, whose states are in a cache of its own
@@ -303,8 +304,3 @@ def test_states_cannot_go_back(model):
             model(ids[:, :1] + 1000, **{CACHE: cache})
         with pytest.raises(ValueError, match="has left rows of this cache without their states"):
             model(ids[:, :1], **{CACHE: cache})
-
-
-def test_what_is_not_shared_yet_says_so(model):
-    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="steps that update states are not captured"):
-        run(model, SAMPLING)

@@ -118,6 +118,10 @@ class KeepsStates(Protocol):
         """Forget the rows' states."""
         ...
 
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        ...
+
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         """Keep, at each of the new ends, what was at the old one, and nothing else."""
         ...
@@ -179,8 +183,7 @@ class StateLayer(LinearAttentionLayer):
             )
         with _writable():
             states = States.joined([one for one in known if one is not None])
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
+        self.place(states)
         for number, one in states.conv.items():
             self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
             self.conv_kernel_size[number] = one.shape[-1]
@@ -224,8 +227,12 @@ class StateLayer(LinearAttentionLayer):
             for one, new in zip(states.tensors, chosen.tensors, strict=True):
                 one.copy_(new)
             return
-        self.conv_states.update(chosen.conv)
-        self.recurrent_states.update(chosen.recurrent)
+        self.place(chosen)
+
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
 
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)

@@ -1,10 +1,10 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, and
-layers with a state per row. Every prompt is a node, shared by its samples and beams. What different prompts of text
-begin with is a node of its own where layers continue from its state. It runs first, and the prompts' rests, as those
-of prompts that continue a path of a given cache, after it: without padding, which would come between the state and the
-next token, hence together with rests of the same length only.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
+that count the padding of prompts, and layers with a state per row. Every prompt is a node, shared by its samples and
+beams. What different prompts of text begin with is a node of its own where layers continue from its state. It runs
+first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it: without padding,
+which would come between the state and the next token, hence together with rests of the same length only.
 """
 
 from __future__ import annotations
@@ -123,6 +123,11 @@ def row_passes(
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
     cache.set_forest(plan.forest, width)
+
+
+def counted_with_padding(width: int) -> Tensor:
+    """Positions of prompts that count padding: ``[1, width]`` int64, on the CPU."""
+    return torch.arange(width, device="cpu")[None]
 
 
 def _all_shown(inputs: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
-from ...cache.layout import ModelLayout
+from ...cache.layout import Kind, ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described
@@ -37,11 +37,13 @@ class Shared:
         cache: A new cache, or a fork of the given one or of one in the prefix store.
         prompts: The prompts, compared with each other and with the cache.
         reuses: Whether the cache is a fork.
+        keeps: Whether the prompts are kept for later calls.
     """
 
     cache: SharedContextCache
     prompts: ComparedPrompts
     reuses: bool
+    keeps: bool
 
 
 def find_shared(
@@ -63,7 +65,7 @@ def find_shared(
         by_rows: Whether different prompts share nothing, see `by_rows`.
         alike: Whether they nevertheless do where they begin alike and layers have states, see
             `ComparedPrompts.from_ends`.
-        reuse: Whether the prefix store may be used, if the options allow it.
+        reuse: Whether stored tokens may be used: of the given cache, or if the options allow it, of the prefix store.
         ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
     Raises:
@@ -84,16 +86,23 @@ def find_shared(
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
-    cache.state.parallel = call.structure.parallel
     least = max(len(group.tokens) for group in groups) + 1 if by_rows else options.min_shared_tokens
-    prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+
+    def compared(base: SharedContextCache | None) -> tuple[SharedContextCache, ComparedPrompts]:
+        cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
+        cache.state.parallel = call.structure.parallel
+        return cache, compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+
+    cache, prompts = compared(base)
     for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
         if given is not None and reused == 0 and len(group.tokens) > recompute:
             raise ValueError(
                 f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
                 "part"
             )
+    if given is not None and not reuse:
+        base = given = None
+        cache, prompts = compared(None)
     if base is not None:
         call.report.known_tokens = prompts.reused_lengths
     if given is not None:
@@ -110,7 +119,7 @@ def find_shared(
         prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
-    return Shared(cache, prompts, base is not None)
+    return Shared(cache, prompts, base is not None, keeps and reuse)
 
 
 class Planned(Protocol):
@@ -166,7 +175,7 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
     in_nodes = sum(plan.forest.context_lengths)
     total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
     least = max(1, options.min_saved_tokens)
-    reuses = keeps_prompts(call)
+    reuses = found.keeps
     may_save = total if reuses else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
@@ -245,7 +254,7 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
         return None
     seconds = defaultdict[str, float](float)
     for store, layers in layout.distinct.items():
-        if not store.numbers:  # no prediction
+        if not store.numbers or store.kind is Kind.LATENT:  # no prediction: stock makes all keys anew in each step
             return None
         heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
         for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():
