@@ -78,11 +78,13 @@ class SharedKV(_NotATensor, ABC):
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
         device: Where keys and values are.
+        reads_latents: Whether it attends to latents, by queries that `patches.architectures.latent_attention` makes.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
     device: torch.device
+    reads_latents: bool = False
 
     def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
         """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""

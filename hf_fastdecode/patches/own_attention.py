@@ -19,9 +19,13 @@ from .architectures.gpt2_alike import GPT2_ALIKE
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
 from .architectures.kosmos import KOSMOS
+from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
+from .architectures.minimax import MINIMAX
 from .architectures.mllama import MLLAMA
 from .architectures.mpt import MPT
+from .architectures.recurrent_gemma import RECURRENT_GEMMA
+from .architectures.xlstm import XLSTM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
 """Their layers call the interface, although the class has no ``_supports_attention_backend``."""
@@ -35,10 +39,25 @@ _HANDS_GENERATE_ON: Final = {
 _HANDS_POSITIONS_ON: Final = ("evolla", "moss_transcribe_diarize")
 """Their ``forward`` names no ``position_ids``, but hands them on to a decoder, which counts padding if given none."""
 
+_LATENT: Final = {
+    "axk1": "AXK1Attention",
+    "bailing_hybrid": "BailingHybridAttention",
+    "deepseek_v2": "DeepseekV2Attention",
+    "deepseek_v3": "DeepseekV3Attention",
+    "glm4_moe_lite": "Glm4MoeLiteAttention",
+    "kimi_linear": "KimiLinearAttention",
+    "longcat_flash": "LongcatFlashMLA",
+    "minicpm3": "MiniCPM3Attention",
+    "mistral4": "Mistral4Attention",
+    "youtu": "YoutuAttention",
+}
+"""Attention classes whose cache holds latents."""
+
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
     **_HANDS_GENERATE_ON,
     **dict.fromkeys(_HANDS_POSITIONS_ON, OwnCode(counts_padding=True)),
+    **{name: latent_attention(attention) for name, attention in _LATENT.items()},
     **BART_FAMILY,
     **BERT_FAMILY,
     **GPT2_ALIKE,
@@ -52,8 +71,11 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "kosmos2": KOSMOS,
     "kosmos2_5": OwnCode(places_tokens=True),
     "llama4": LLAMA4,
+    "minimax": MINIMAX,
     "mllama": MLLAMA,
     "mpt": MPT,
+    "recurrent_gemma": RECURRENT_GEMMA,
+    "xlstm": XLSTM,
 }
 
 

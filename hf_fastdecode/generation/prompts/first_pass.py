@@ -17,9 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.utils import ModelOutput
 
-from ..._compat import CACHE
+from ..._compat import CACHE, with_cache
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
@@ -84,14 +83,14 @@ class FirstPassPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
-        stock: The cache that transformers would have used.
+        stock: The cache that transformers would have used; None where the model makes its own.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
         checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
     """
 
     call: CallContext
-    stock: Cache
+    stock: Cache | None
     longest: int
     loop: str
     checks_masks: bool
@@ -107,11 +106,13 @@ class FirstPassPrompts:
             output = self._prefill(cache, arguments)
         if output is not None:
             return output
-        cache.become(self.stock)  # the loop may go on with the object that it was given
         self.call.ranks.watch.enter_foreign_loop()
+        if self.stock is None:
+            return forward(**with_cache(arguments, None))
+        cache.become(self.stock)  # the loop may go on with the object that it was given
         return forward(**arguments | {CACHE: cache})
 
-    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
+    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
@@ -155,9 +156,11 @@ class FirstPassPrompts:
             report.observe_nodes(cache)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
-        logits = torch.cat([done.logits for done in passes])
+        numbers, order = numbers.sort()
+        logits = torch.cat([done.logits for done in passes])[order.to(passes[0].logits.device)]
         rows = torch.tensor([group.count for group in groups], device="cpu")
-        fields: dict[str, Any] = {CACHE: cache}
+        kind: Any = type(passes[-1].output)
+        fields: dict[str, Any] = {CACHE: cache} if CACHE in kind.__dataclass_fields__ else {}
         fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
             every = _places(groups, plan, width, width)
@@ -169,7 +172,7 @@ class FirstPassPrompts:
             )
         reorders = call.config.num_beams is not None and call.config.num_beams > 1
         capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
-        return type(passes[-1].output)(**fields)
+        return kind(**fields)
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
@@ -201,8 +204,9 @@ class FirstPassPrompts:
         groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and not positions.differ and not apart
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
+        alike = not positions.differ and not apart
+        reuse = embeddings is None and alike
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)

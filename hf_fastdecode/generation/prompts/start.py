@@ -115,7 +115,8 @@ def _planned(
 ) -> _Planned:
     max_suffix = int(call.config.max_length) - width
     by_rows = padded or bool(call.structure.layout.states)
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, reuse=not padded, ahead=ahead)
+    alike = not padded
+    found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
