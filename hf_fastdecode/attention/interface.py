@@ -20,7 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import ATTENTION_FIELD
@@ -86,6 +90,22 @@ class SharedKV(_NotATensor, ABC):
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
+
+
+class CrossKV(SharedKV):
+    """Keys and values of an encoder's output, returned by layers of a cache for cross-attention."""
+
+    @abstractmethod
+    def show(self, mask: Tensor | None) -> None:
+        """Set the tokens of each input that queries see, ``[inputs, tokens]`` bool; all of them when None."""
+
+
+@dataclass(frozen=True)
+class CrossMask(_NotATensor):
+    """Returned by `shared_context_mask` instead of a mask without a causal rule: the tokens that it shows, or None."""
+
+    _what: ClassVar[str] = "masks"
+    shown: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -229,13 +249,14 @@ def shared_context_attention(
     query: Tensor,
     key: Tensor | SharedKV,
     value: Tensor | SharedKV,
-    attention_mask: Tensor | SlidingWindow | None,
+    attention_mask: Tensor | SlidingWindow | CrossMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    distances: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function: calls `SharedKV.attend` of the cache layer.
@@ -248,7 +269,8 @@ def shared_context_attention(
         dropout: Must be 0.
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
-        is_causal: Must be True; the module's attribute of that name, if any, when None.
+        is_causal: Must be True for several queries of a row; the module's attribute of that name, if any, when None.
+        distances: Biases by distance, of stand-ins alone; see `Scoring.distances`.
         kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
 
     Returns:
@@ -265,11 +287,13 @@ def shared_context_attention(
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
         raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
-    if attention_mask is not None and not isinstance(attention_mask, SlidingWindow):
+    cross = isinstance(key, CrossKV)
+    if attention_mask is not None and not isinstance(attention_mask, CrossMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
@@ -280,7 +304,7 @@ def shared_context_attention(
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
         window = lengths.keep_if_binding(window)
-    masked = None if attention_mask is None else attention_mask.size
+    masked = attention_mask.size if isinstance(attention_mask, SlidingWindow) else None
     if window != masked:
         raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
@@ -298,7 +322,11 @@ def shared_context_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
-    scoring = Scoring(scale, softcap, window, sinks)
+    scoring = Scoring(scale, softcap, window, sinks, distances)
+    if isinstance(key, CrossKV):
+        if sinks is not None:
+            raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
+        key.show(attention_mask.shown if isinstance(attention_mask, CrossMask) else None)
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
@@ -335,7 +363,7 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None.
+        with code that reads masks, a `CausalMask` in place of None. For cross-attention a `CrossMask`.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -349,6 +377,8 @@ def shared_context_mask(
             "local_size": local_size,
         }
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
+    if mask_function is bidirectional_mask_function and local_size is None:
+        return CrossMask(kwargs.get("attention_mask"))
     if local_size is not None and local_size < 1:
         # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
         return SlidingWindow(local_size)

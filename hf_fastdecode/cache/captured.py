@@ -15,6 +15,7 @@ from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
 from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
+from ..errors import Unsupported
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.of_model import CacheLayer
 from .shared import SharedContextCache
@@ -49,6 +50,7 @@ class CapturedCache(Cache):
         self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
         self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
+        self.inputs = cache.inputs
         self._tables = in_place[0].tables if in_place else None  # lengths are the same for all of them
         self._parallel, self._shard = cache.state.parallel, cache.state.suffix_shard
         self.is_divided = self._parallel is not None
@@ -180,4 +182,6 @@ class _CapturedKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer
+        if scoring.distances is not None:
+            raise Unsupported("its attention adds biases by distance, which kernels do not")
         return layer.tables.attend(layer.index, query, *self.new, scoring, layer.origins).transpose(1, 2)

@@ -150,8 +150,8 @@ class ModelLayout:
     @classmethod
     def from_config(cls, config: Any) -> ModelLayout:
         """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
-        text = config.get_text_config(decoder=True)
-        count = _number(text, "num_hidden_layers")
+        text, encoded = config.get_text_config(decoder=True), bool(_field(config, "is_encoder_decoder"))
+        count = (_number(text, "num_decoder_layers") if encoded else 0) or _number(text, "num_hidden_layers")
         differ = getattr(text, "is_heterogeneous", False)  # layers have configs of their own
         each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
@@ -169,6 +169,8 @@ class ModelLayout:
             layers[count - borrowing :] = [()] * borrowing
         for index in _field(text, "layers_that_attend_by_themselves") or ():
             layers[index] = tuple(map(_own, layers[index]))
+        if encoded:
+            layers = [_with_cross(stores) for stores in layers]
         return cls(config.model_type, tuple(layers), types, borrowing)
 
     @classmethod
@@ -182,6 +184,8 @@ class ModelLayout:
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         every: Iterable[Any] = model.modules() if modules is None else modules
+        if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
+            every = decoder.modules()  # an encoder's layers have the same indices
         for module in [module for module in every if "layer_idx" in module.__dict__]:
             index = module.__dict__["layer_idx"]
             if not isinstance(index, int) or not 0 <= index < len(layers):
@@ -210,6 +214,16 @@ class ModelLayout:
     def states(self) -> dict[int, Store]:
         """By layer, the stores with a state per row."""
         return {index: store for index, store in self if store.kind is Kind.STATE}
+
+    @cached_property
+    def cross(self) -> dict[int, Store]:
+        """By layer, the stores with keys and values of another sequence."""
+        return {index: store for index, store in self if store.kind is Kind.CROSS}
+
+    @property
+    def prefills_by_rows(self) -> bool:
+        """Whether what layers store is computed for whole prompts only, each a row of its own."""
+        return bool(self.states) or bool(self.cross)
 
     @property
     def continues_states(self) -> bool:
@@ -312,6 +326,13 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
     return replace(store, head_dim=key, value_dim=value)
+
+
+def _with_cross(stores: tuple[Store, ...]) -> tuple[Store, ...]:
+    """The stores of a decoder layer with those of its cross attention, whose heads are those of its self-attention."""
+    if not stores or stores[-1].kind is Kind.CROSS:
+        return stores
+    return (*stores, replace(stores[0], kind=Kind.CROSS, window=None))
 
 
 def _own(store: Store) -> Store:

@@ -16,6 +16,7 @@ from ..attention.own_code import own_code_of
 from ..attention.stand_in_calls import at_positions
 from ..cache.captured import CapturedCache
 from ..cache.shared import SharedContextCache
+from .encoded import prompt_names
 
 
 def forward_pass(
@@ -24,12 +25,15 @@ def forward_pass(
     """``model(**arguments)`` with hooks, but bypassing ``model.compile()``.
 
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows. Models whose
-    positions have planes get as many equal ones as they take, and those that count no tokens none.
+    positions have planes get as many equal ones as they take, and those that count no tokens none. A decoder with an
+    encoder gets the arguments by its names for them, and the encoder's output of the cache's inputs.
     """
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)
     if takes_positions(model):
         arguments["position_ids"] = position_ids
+    if cache.inputs is not None:
+        arguments = prompt_names(model).named(arguments) | cache.inputs.arguments
     with at_positions(position_ids):
         return uncompiled_call(model, **{CACHE: cache}, **arguments)
 
@@ -37,12 +41,13 @@ def forward_pass(
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
     given none."""
-    return counts_positions(model) or own_code_of(type(model)) is not None
+    own = own_code_of(type(model)) is not None and not model.config.is_encoder_decoder
+    return counts_positions(model) or own
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
     """Whether the model itself takes ``position_ids``, and counts tokens where it is given none."""
-    return _takes(type(model).forward, "position_ids")
+    return _takes(type(model).forward, prompt_names(model).positions)
 
 
 def takes_shared_cache(model: PreTrainedModel) -> bool:

@@ -52,6 +52,7 @@ from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
+from .encoded import prompt_names
 from .forward_pass import takes_positions
 from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
@@ -116,17 +117,22 @@ def _forward_shared(
     given = named_arguments(names, args, kwargs)
     if cache.first_pass is not None:
         return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
-    input_ids = given.get("input_ids")
-    inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
+    called = prompt_names(model)
+    input_ids = given.get(called.ids)
+    inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
     if not cache.state.packed:
         if cache.checks_masks:
-            check_mask(cache, given.get("attention_mask"), queries)
-        unplaced = given.get("position_ids") is None and takes_positions(model)
+            check_mask(cache, given.get(called.mask), queries)
+        unplaced = given.get(called.positions) is None and takes_positions(model)
         if isinstance(inputs, Tensor) and len(inputs) == cache.rows and unplaced:
             # The model would count from the longest row, padding included.
-            given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
+            given |= {called.positions: next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
+    if cache.inputs is not None:  # in the place of as many rows as the decoder has
+        given |= cache.inputs.arguments
+    elif model.config.is_encoder_decoder:
+        raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = _structure(model_state, model)
     active_call = _active_call.get()
     if active_call is not None and active_call.loop is not None:
@@ -143,8 +149,13 @@ def _forward_shared(
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
-            with at_positions(given.get("position_ids")):
-                output = model_state.methods.original(model, "forward")(*args, **kwargs)
+            forward = model_state.methods.original(model, "forward")
+            with at_positions(given.get(called.positions)):
+                if cache.inputs is None:
+                    output = forward(*args, **kwargs)
+                else:
+                    output = forward(**with_cache(given, cache.inputs.view(cache, cache.state)))
+                    output[CACHE] = cache
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
     report = model_state.last_call

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
+from ..cache.encoder_decoders import ENCODER_DECODERS, ENCODER_DECODERS_OF_STOCK
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES
@@ -25,6 +26,7 @@ from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext, Positions
+from .encoded import ENCODER_OUTPUTS, prompt_names
 from .foreign_code import check_code
 from .forward_pass import counts_positions, takes_shared_cache
 from .model_walk import ModelWalk, attributes
@@ -60,6 +62,7 @@ _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops or the first pass take it.
 _NOT_IN_STEPS = {
     *("attention_mask", "position_ids", "inputs_embeds", CACHE),
+    *("decoder_attention_mask", "decoder_position_ids", "decoder_inputs_embeds", ENCODER_OUTPUTS),
     *("tokenizer", "assistant_tokenizer", "assistant_model"),
 }
 
@@ -72,7 +75,9 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     """Raise `Unsupported` if this model, of this layout, can never decode with shared context."""
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        raise Unsupported("encoder-decoder models are not accelerated yet")
+        _check_encoder_decoder(model, layout)
+        _check_attention(text._attn_implementation)
+        return
     _check_layout(layout)
     if layout.states and not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
@@ -107,6 +112,17 @@ def _check_layout(layout: ModelLayout) -> None:
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
     if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
         raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
+
+
+def _check_encoder_decoder(model: PreTrainedModel, layout: ModelLayout) -> None:
+    """Check that a decoder's layers store keys and values, and find their encoder's by the cache's own protocol."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in ENCODER_DECODERS:
+        raise Unsupported(ENCODER_DECODERS_OF_STOCK.get(kind, f"decoders of {kind} were not compared with stock"))
+    if not takes_shared_cache(model):
+        raise Unsupported(f"{name}.forward takes no {CACHE}")
+    if any({store.kind for store in stores} - PER_TOKEN - {Kind.CROSS} for stores in layout.layers):
+        raise Unsupported("layers of its decoder need more than keys and values of every token")
 
 
 def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:
@@ -147,8 +163,9 @@ def check_call(
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     check_states(structure)
-    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.states:
-        raise Unsupported("its layers have states, from which drafts cannot be removed")
+    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
+        what = "an encoder, whose drafts are not accelerated yet" if structure.layout.cross else None
+        raise Unsupported(f"it has {what}" if what else "its layers have states, from which drafts cannot be removed")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
     if config.is_assistant:
@@ -159,10 +176,12 @@ def check_call(
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
         raise Unsupported(f"cache_implementation={config.cache_implementation!r} was requested")
-    cache = arguments.get(CACHE)
+    cache, cross = arguments.get(CACHE), bool(structure.layout.cross)
     if cache is not None and not isinstance(cache, SharedContextCache):
         raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
-    check_arguments(arguments, _KNOWN_ARGUMENTS)
+    if cache is not None and cross:
+        raise Unsupported("a decoder's prompts are of one input of its encoder, so that no call continues them")
+    check_arguments(arguments, _KNOWN_ARGUMENTS | ({*prompt_names(model), ENCODER_OUTPUTS} if cross else set()))
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     structure.kept("state", lambda: check_state(structure.walk))
@@ -176,9 +195,10 @@ def check_call(
 
 
 def check_states(structure: Structure) -> None:
-    """Raise `Unsupported` where layers have states, and several processes compute the model."""
-    if structure.layout.states and (structure.parallel is not None or structure.ranks.count > 1):
-        raise Unsupported("its layers have states, which are not shared where several processes compute a model yet")
+    """Raise `Unsupported` where layers have states, or an encoder, and several processes compute the model."""
+    what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
+    if structure.layout.prefills_by_rows and (structure.parallel is not None or structure.ranks.count > 1):
+        raise Unsupported(f"{what} not shared where several processes compute a model yet")
 
 
 def _adapter_with_keys(model: PreTrainedModel) -> str | None:
@@ -209,7 +229,7 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
         return f"generation mode {mode.value!r}"
     if call.config.output_hidden_states:
         return "output_hidden_states=True"
-    if not is_nothing(call.arguments.get("inputs_embeds")):
+    if not is_nothing(call.arguments.get(call.names.embeddings)):
         return "the prompts are inputs_embeds"
     if call.positions.differ:
         return "position_ids whose planes differ"
@@ -353,6 +373,13 @@ def check_prompts(
     for holds, (_, error) in zip(passed, checks, strict=True):
         if not holds:
             raise error()
+
+
+def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
+    """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
+    counts = counts_positions(model) and positions.ids is None
+    if mask is not None and counts and not bool(mask.all()):
+        raise Unsupported("without position_ids, models count the padding of prompts in positions")
 
 
 def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:

@@ -19,6 +19,7 @@ from .architectures.jetmoe import JETMOE
 from .architectures.llama4 import LLAMA4
 from .architectures.mpt import MPT
 from .architectures.rembert import MEGATRON_BERT, REMBERT
+from .architectures.t5 import T5_FAMILY
 from .architectures.xglm import XGLM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
@@ -38,6 +39,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "mpt": MPT,
     "megatron_bert": MEGATRON_BERT,
     "rembert": REMBERT,
+    **T5_FAMILY,
     "xglm": XGLM,
 }
 

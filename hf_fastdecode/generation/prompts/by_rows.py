@@ -1,9 +1,10 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, and
-layers with a state per row. Every prompt is a node, shared by its samples and beams; common beginnings of different
-prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its own, without padding,
-which would otherwise come between the state at the path's end and the prompt's next token.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ,
+layers with a state per row, and decoders with an encoder, whose prompts differ where its inputs do. Every prompt is a
+node, shared by its samples and beams; common beginnings of different prompts are not shared. A prompt that continues a
+path of a given cache runs in a pass of its own, without padding, which would otherwise come between the state at the
+path's end and the prompt's next token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
+from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass, input_device
 from .packed import PrefillPass
@@ -29,19 +31,27 @@ class Rows(NamedTuple):
         inputs: ``[rows, width]`` ids, or ``[rows, width, hidden]`` embeddings.
         attention_mask: ``[rows, width]``, or None.
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     inputs: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor
+    inputs_of: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Rows:
+    def of(
+        cls,
+        inputs: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        inputs_of: Tensor | None = None,
+    ) -> Rows:
         """Rows whose positions, where none are given, count the tokens that the mask shows."""
         if position_ids is None:
             shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
             position_ids = (shown.cumsum(1) - 1).clamp_min(0)
-        return cls(inputs, attention_mask, position_ids)
+        return cls(inputs, attention_mask, position_ids, inputs_of)
 
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
@@ -54,7 +64,10 @@ class Rows(NamedTuple):
         places = self.position_ids
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         here = rows.to(places.device) if isinstance(rows, Tensor) else rows
-        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :])
+        inputs_of = self.inputs_of
+        if inputs_of is not None:
+            inputs_of = inputs_of[rows.cpu() if isinstance(rows, Tensor) else rows]
+        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :], inputs_of)
 
     def last_tokens(self, count: int) -> Rows:
         """The last tokens of one row, without padding."""
@@ -85,6 +98,9 @@ def row_passes(
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
     """
     cache.add_segment(plan.new_tokens)
+    if rows.inputs_of is not None and cache.inputs is not None:
+        begins = [begin_of((*item.context, item.span)) for item in plan.items]
+        cache.inputs.assign(begins, rows.inputs_of.tolist())
     width, device = rows.inputs.shape[1], input_device(model)
     for run in _passes(plan, max(1, max_tokens // width)):
         part, items = rows.part(run), plan.items[run]

@@ -24,9 +24,9 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..forward_pass import counts_positions
+from ..encoded import ENCODER_OUTPUTS, find_inputs
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, check_arguments, check_prompts
+from ..support import OWN_METHOD, check_arguments, check_prompts, require_counted
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -56,6 +56,7 @@ class _PlannedFirstPass(NamedTuple):
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
         wanted: Number of last positions to return logits for.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     ids: Tensor
@@ -68,6 +69,7 @@ class _PlannedFirstPass(NamedTuple):
     groups: list[PromptGroup]
     found: Shared
     plan: PromptPlan
+    inputs_of: Tensor | None
 
     @property
     def reuses(self) -> bool:
@@ -111,7 +113,7 @@ class FirstPassPrompts:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
+        ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan, inputs_of = planned
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
@@ -135,8 +137,8 @@ class FirstPassPrompts:
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows:
-            inputs = ids if embeddings is None else arguments["inputs_embeds"]
-            distinct = Rows.of(inputs, mask, positions.ids).distinct(groups)
+            inputs = ids if embeddings is None else arguments[call.names.embeddings]
+            distinct = Rows.of(inputs, mask, positions.ids, inputs_of).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -167,37 +169,41 @@ class FirstPassPrompts:
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
-        check_arguments(arguments, _KNOWN_ARGUMENTS)
+        names, cross = call.names, bool(call.structure.layout.cross)
+        check_arguments(arguments, _KNOWN_ARGUMENTS | ({*names, ENCODER_OUTPUTS} if cross else set()))
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
-        ids, embeddings = arguments.get("input_ids"), None
+        ids, embeddings = arguments.get(names.ids), None
         if ids is None:
-            ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
+            ids, embeddings = _ids_of_embeddings(arguments[names.embeddings])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width = arguments.get("attention_mask"), ids.shape[1]
-        positions = reduced(arguments.get("position_ids"), mask)
+        mask, width = arguments.get(names.mask), ids.shape[1]
+        positions = reduced(arguments.get(names.positions), mask)
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        counts = counts_positions(model) and positions.ids is None
-        if mask is not None and counts and not bool(mask.all()):
-            raise Unsupported("without position_ids, models count the padding of prompts in positions")
+        require_counted(model, mask, positions)
+        inputs = find_inputs(arguments) if cross else None
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        states = bool(call.structure.layout.states)
-        by_rows = positions.differ or states
+        by_rows = positions.differ or call.structure.layout.prefills_by_rows
         if positions.differ:
             self._check_planes(hidden)
-        if states and hidden:
-            raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
-        groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
+        if by_rows and hidden:
+            raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
+        of_rows = None if inputs is None else inputs.of_rows
+        groups = group_prompts(ids, mask, positions.ids if positions.differ else None, of_rows)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         reuse = embeddings is None and not positions.differ
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
+        if inputs is not None:
+            found.cache.inputs = inputs.inputs
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
-        return _PlannedFirstPass(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
+        return _PlannedFirstPass(
+            ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan, of_rows
+        )
 
     def _check_planes(self, hidden: bool) -> None:
         """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""
