@@ -52,9 +52,7 @@ def attend_shared(
     lengths = lengths_of_pass()
     binding = window if lengths is None else lengths.keep_if_binding(window)
     mask = None if binding is None else SlidingWindow(binding)
-    out, _ = shared_context_attention(
-        module, query, kv, kv, mask, scaling, sliding_window=window, is_causal=True, distances=distances
-    )
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, sliding_window=window, distances=distances)
     return out
 
 

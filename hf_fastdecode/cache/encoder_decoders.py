@@ -1,8 +1,7 @@
-"""Model types of encoder-decoders that share context, and why others do not, as data."""
+"""Model types of encoder-decoders that share context, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 ENCODER_DECODERS: Final = frozenset(
@@ -23,14 +22,8 @@ ENCODER_DECODERS: Final = frozenset(
         "switch_transformers",
         "t5",
         "umt5",
+        "whisper",
     }
 )
 """Model types whose decoders find the encoder's keys and values in transformers' `EncoderDecoderCache`, and hand them
 to an attention function. Each was compared with stock."""
-
-_SLIM: Final = "slim decoders with an encoder store their caches by themselves, once for each row"
-
-ENCODER_DECODERS_OF_STOCK: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("slim_bart", "slim_t5", "slim_whisper"), _SLIM),
-}
-"""Of others, why they run stock."""

@@ -8,6 +8,7 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
+- `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -32,9 +33,11 @@ from transformers import (
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.utils import ModelOutput
 
 from .._compat import (
     CACHE,
+    ENCODE,
     TRANSFORMERS,
     cache_in,
     ignored_cache,
@@ -45,6 +48,7 @@ from .._compat import (
 from ..attention.interface import RowLengths
 from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
+from ..cache.encoder_decoders import ENCODER_DECODERS
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
@@ -52,9 +56,9 @@ from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
-from .encoded import prompt_names
+from .encoded import ENCODER_OUTPUTS, encode_distinct, prompt_names
 from .forward_pass import takes_positions
-from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from .loop_argument import hands_loop_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
@@ -238,7 +242,8 @@ def _prepare_cache_for_generation(
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
     signature = signature_of(original)
-    takes = takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and takes_any(signature))
+    wraps = model_state.methods.wraps("generate") or hands_loop_on(type(model))
+    takes = takes_loop(signature, len(args)) or (wraps and takes_any(signature))
     takes = takes and pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
@@ -294,7 +299,7 @@ def _begin_prefill(
 
 def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
     """Why `generate` could not be given this package's decoding loop."""
-    if not model_state.methods.wraps("generate"):
+    if not (model_state.methods.wraps("generate") or hands_loop_on(type(model))):
         return "the model's class has a generate of its own"
     name = name_of(model_state.methods.original(model, "generate"))
     return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
@@ -351,8 +356,11 @@ def _decode(
                         "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                     )
                 call.ranks.watch.at("decoding")
-                return decode_shared(
-                    call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
+                return _for_callers(
+                    model,
+                    decode_shared(
+                        call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
+                    ),
                 )
         require_same_draws(call, "transformers")
         call.ranks.watch.enter_foreign_loop()
@@ -370,7 +378,7 @@ def _decode(
         stopping_criteria = agreed_criteria(ranks, stopping_criteria, input_ids.device)
         if ranks.count > 1:  # the criteria have it; a draft that ended by it would be shorter on one of them
             generation_config.max_time = None
-    return stock(
+    output = stock(
         model,
         input_ids,
         logits_processor=logits_processor,
@@ -380,10 +388,31 @@ def _decode(
         streamer=streamer,
         **model_kwargs,
     )
+    return _for_callers(model, output)
+
+
+def _for_callers(model: PreTrainedModel, output: Any) -> Any:
+    """An output without a shared cache where a class's own `generate` would read each row's tensors in it."""
+    if not hands_loop_on(type(model)) or not isinstance(output, ModelOutput):
+        return output
+    if not isinstance(output.get(CACHE), SharedContextCache):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})
 
 
 def _synced() -> Unsupported:
     return Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
+
+
+def _encode(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    encode = model_state.methods.original(model, ENCODE)
+    encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
+    if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
+        found: dict[str, Any] = encode(inputs_tensor, model_kwargs, *args)
+        return found
+    return encode_distinct(lambda inputs, arguments: encode(inputs, arguments, *args), inputs_tensor, model_kwargs)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -392,5 +421,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
+    ENCODE: _encode,
 }
 """Overrides by method name."""

@@ -6,8 +6,11 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
+
+_HAND_LOOP_ON: Final = frozenset({"transformers.models.whisper.generation_whisper"})
+"""Modules whose own `generate` calls transformers' with what else it is given, once or several times."""
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
 """Signatures of methods of classes, less their instance."""
@@ -27,6 +30,11 @@ def takes_loop(signature: inspect.Signature, given: int) -> bool:
     """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
     names = list(signature.parameters)
     return "custom_generate" in names and given <= names.index("custom_generate")
+
+
+def hands_loop_on(model_class: type) -> bool:
+    """Whether a class has a `generate` of its own that calls transformers' with a loop that it is given."""
+    return model_class.generate.__module__ in _HAND_LOOP_ON  # type: ignore[attr-defined]
 
 
 def pass_loop_on(function: Callable[..., Any]) -> bool:

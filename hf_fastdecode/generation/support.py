@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
-from ..cache.encoder_decoders import ENCODER_DECODERS, ENCODER_DECODERS_OF_STOCK
+from ..cache.encoder_decoders import ENCODER_DECODERS
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES
@@ -33,13 +33,15 @@ from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
 # Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
-# position embedding changes (see `rope_limit`), pass logits_to_keep, or leave the mask out of steps.
+# position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask out of steps, or count positions
+# by it.
 _HARMLESS = {
     f"transformers.models.{name}.modeling_{name}"
     for name in (
         *("phi3", "phimoe"),
         *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
         *("falcon_mamba", "mamba", "mamba2"),
+        "whisper",
     )
 }
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -118,7 +120,7 @@ def _check_encoder_decoder(model: PreTrainedModel, layout: ModelLayout) -> None:
     """Check that a decoder's layers store keys and values, and find their encoder's by the cache's own protocol."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in ENCODER_DECODERS:
-        raise Unsupported(ENCODER_DECODERS_OF_STOCK.get(kind, f"decoders of {kind} were not compared with stock"))
+        raise Unsupported(f"the decoder of {kind} is not among those that share what an encoder puts out")
     if not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
     if any({store.kind for store in stores} - PER_TOKEN - {Kind.CROSS} for stores in layout.layers):
@@ -377,9 +379,15 @@ def check_prompts(
 
 def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
-    counts = counts_positions(model) and positions.ids is None
+    counts = counts_positions(model) and positions.ids is None and not prepares_positions(model)
     if mask is not None and counts and not bool(mask.all()):
         raise Unsupported("without position_ids, models count the padding of prompts in positions")
+
+
+def prepares_positions(model: PreTrainedModel) -> bool:
+    """Whether a decoder's positions count what the mask shows, by a method of its class (Whisper)."""
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return bool(model.config.is_encoder_decoder) and own
 
 
 def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:

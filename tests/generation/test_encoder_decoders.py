@@ -18,7 +18,6 @@ from ..tiny_models import ragged_prompts, seeded
 CLASSES = [
     "BartForConditionalGeneration",
     "T5ForConditionalGeneration",  # biases by distance, which all layers share
-    "UMT5ForConditionalGeneration",  # biases of each layer
 ]
 
 WIDTH, NEW = 21, 8

@@ -9,7 +9,7 @@ path's end and the prompt's next token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,12 +98,35 @@ def row_passes(
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
     """
     cache.add_segment(plan.new_tokens)
-    if rows.inputs_of is not None and cache.inputs is not None:
+    at_once = max(1, max_tokens // rows.inputs.shape[1])
+    if rows.inputs_of is None or cache.inputs is None:
+        yield from _row_passes(model, cache, plan, rows, _passes(plan, at_once), keep=keep, **arguments)
+    else:
         begins = [begin_of((*item.context, item.span)) for item in plan.items]
         cache.inputs.assign(begins, rows.inputs_of.tolist())
-    width, device = rows.inputs.shape[1], input_device(model)
-    for run in _passes(plan, max(1, max_tokens // width)):
-        part, items = rows.part(run), plan.items[run]
+        runs = _passes_by_input(rows.inputs_of, at_once)
+        done = list(_row_passes(model, cache, plan, rows, runs, keep=keep, **arguments))
+        wanted = torch.tensor([token for one in done for token in one.wanted], device="cpu")
+        wanted, order = wanted.sort()
+        logits = torch.cat([one.logits for one in done])
+        yield PrefillPass(wanted.tolist(), logits.index_select(0, order.to(logits.device)), done[-1].output)
+    cache.set_forest(plan.forest, rows.inputs.shape[1])
+
+
+def _row_passes(
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    rows: Rows,
+    runs: Iterable[list[int]],
+    *,
+    keep: int,
+    **arguments: Any,
+) -> Iterator[PrefillPass]:
+    """The passes over these items, by index."""
+    device = input_device(model)
+    for run in runs:
+        part, items = rows.part(torch.tensor(run, device=rows.inputs.device)), [plan.items[index] for index in run]
         if items[0].context:
             part = part.last_tokens(items[0].span.length)
         mask = part.attention_mask
@@ -129,7 +152,6 @@ def row_passes(
             for token in range(item.span.stop - count, item.span.stop)
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
-    cache.set_forest(plan.forest, width)
 
 
 def _all_shown(inputs: Tensor) -> Tensor:
@@ -137,14 +159,24 @@ def _all_shown(inputs: Tensor) -> Tensor:
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-def _passes(plan: PromptPlan, at_once: int) -> Iterator[slice]:
+def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[list[int]]:
+    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
+    firsts = dict[int, int]()
+    for index, number in enumerate(inputs_of.tolist()):
+        firsts.setdefault(number, index)
+    yield list(firsts.values())
+    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
+    yield from (others[start : start + at_once] for start in range(0, len(others), at_once))
+
+
+def _passes(plan: PromptPlan, at_once: int) -> Iterator[list[int]]:
     """The items of each pass, by index: one that continues a path alone, others together."""
     first, count = 0, len(plan.items)
     while first < count:
         stop = first + 1
         while not plan.items[first].context and stop < min(count, first + at_once) and not plan.items[stop].context:
             stop += 1
-        yield slice(first, stop)
+        yield list(range(first, stop))
         first = stop
 
 
