@@ -17,6 +17,7 @@ from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
 from ..errors import Unsupported
 from .layers.attention import SharedContextLayer, require_dtype
+from .layers.cross import CrossView, EncodedInputs
 from .layers.of_model import CacheLayer
 from .shared import SharedContextCache
 from .storage import TokenStorage
@@ -32,6 +33,7 @@ class CapturedCache(Cache):
         cache: The cache, whose layers' storage decides what is kept of a token.
         origins: ``[rows, capacity]`` int32: when given, the storage row of each token of each suffix, see
             `SuffixOrigins`; of suffixes that are not captured in place.
+        cross: The same of the inputs that cross-attention reads, if there are any.
 
     Attributes:
         new: Where the step's tokens are, made by `begin` where suffixes are captured in place.
@@ -43,14 +45,21 @@ class CapturedCache(Cache):
 
     new: NewTokens
 
-    def __init__(self, tables: TablesByShape, cache: SharedContextCache, origins: Tensor | None = None):
+    def __init__(
+        self,
+        tables: TablesByShape,
+        cache: SharedContextCache,
+        origins: Tensor | None = None,
+        cross: TablesByShape | None = None,
+    ):
         layers = [_captured_layer(tables, layer, origins) for layer in cache.layers]
         super().__init__(layers=layers)
         in_place = [one for one in layers if isinstance(one, InPlaceLayer)]
         self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
         self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
-        self.inputs = cache.inputs
+        self.inputs = None if cross is None or cache.inputs is None else CapturedInputs(self, cache.inputs, cross)
+        self.next_slot: Tensor | None = None  # of decoders that count positions by it: [1] int64, on the device
         self._tables = in_place[0].tables if in_place else None  # lengths are the same for all of them
         self._parallel, self._shard = cache.state.parallel, cache.state.suffix_shard
         self.is_divided = self._parallel is not None
@@ -59,6 +68,10 @@ class CapturedCache(Cache):
         """Begin a pass: read the suffixes' lengths on the device, once for all layers."""
         if self._tables is not None:
             self.new = self._tables.new_tokens()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """Tokens before the step, for decoders that count positions by it; a tensor, which replays do not bake in."""
+        return super().get_seq_length(layer_idx) if self.next_slot is None else self.next_slot
 
     def positions_of_slots(self) -> Tensor:
         """Positions in a suffix of the tokens that its slots here hold: ``[capacity]`` int64, on the CPU."""
@@ -110,6 +123,34 @@ class CapturedCache(Cache):
         found = self.layers[layer]
         assert isinstance(found, InPlaceLayer)
         return found
+
+
+class CapturedInputs:
+    """Replaces `EncodedInputs` while a decode step is captured: cross-attention reads tables.
+
+    Attributes:
+        arguments: Model arguments of the step; the encoder's output is a placeholder, as no layer projects it again.
+        view: The cache as decoders take it.
+        tokens: Tokens of an input, of which there is a placeholder.
+        layers: The layers that hold keys and values of inputs.
+    """
+
+    tokens = 1
+
+    def __init__(self, cache: CapturedCache, inputs: EncodedInputs, tables: TablesByShape):
+        kv_heads = {layer: segment.keys.shape[0] for layer, segment in inputs.segments.items()}
+
+        def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+            options: dict[str, Any] = {"kv_heads": kv_heads[layer], "soft_cap": scoring.softcap}
+            part = tables.of(layer).attend_nodes(layer, query, scoring.scale, **options)
+            return part.out.to(query.dtype).transpose(1, 2)
+
+        self.arguments, self.layers = inputs.placeholders, tuple(inputs.segments)
+        self.view = CrossView(cache, self, attend)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Refuse: a captured step comes after the pass that stored what inputs have."""
+        raise Unsupported(f"layer {layer} projects the encoder's output again")
 
 
 class LayerOfACapture(CacheLayerMixin):

@@ -11,11 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ..cache.layers.cross import EncodedInputs
+from ..cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from ..errors import Unsupported
-
-ENCODER_OUTPUTS: Final = "encoder_outputs"
-"""Name of the encoder's output among model arguments."""
 
 
 class PromptNames(NamedTuple):

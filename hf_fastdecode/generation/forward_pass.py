@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .._compat import CACHE, uncompiled_call
 from ..attention.own_code import own_code_of
 from ..attention.stand_in_calls import at_positions
-from ..cache.captured import CapturedCache
+from ..cache.captured import CapturedCache, CapturedInputs
 from ..cache.shared import SharedContextCache
 from .encoded import prompt_names
 
@@ -32,10 +32,13 @@ def forward_pass(
         position_ids = position_ids.expand(planes, -1, -1)
     if takes_positions(model):
         arguments["position_ids"] = position_ids
+    given: Cache = cache
     if cache.inputs is not None:
         arguments = prompt_names(model).named(arguments) | cache.inputs.arguments
+        if isinstance(cache.inputs, CapturedInputs):
+            given = cache.inputs.view
     with at_positions(position_ids):
-        return uncompiled_call(model, **{CACHE: cache}, **arguments)
+        return uncompiled_call(model, **{CACHE: given}, **arguments)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -49,6 +49,7 @@ from ..attention.interface import RowLengths
 from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.encoder_decoders import ENCODER_DECODERS
+from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
@@ -56,7 +57,7 @@ from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
-from .encoded import ENCODER_OUTPUTS, encode_distinct, prompt_names
+from .encoded import encode_distinct, prompt_names
 from .forward_pass import takes_positions
 from .loop_argument import hands_loop_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState

@@ -19,6 +19,7 @@ from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
 from ..cache.encoder_decoders import ENCODER_DECODERS
+from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES
@@ -26,7 +27,7 @@ from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext, Positions
-from .encoded import ENCODER_OUTPUTS, prompt_names
+from .encoded import prompt_names
 from .foreign_code import check_code
 from .forward_pass import counts_positions, takes_shared_cache
 from .model_walk import ModelWalk, attributes

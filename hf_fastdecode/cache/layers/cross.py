@@ -10,7 +10,8 @@ since all layers behind the first cross-attention compute with the encoder's out
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from ...attention.kv import Scoring, Segment
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...errors import Unsupported
 from ..state import SharedState
+
+ENCODER_OUTPUTS: Final = "encoder_outputs"
+"""Name of the encoder's output among model arguments."""
 
 Begin = tuple[int, int]
 """Where a path of nodes begins: the number of its first segment, and the place in it of the first token."""
@@ -61,6 +65,19 @@ class EncodedInputs:
         """Model arguments of the next pass; the mask is of no use once keys and values are stored."""
         given = dict(self._arguments)
         return given if not self.segments else given | {"attention_mask": None}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose keys and values are stored."""
+        return tuple(self.segments)
+
+    @property
+    def placeholders(self) -> dict[str, Any]:
+        """Arguments like `arguments` for passes that store nothing: of one token, in memory of their own."""
+        given = self.arguments
+        outputs = given[ENCODER_OUTPUTS]
+        hidden = outputs[0]
+        return given | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=torch.zeros_like(hidden[:1, :1]))}
 
     def assign(self, begins: Sequence[Begin], inputs: Sequence[int]) -> None:
         """Set which inputs the rows read whose paths begin there."""
@@ -139,27 +156,60 @@ class EncodedInputs:
 
         return CrossView(cache, self, attend)
 
+    def stored(self) -> dict[int, StoredInputs]:
+        """By layer, the storage that kernels' tables describe."""
+        return {layer: StoredInputs(segment) for layer, segment in self.segments.items()}
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         return sum(part.nbytes for segment in self.segments.values() for part in segment)
 
 
+@dataclass(frozen=True)
+class StoredInputs:
+    """A layer's keys and values of all inputs, as `StepTables` reads them: nodes without suffixes."""
+
+    segment: Segment
+
+    @property
+    def segments(self) -> Mapping[int, Segment]:
+        return {0: self.segment}
+
+    @property
+    def suffix(self) -> None:
+        return None
+
+    @property
+    def version(self) -> object:
+        return self.segment
+
+
 Attend = Callable[[int, Tensor, Scoring], Tensor]
 """Attends a layer's queries ``[rows, heads, queries, head_dim]``; returns ``[rows, queries, heads, head_dim]``."""
+
+
+class HasInputs(Protocol):
+    """What a view asks of inputs: the layers that hold theirs, how long one is, and room for those of a new layer."""
+
+    tokens: int
+
+    @property
+    def layers(self) -> Sequence[int]: ...
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None: ...
 
 
 class CrossView(EncoderDecoderCache):
     """What a decoder with cross-attention takes as its cache: a cache of its own tokens, and the inputs' layers."""
 
-    def __init__(self, cache: Cache, inputs: EncodedInputs, attend: Attend):
+    def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
         self.self_attention_cache = cache
         self.cross_attention_cache = _CrossCache(inputs, attend, len(cache.layers))
-        self.is_updated = dict.fromkeys(inputs.segments, True)
+        self.is_updated = dict.fromkeys(inputs.layers, True)
 
 
 class _CrossCache(Cache):
-    def __init__(self, inputs: EncodedInputs, attend: Attend, layers: int):
+    def __init__(self, inputs: HasInputs, attend: Attend, layers: int):
         super().__init__(layers=[_CrossLayer(inputs, attend, index) for index in range(layers)])
 
 
@@ -168,7 +218,7 @@ class _CrossLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, inputs: EncodedInputs, attend: Attend, index: int):
+    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         super().__init__()
         self.keys = self.values = _Stored(inputs, attend, index)
 
@@ -191,7 +241,7 @@ class _CrossLayer(CacheLayerMixin):
 
 
 class _Stored(CrossKV):
-    def __init__(self, inputs: EncodedInputs, attend: Attend, index: int):
+    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         self.inputs, self._attend, self.index = inputs, attend, index
 
     def show(self, mask: Tensor | None) -> None:

@@ -21,10 +21,11 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
 from ...attention.forest import path_slice
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..encoded import ENCODER_OUTPUTS, find_inputs
+from ..encoded import find_inputs
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, check_arguments, check_prompts, require_counted
 from .by_rows import Rows, row_passes

@@ -52,6 +52,8 @@ class OutputFields:
             return len(tensors) - 1
 
         for name, value in output.items():
+            if name.startswith("encoder_"):  # which a step has as a placeholder
+                continue
             if isinstance(value, Cache):
                 self._places[name] = None
             elif name in SET_BY_CALLS and (owner := _owner(model, name, value)) is not None:
@@ -101,7 +103,7 @@ class CapturedPass(CapturedStep):
             tokens = max(_FEWEST_ORIGINS, cache.suffix_length, cache.state.max_suffix or 0)
             capacity = 1 << (tokens - 1).bit_length()
             self._origins = torch.zeros(self.rows, capacity, dtype=torch.int32, device=self.ids.device)
-        view = CapturedCache(self.tables, cache, self._origins)
+        view = CapturedCache(self.tables, cache, self._origins, self.cross)
         view.position_planes = 0  # positions are given with their planes
         return view, lambda output: tuple(fields.take(model, output))
 

@@ -223,6 +223,8 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     ) or reason_of_call(model, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and call.ranks.count > 1:
         reason = "layers that several processes compute together are not compiled"
+    if options.mode == "compile" and reason is None and structure.layout.cross:
+        reason = "layers with cross-attention are not compiled"
     if options.mode == "compile" and reason is None and not decoder_layers(model):
         reason = f"{type(model).__name__} has no list of decoder layers to compile"
     if reason is not None and (forced := options.needs_capture):
@@ -244,7 +246,8 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     so_far = captures.steps_asked
     if call.ranks.count > 1:
         return "graph", f"{steps} steps {which} pay for a capture"
-    if so_far >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and captures.gains_by_compiling(structure):
+    compiles = so_far >= _STEPS_THAT_PAY_A_COMPILATION and not structure.layout.cross
+    if compiles and decoder_layers(model) and captures.gains_by_compiling(structure):
         if captures.compile_failure is not None:
             return "graph", captures.compile_failure
         return "compile", f"{so_far} steps so far pay for compiling the layers"

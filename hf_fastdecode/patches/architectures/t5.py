@@ -79,7 +79,7 @@ def _heads(module: Any, projected: Tensor) -> Tensor:
 
 
 def _of(name: str) -> OwnCode:
-    return OwnCode({name: {"forward": attend}}, counts_hidden=True)
+    return OwnCode({name: {"forward": attend}}, counts_hidden=True, adds_biases=True)
 
 
 T5_FAMILY = {
@@ -87,5 +87,5 @@ T5_FAMILY = {
     "mt5": _of("MT5Attention"),
     "switch_transformers": _of("SwitchTransformersAttention"),
     "t5": _of("T5Attention"),
-    "umt5": OwnCode({"UMT5Attention": {"forward": attend_with_own_biases}}, counts_hidden=True),
+    "umt5": OwnCode({"UMT5Attention": {"forward": attend_with_own_biases}}, counts_hidden=True, adds_biases=True),
 }
