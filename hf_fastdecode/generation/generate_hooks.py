@@ -58,7 +58,7 @@ from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .encoded import encode_distinct, prompt_names
-from .forward_pass import takes_positions
+from .forward_pass import input_device, takes_positions
 from .loop_argument import hands_loop_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
@@ -155,7 +155,10 @@ def _forward_shared(
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
             forward = model_state.methods.original(model, "forward")
-            with at_positions(given.get(called.positions)):
+            positions = given.get(called.positions)
+            if positions is None and cache.inputs is not None:  # counted by the slots of the cache
+                positions = torch.arange(queries, device=input_device(model))[None] + cache.get_seq_length()
+            with at_positions(positions):
                 if cache.inputs is None:
                     output = forward(*args, **kwargs)
                 else:

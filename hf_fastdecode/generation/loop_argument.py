@@ -9,8 +9,13 @@ from types import FunctionType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-_HAND_LOOP_ON: Final = frozenset({"transformers.models.whisper.generation_whisper"})
-"""Modules whose own `generate` calls transformers' with what else it is given, once or several times."""
+_HAND_LOOP_ON: Final = frozenset(
+    {
+        "WhisperGenerationMixin.generate",
+        *(f"SeamlessM4T{version}For{task}ToText.generate" for version in ("", "v2") for task in ("Text", "Speech")),
+    }
+)
+"""A `generate` of transformers' classes that calls transformers' with what else it is given, once or several times."""
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
 """Signatures of methods of classes, less their instance."""
@@ -34,7 +39,9 @@ def takes_loop(signature: inspect.Signature, given: int) -> bool:
 
 def hands_loop_on(model_class: type) -> bool:
     """Whether a class has a `generate` of its own that calls transformers' with a loop that it is given."""
-    return model_class.generate.__module__ in _HAND_LOOP_ON  # type: ignore[attr-defined]
+    method = getattr(model_class, "generate", None)
+    of_transformers = getattr(method, "__module__", "").startswith("transformers.models.")
+    return of_transformers and getattr(method, "__qualname__", "") in _HAND_LOOP_ON
 
 
 def pass_loop_on(function: Callable[..., Any]) -> bool:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
-from ..cache.encoder_decoders import ENCODER_DECODERS
+from ..cache.encoder_decoders import ENCODER_DECODERS, OTHER_ENCODER_DECODERS
 from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
@@ -121,7 +121,8 @@ def _check_encoder_decoder(model: PreTrainedModel, layout: ModelLayout) -> None:
     """Check that a decoder's layers store keys and values, and find their encoder's by the cache's own protocol."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in ENCODER_DECODERS:
-        raise Unsupported(f"the decoder of {kind} is not among those that share what an encoder puts out")
+        other = f"the decoder of {kind} is not among those that share what an encoder puts out"
+        raise Unsupported(OTHER_ENCODER_DECODERS.get(kind, other))
     if not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
     if any({store.kind for store in stores} - PER_TOKEN - {Kind.CROSS} for stores in layout.layers):

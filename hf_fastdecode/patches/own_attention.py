@@ -16,6 +16,7 @@ from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.gpt_neox_japanese import GPT_NEOX_JAPANESE
 from .architectures.jetmoe import JETMOE
+from .architectures.led import LED, SPEECHT5
 from .architectures.llama4 import LLAMA4
 from .architectures.mpt import MPT
 from .architectures.rembert import MEGATRON_BERT, REMBERT
@@ -35,10 +36,12 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "gpt_neo": GPT_NEO,
     "gpt_neox_japanese": GPT_NEOX_JAPANESE,
     "jetmoe": JETMOE,
+    "led": LED,
     "llama4": LLAMA4,
     "mpt": MPT,
     "megatron_bert": MEGATRON_BERT,
     "rembert": REMBERT,
+    "speecht5": SPEECHT5,
     **T5_FAMILY,
     "xglm": XGLM,
 }

@@ -95,6 +95,9 @@ def _spoilt_tokens(model: PreTrainedModel, inputs: dict[str, Tensor], call: str,
     """New tokens over a spoilt cache; of classes that do not continue one, behind prompts that only end alike."""
     if continued:
         return _new(_generate(model, inputs, call, _spoilt(_kept(model))))
+    if "input_ids" not in inputs:  # sounds or images
+        name = model.main_input_name
+        return _new(_generate(model, inputs | {name: inputs[name].flip(-1)}, call))
     ids = inputs["input_ids"].clone()
     begin = ids[:, :-8]
     begin[begin != 0] = 99 - begin[begin != 0]

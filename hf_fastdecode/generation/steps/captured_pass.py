@@ -125,9 +125,9 @@ class CapturedPass(CapturedStep):
             positions: ``[..., batch or 1, tokens]`` int64.
         """
         rows, tokens = ids.shape
-        self._follow(cache)
         self.ids[:rows, :tokens].copy_(ids)
         self.positions[..., :rows, :tokens].copy_(positions)
+        self._follow(cache)
         return [one[:rows, :tokens].clone() for one in self._graph.replay()]
 
     def _follow(self, cache: SharedContextCache) -> None:

@@ -207,9 +207,9 @@ class CapturedStep:
             ``[batch, vocabulary]``, overwritten by the next step.
         """
         count = len(ids)
-        self._follow(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
+        self._follow(cache)
         (logits,) = self._graph.replay()
         return logits[:count]
 
@@ -223,6 +223,7 @@ class CapturedStep:
             self.cross.follow(_forest_of_inputs(cache), SuffixLengths(), cache.inputs.stored())
         if self.next_slot is not None:
             self.next_slot.fill_(cache.get_seq_length())
+            self.positions.copy_(self.next_slot + torch.arange(self.options.queries, device=self.next_slot.device))
 
 
 def _forest_of_inputs(cache: SharedContextCache) -> Forest:
