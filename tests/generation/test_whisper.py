@@ -14,7 +14,9 @@ from ..tiny_models import seeded
 
 _SIZES = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
 _SIZES |= {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 16}
-_TOKENS = {"decoder_start_token_id": 50258, "eos_token_id": 50257, "pad_token_id": 50257, "prev_sot_token_id": 50361}
+_TOKENS = {"decoder_start_token_id": 101, "eos_token_id": 100, "pad_token_id": 100, "prev_sot_token_id": 105}
+
+_TOKENS_OF_CONFIG = {name: one for name, one in _TOKENS.items() if name != "prev_sot_token_id"}
 
 SAMPLES = {"do_sample": True, "temperature": 0.8, "num_return_sequences": 3, "language": "en"}
 BEAMS = {"num_beams": 5, "language": "en"}
@@ -23,24 +25,30 @@ CALLS = {
     "samples": SAMPLES,
     "beams": BEAMS,
     "timestamps": SAMPLES | {"return_timestamps": True},
-    "prompt": SAMPLES | {"prompt_ids": torch.tensor([50361, 100, 200, 300])},
+    "prompt": SAMPLES | {"prompt_ids": torch.tensor([105, 11, 22, 33])},
     "language is detected": SAMPLES | {"language": None},
     "scores": SAMPLES | {"return_dict_in_generate": True, "output_scores": True},
-    "scores of beams": BEAMS | {"return_dict_in_generate": True, "output_scores": True},
 }
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = WhisperConfig(vocab_size=51865, max_source_positions=30, max_target_positions=64, **_SIZES)
+    config = WhisperConfig(
+        vocab_size=1700,
+        max_source_positions=30,
+        max_target_positions=64,
+        bos_token_id=100,
+        **_TOKENS_OF_CONFIG,
+        **_SIZES,
+    )
     model = WhisperForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.25)
-    settings = {"is_multilingual": True, "no_timestamps_token_id": 50363, "max_initial_timestamp_index": 10}
-    settings |= {"lang_to_id": {"<|en|>": 50259, "<|de|>": 50261}, "task_to_id": {"transcribe": 50359}}
+    settings = {"is_multilingual": True, "no_timestamps_token_id": 106, "max_initial_timestamp_index": 10}
+    settings |= {"lang_to_id": {"<|en|>": 102, "<|de|>": 103}, "task_to_id": {"transcribe": 104}}
     settings |= {"suppress_tokens": None, "begin_suppress_tokens": None, "forced_decoder_ids": None, "max_length": 20}
     for name, value in (_TOKENS | settings).items():
         setattr(model.generation_config, name, value)
