@@ -223,6 +223,4 @@ class _CapturedKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer
-        if scoring.distances is not None:
-            raise Unsupported("its attention adds biases by distance, which kernels do not")
         return layer.tables.attend(layer.index, query, *self.new, scoring, layer.origins).transpose(1, 2)

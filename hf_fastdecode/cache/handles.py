@@ -197,8 +197,6 @@ class DecodeKV(SharedKV):
         return self._choice(query, scoring.window).name == KERNELS
 
     def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
-        if scoring.distances is not None:
-            return "kernels add no biases by distance"
         stored = [part for segment in (self.layer.suffix or (), *self.layer.segments.values()) for part in segment]
         return refusal(query, self.keys, self.values, stored, scoring.sinks)
 

@@ -97,6 +97,7 @@ class Store:
         head_dim: Numbers of a head's key; of latents, those of a token.
         value_dim: Numbers of a head's value.
         window: Tokens that a query reads at most; None for all.
+        biased: Whether scores are biased by distance.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
     """
@@ -109,6 +110,7 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+    biased: bool = False
 
     @property
     def group_size(self) -> int:
@@ -325,7 +327,7 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
     if store.kind not in PER_TOKEN:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
-    return replace(store, head_dim=key, value_dim=value)
+    return replace(store, head_dim=key, value_dim=value, biased=code.adds_biases)
 
 
 def _with_cross(stores: tuple[Store, ...]) -> tuple[Store, ...]:

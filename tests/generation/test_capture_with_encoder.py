@@ -34,6 +34,35 @@ def bart():
     return model
 
 
+@pytest.fixture(scope="module")
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=97, decoder_start_token_id=0, relative_attention_max_distance=9, **sizes)
+    model = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=2.0 if "relative_attention_bias" in name else 0.3)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@on_the_cpu
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_biases_by_distance(t5, arguments, uncaptured):
+    """Over a prompt, which is a node, and over suffixes, up to more tokens than have a bias of their own."""
+    inputs, prompt = ragged_prompts(12, 7), torch.randint(3, 97, (2, 6))
+    arguments = arguments | {"decoder_input_ids": prompt, "max_new_tokens": 7}
+    stock = seeded(lambda: t5.generate(**inputs, **arguments))
+    with fd.enabled(t5, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: t5.generate(**inputs, **arguments)), stock)
+        report = fd.explain(t5).last_call
+        assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
+
+
 @on_the_cpu
 @pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
 def test_tokens_are_stocks_in_every_call(bart, arguments, uncaptured):

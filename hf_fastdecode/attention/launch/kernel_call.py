@@ -136,6 +136,7 @@ def run_kernels(
         soft_cap=scoring.softcap,
         window=scoring.window,
         sinks=scoring.sinks,
+        biases=scoring.distances,
         origins=origins,
         other=other,
         into=into,

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
-from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
@@ -281,9 +280,6 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
         return reason
     if layout.states:
         return "steps that update states are not captured yet"
-    code = own_code_of(type(model))
-    if code is not None and code.adds_biases:
-        return "its attention adds biases by distance, which the kernels do not"
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

@@ -187,7 +187,7 @@ class CapturedStep:
         found = dict[int, Alike]()
         for layer in cache.attention_layers:
             store = layer.store
-            windowed = store.window is not None and longest > store.window
+            windowed = store.biased or (store.window is not None and longest > store.window)
             shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.

@@ -91,16 +91,18 @@ def attend_nodes(
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    biases: Tensor | None = None,
 ) -> NodeWorkspace:
     """Launch the node kernel; arguments as for `forest_decode`.
 
     Raises:
-        ValueError: A window is combined with the Hopper kernel.
+        ValueError: A window, or biases by distance, are combined with the Hopper kernel or chains.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    if window is not None and config.hopper:
+    placed = window is not None or biases is not None
+    if placed and config.hopper:
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
-    if config.chain > 1 and (config.hopper or window is not None):
+    if config.chain > 1 and (config.hopper or placed):
         raise ValueError(f"chains of {config.chain} nodes need the portable kernel and no window")
     heads, queries, head_dim = query.shape[1:]
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
@@ -135,6 +137,7 @@ def attend_nodes(
                 schedule.chains,
                 schedule.contexts,
                 lengths,
+                biases if biases is not None else lengths,
                 nodes.shape[1],
                 scale,
                 soft_cap or 0.0,
@@ -143,6 +146,7 @@ def attend_nodes(
                 **options,
                 BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
                 WINDOW=window is not None,
+                DISTANCES=0 if biases is None else biases.shape[1],
                 CHAIN=config.chain,
                 num_warps=config.warps,
             )

@@ -53,7 +53,7 @@ def attend_with_own_biases(
 def biases_by_distance(module: Any) -> Tensor:
     """``[heads, distances]`` fp32, up to the distance from which all have one bias."""
     farthest = module.relative_attention_max_distance
-    return module.compute_bias(1, farthest + 1, past_seen_tokens=farthest)[0, :, 0].flip(-1).float()
+    return module.compute_bias(1, farthest + 1, past_seen_tokens=farthest)[0, :, 0].flip(-1).float().contiguous()
 
 
 def _self(module: Any, hidden_states: Tensor, cache: Any, biases: Tensor | None) -> Tensor:
