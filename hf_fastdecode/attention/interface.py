@@ -36,6 +36,8 @@ from .own_code import own_code_of
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
 
+_NOT_CAUSAL = "the model's mask is not plain causal attention"
+
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "logits_to_keep"),
     *("output_hidden_states", "output_router_logits"),
@@ -75,11 +77,13 @@ class SharedKV(_NotATensor, ABC):
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
         device: Where keys and values are.
+        reads_latents: Whether it attends to latents, by queries that `patches.architectures.latent_attention` makes.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
     device: torch.device
+    reads_latents: bool = False
 
     def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
         """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""
@@ -101,14 +105,6 @@ class CrossKV(SharedKV):
 
 
 @dataclass(frozen=True)
-class CrossMask(_NotATensor):
-    """Returned by `shared_context_mask` instead of a mask without a causal rule: the tokens that it shows, or None."""
-
-    _what: ClassVar[str] = "masks"
-    shown: Tensor | None
-
-
-@dataclass(frozen=True)
 class SlidingWindow(_NotATensor):
     """Returned by `shared_context_mask` instead of a sliding-window mask tensor."""
 
@@ -125,6 +121,20 @@ class CausalMask(_NotATensor):
     def to(self, *args: Any, **kwargs: Any) -> CausalMask:
         """Itself."""
         return self
+
+
+@dataclass(frozen=True)
+class BidirectionalMask(_NotATensor):
+    """Returned by `shared_context_mask` for attention without a causal rule, which cross-attention alone may compute.
+
+    Decoders of the BART family make such a mask for an encoder also where they have none.
+
+    Attributes:
+        shown: ``[inputs, tokens]`` bool: the tokens that it shows; all of them when None.
+    """
+
+    _what: ClassVar[str] = "masks"
+    shown: Tensor | None
 
 
 @dataclass
@@ -249,7 +259,7 @@ def shared_context_attention(
     query: Tensor,
     key: Tensor | SharedKV,
     value: Tensor | SharedKV,
-    attention_mask: Tensor | SlidingWindow | CrossMask | None,
+    attention_mask: Tensor | SlidingWindow | BidirectionalMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -288,7 +298,9 @@ def shared_context_attention(
     if not isinstance(key, SharedKV):
         raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
     cross = isinstance(key, CrossKV)
-    if attention_mask is not None and not isinstance(attention_mask, CrossMask if cross else SlidingWindow):
+    if isinstance(attention_mask, BidirectionalMask) and not cross:
+        raise Unsupported(_NOT_CAUSAL)
+    if attention_mask is not None and not isinstance(attention_mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
@@ -326,7 +338,7 @@ def shared_context_attention(
     if isinstance(key, CrossKV):
         if sinks is not None:
             raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
-        key.show(attention_mask.shown if isinstance(attention_mask, CrossMask) else None)
+        key.show(attention_mask.shown if isinstance(attention_mask, BidirectionalMask) else None)
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
@@ -363,7 +375,8 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None. For cross-attention a `CrossMask`.
+        with code that reads masks, a `CausalMask` in place of None. For attention without a causal rule a
+        `BidirectionalMask`, which layers over the cache refuse, but for cross-attention.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -377,18 +390,18 @@ def shared_context_mask(
             "local_size": local_size,
         }
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
-    if mask_function is bidirectional_mask_function and local_size is None:
-        return CrossMask(kwargs.get("attention_mask"))
     if local_size is not None and local_size < 1:
         # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
         return SlidingWindow(local_size)
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
     added_in_stand_ins = own is not None and own.reads_masks
+    if mask_function is bidirectional_mask_function and not added_in_stand_ins:  # which would not see it
+        return BidirectionalMask(kwargs.get("attention_mask"))
     if (not allow_is_causal_skip and not added_in_stand_ins) or (
         local_size is None and mask_function is not causal_mask_function
     ):
-        raise Unsupported("the model's mask is not plain causal attention")
+        raise Unsupported(_NOT_CAUSAL)
     if window is None:
         return CausalMask() if added_in_stand_ins else None
     if not _slides(mask_function, window):

@@ -53,6 +53,14 @@ def counts_positions(model: PreTrainedModel) -> bool:
     return _takes(type(model).forward, prompt_names(model).positions)
 
 
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Whether the model's positions always count the padding of prompts, see `OwnCode.counts_padding`."""
+    own = own_code_of(type(model))
+    if model.config.is_encoder_decoder and counts_positions(model):  # which Whisper alone without its encoder does not
+        return False
+    return own is not None and own.counts_padding
+
+
 def takes_shared_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes its cache by the name that `generate` has for it."""
     return _takes(type(model).forward, CACHE)

@@ -207,6 +207,10 @@ class CrossView(EncoderDecoderCache):
         self.cross_attention_cache = _CrossCache(inputs, attend, len(cache.layers))
         self.is_updated = dict.fromkeys(inputs.layers, True)
 
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse tokens of code that expects the cache of a decoder alone."""
+        raise Unsupported("its attention code does not tell its own tokens from those of an encoder")
+
 
 class _CrossCache(Cache):
     def __init__(self, inputs: HasInputs, attend: Attend, layers: int):

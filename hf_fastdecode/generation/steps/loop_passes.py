@@ -90,6 +90,8 @@ class CapturedPasses:
         """End with the call, and report what ran."""
         cache.later_passes = None
         call, eager = self._call, self._eager
+        if call.returns_cache or self._watches:
+            self._captures.release_states()
         if not eager:
             return
         why, total = eager.most_common(1)[0][0], eager.total()
@@ -105,7 +107,7 @@ class CapturedPasses:
     def _refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
         """Why a pass cannot be captured, or None if no reason is known."""
         model, names = self._model, self._call.names
-        ids, positions = arguments.get(names.ids), arguments.get(names.positions)
+        ids, positions = arguments.get(names.ids), self._positions(arguments)
         if self._captures.owner != threading.get_ident():
             return "it runs in another thread than generate"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(model.device.type):
@@ -116,12 +118,9 @@ class CapturedPasses:
             return "its rows are not those of the cache"
         if ids.shape[1] > _MOST_PARTS * MAX_QUERIES:
             return f"it has more than {_MOST_PARTS * MAX_QUERIES} tokens in each row"
-        counted = cache.inputs is not None and not takes_positions(model)  # by the cache's length
-        if not counted and (not isinstance(positions, Tensor) or positions.shape[-1] != ids.shape[1]):
+        if not isinstance(positions, Tensor) or positions.shape[-1] != ids.shape[1]:
             return "its position_ids are not of its tokens"
-        if isinstance(positions, Tensor) and (
-            positions.dim() not in (2, 3) or positions.shape[-2] not in (1, len(ids))
-        ):
+        if positions.dim() not in (2, 3) or positions.shape[-2] not in (1, len(ids)):
             return "its position_ids are not of its rows"
         mask, kept = arguments.get(names.mask), arguments.get("logits_to_keep")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
@@ -143,7 +142,15 @@ class CapturedPasses:
                 return f"the argument {name!r} is a {type(value).__name__}"
         if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
             return "slim layers are captured with one token of each row, in order"
+        if cache.state_layers and ids.shape[1] > 1:
+            return "layers with states are captured with one token of each row"
         return self._check_model()
+
+    def _positions(self, arguments: dict[str, Any]) -> Any:
+        """The positions of a pass; some tensor of their shape for a model that takes none, with states alone."""
+        names = self._call.names
+        given = arguments.get(names.positions)
+        return arguments.get(names.ids) if given is None and not takes_positions(self._model) else given
 
     def _has_met(self, cache: SharedContextCache) -> bool:
         """Whether the cache's layers are those of the model."""
@@ -170,9 +177,7 @@ class CapturedPasses:
 
     def _run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> tuple[ModelOutput | None, str | None]:
         names, before = self._call.names, cache.suffix_length
-        ids, positions = arguments[names.ids], arguments.get(names.positions)
-        if positions is None:  # which the captured pass counts itself
-            positions = torch.zeros(1, ids.shape[1], dtype=torch.long, device=ids.device)
+        ids, positions = arguments[names.ids], self._positions(arguments)
         if positions.dim() == 2 and cache.position_planes:
             positions = positions.expand(cache.position_planes, -1, -1)
         read = _READ | {CACHE, ENCODER_OUTPUTS, *names}

@@ -1,5 +1,4 @@
-"""LED's decoder and SpeechT5: attention as BART's, which their code computes itself, to their own tokens or an
-encoder's output."""
+"""Decoders with an encoder whose attention is BART's, but computed by their own code: LED, SpeechT5, TrOCR."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `SpeechT5Attention.forward`."""
+    """Stands in for `SpeechT5Attention.forward`: attention to a decoder's own tokens, or to the encoder's output."""
     cache, layer = past_key_values if cache is None else cache, module.layer_idx
     if position_bias is not None or not isinstance(cache, EncoderDecoderCache):
         raise Unsupported(f"{type(module).__name__} biases its scores, or has no cache of a decoder")
