@@ -44,8 +44,8 @@ def forward_pass(
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
     given none."""
-    own = own_code_of(type(model)) is not None and not model.config.is_encoder_decoder
-    return counts_positions(model) or own
+    own = None if model.config.is_encoder_decoder else own_code_of(type(model))
+    return counts_positions(model) if own is None else not own.places_tokens
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
@@ -59,6 +59,12 @@ def counts_padding(model: PreTrainedModel) -> bool:
     if model.config.is_encoder_decoder and counts_positions(model):  # which Whisper alone without its encoder does not
         return False
     return own is not None and own.counts_padding
+
+
+def places_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model derives positions from ids, see `OwnCode.places_tokens`."""
+    own = own_code_of(type(model))
+    return own is not None and own.places_tokens
 
 
 def takes_shared_cache(model: PreTrainedModel) -> bool:

@@ -59,7 +59,15 @@ from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .encoded import encode_distinct, prompt_names
 from .forward_pass import input_device, takes_positions
-from .loop_argument import hands_loop_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from .loop_argument import (
+    hands_generate_on,
+    name_of,
+    pass_loop_on,
+    reads_its_cache,
+    signature_of,
+    takes_any,
+    takes_loop,
+)
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
@@ -246,8 +254,8 @@ def _prepare_cache_for_generation(
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
     signature = signature_of(original)
-    wraps = model_state.methods.wraps("generate") or hands_loop_on(type(model))
-    takes = takes_loop(signature, len(args)) or (wraps and takes_any(signature))
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
     takes = takes and pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
@@ -303,7 +311,7 @@ def _begin_prefill(
 
 def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
     """Why `generate` could not be given this package's decoding loop."""
-    if not (model_state.methods.wraps("generate") or hands_loop_on(type(model))):
+    if not (model_state.methods.wraps("generate") or hands_generate_on(type(model), {})):
         return "the model's class has a generate of its own"
     name = name_of(model_state.methods.original(model, "generate"))
     return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
@@ -397,7 +405,7 @@ def _decode(
 
 def _for_callers(model: PreTrainedModel, output: Any) -> Any:
     """An output without a shared cache where a class's own `generate` would read each row's tensors in it."""
-    if not hands_loop_on(type(model)) or not isinstance(output, ModelOutput):
+    if not reads_its_cache(type(model)) or not isinstance(output, ModelOutput):
         return output
     if not isinstance(output.get(CACHE), SharedContextCache):
         return output

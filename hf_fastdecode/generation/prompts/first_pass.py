@@ -25,9 +25,9 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
 from ..encoded import find_inputs
-from ..forward_pass import counts_padding, counts_positions
+from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, PADDING_IN_A_KEPT_CACHE, check_arguments, check_prompts, require_counted
+from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -54,6 +54,7 @@ class _PlannedFirstPass(NamedTuple):
     Attributes:
         ids: ``[rows, width]``; of embeddings, see `_ids_of_embeddings`.
         padded: Whether positions count the padding of prompts.
+        apart: Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
         by_rows: Whether prompts run by rows, see `by_rows`.
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
@@ -65,6 +66,7 @@ class _PlannedFirstPass(NamedTuple):
     mask: Tensor | None
     positions: Positions
     padded: bool
+    apart: bool
     by_rows: bool
     embeddings: Callable[[Tensor], Tensor] | None
     hidden: bool
@@ -77,7 +79,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and not self.positions.differ and not self.padded
+        return self.embeddings is None and not self.positions.differ and not self.apart
 
 
 @dataclass
@@ -118,7 +120,7 @@ class FirstPassPrompts:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        (*(ids, mask, positions, padded, by_rows, embeddings, hidden, wanted, groups, found, plan, inputs_of),) = (
+        *(ids, mask, positions, padded, _, by_rows, embeddings, hidden, wanted, groups, found, plan), inputs_of = (
             planned
         )
         width, reuse = ids.shape[1], planned.reuses
@@ -195,22 +197,24 @@ class FirstPassPrompts:
         inputs = find_inputs(arguments) if cross else None
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         padded = mask is not None and counts and not bool(mask.all())
+        apart = padded or places_tokens(model)
         if inputs is not None:
             require_counted(model, mask, positions)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        by_rows = positions.differ or padded or call.structure.layout.prefills_by_rows
+        by_rows = positions.differ or apart or call.structure.layout.prefills_by_rows
         if positions.differ:
             self._check_planes(hidden)
-        if padded and self.checks_masks and inputs is None:
-            raise Unsupported(PADDING_IN_A_KEPT_CACHE)
+        if apart and (self.checks_masks or hidden) and inputs is None:
+            what = "hidden states are asked for" if hidden else "the call's cache would be kept"
+            raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
         if by_rows and hidden:
             raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
         of_rows = None if inputs is None else inputs.of_rows
         groups = group_prompts(ids, mask, positions.ids if positions.differ else None, of_rows)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        alike = not positions.differ and not padded and inputs is None
+        alike = not positions.differ and not apart and inputs is None
         reuse = embeddings is None and alike
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
         if inputs is not None:
@@ -219,7 +223,7 @@ class FirstPassPrompts:
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(
-            *(ids, mask, positions, padded, by_rows, embeddings, hidden, wanted, groups, found, plan, of_rows)
+            *(ids, mask, positions, padded, apart, by_rows, embeddings, hidden, wanted, groups, found, plan, of_rows)
         )
 
     def _check_planes(self, hidden: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...attention.interface import SharedKV, shared_context_attention
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared
+from ...errors import Unsupported
 
 
 def attend(
@@ -57,6 +58,8 @@ def biases_by_distance(module: Any) -> Tensor:
 
 
 def _self(module: Any, hidden_states: Tensor, cache: Any, biases: Tensor | None) -> Tensor:
+    if hidden_states.shape[1] > 1 and not getattr(module, "is_causal", True):  # of UMT5 before transformers 5.24
+        raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     query, key, value = (_heads(module, part(hidden_states)) for part in (module.q, module.k, module.v))
     kv, _ = cache.self_attention_cache.update(key, value, module.layer_idx)
     return module.o(attend_shared(module, query, kv, scaling=module.scaling, distances=biases).flatten(2))
