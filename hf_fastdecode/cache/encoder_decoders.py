@@ -7,18 +7,8 @@ from typing import Final
 
 ENCODER_DECODERS: Final = frozenset(
     {
-        *(
-            "bart",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "led",
-            "m2m_100",
-            "marian",
-            "mbart",
-            "nllb-moe",
-        ),
-        *("pegasus", "pegasus_x", "plbart"),
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "m2m_100", "marian", "mbart", "mvp"),
+        *("nllb-moe", "pegasus", "pegasus_x", "plbart"),
         *("longt5", "mt5", "switch_transformers", "t5", "t5gemma", "umt5"),
         *("moonshine", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5", "whisper"),
         *("encoder-decoder", "florence2", "speech-encoder-decoder", "vision-encoder-decoder"),
@@ -29,7 +19,6 @@ to an attention function, or have stand-ins that do. Each was compared with stoc
 
 OTHER_ENCODER_DECODERS: Final[Mapping[str, str]] = {
     "fsmt": "its decoder takes tokens before rows, and hides padding by masks of its own",
-    "mvp": "its decoder may attend to trained prompts, which its attention code adds to keys and values",
     "prophetnet": "its decoder predicts several tokens in streams, each with attention of its own",
     "t5gemma2": "its decoder attends to its own tokens and to the encoder's in one softmax",
 }
