@@ -24,7 +24,7 @@ from ...attention.interface import CrossKV
 from ...attention.kv import Scoring, Segment
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...errors import Unsupported
-from ..state import SharedState
+from ..state import PrefillItem, SharedState
 
 ENCODER_OUTPUTS: Final = "encoder_outputs"
 """Name of the encoder's output among model arguments."""
@@ -59,6 +59,7 @@ class EncodedInputs:
         self._places: Tensor | None = None  # of shown tokens, counted input by input; None if all are
         self._begins: dict[Begin, int] = {}
         self._latest: tuple[Forest, Forest] | None = None
+        self._of_pass: tuple[Sequence[PrefillItem], Forest] | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class EncodedInputs:
     def moved(self, begins: Mapping[Begin, Begin]) -> EncodedInputs:
         """The same inputs, for paths that begin where `begins` says, by where they began."""
         twin = EncodedInputs(self._arguments, self.count, self.tokens)
-        vars(twin).update(vars(self) | {"_latest": None})
+        vars(twin).update(vars(self) | {"_latest": None, "_of_pass": None})
         twin._begins = {new: self._begins[old] for old, new in begins.items() if old in self._begins}
         return twin
 
@@ -133,7 +134,10 @@ class EncodedInputs:
     def forest_of_pass(self, state: SharedState) -> Forest:
         """The forest of the current pass's rows: of the prompts that it prefills, or of the batch."""
         if state.packed:
-            return self._forest([begin_of((*item.context, item.span)) for item in state.packed])
+            if self._of_pass is None or self._of_pass[0] is not state.packed:
+                begins = [begin_of((*item.context, item.span)) for item in state.packed]
+                self._of_pass = state.packed, self._forest(begins)
+            return self._of_pass[1]
         assert state.forest is not None
         return self.forest_of(state.forest)
 
