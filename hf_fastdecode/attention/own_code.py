@@ -57,6 +57,7 @@ class OwnCode:
         compares_name: Whether its attention code compares the attention implementation that its config names, which
             passes of another thread switch.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
+        adds_biases: Whether scores are biased by distance, as `Scoring.distances` says.
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
         repeats_heads: By config, whether it caches a KV head once for each of its query heads.
@@ -73,6 +74,7 @@ class OwnCode:
     scales_from: Callable[[Any], int | None] = lambda config: None
     compares_name: bool = False
     counts_hidden: bool = False
+    adds_biases: bool = False
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
     repeats_heads: Callable[[Any], bool] = lambda config: False
