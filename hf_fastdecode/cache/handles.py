@@ -118,7 +118,8 @@ class StoredLayer:
 
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
-        self.ran[phase] = did + self.report_note + why
+        read = ", as latents" if phase == "decode" and self.storage.holds_latents else ""
+        self.ran[phase] = did + read + self.report_note + why
 
 
 class DecodeKV(SharedKV):

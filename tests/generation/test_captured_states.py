@@ -31,11 +31,15 @@ def with_states_alone():
 
 
 IN_MODULES = [] if CACHE == "past_key_values" else ["RecurrentGemmaForCausalLM"]
+NAMES = ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", "MiniMaxForCausalLM", "KimiLinearForCausalLM", *IN_MODULES]
 
 
-@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", "MiniMaxForCausalLM", *IN_MODULES])
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_stocks(name, uncaptured, monkeypatch):
-    """States beside attention, and both in one layer; rows leave for a smaller capture, and beams are reordered."""
+    """States beside attention, in one layer with it, and beside latents.
+
+    Rows leave for a smaller capture, and beams are reordered.
+    """
     monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model = tiny_model_of(name)
     calls = [ENDING, *([BEAMS] if name == "Qwen3NextForCausalLM" else [])]

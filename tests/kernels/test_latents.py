@@ -32,7 +32,7 @@ def keys_and_values(kv: ForestKV) -> ForestKV:
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(("latent", "rest"), [(512, 64), (256, 64), (256, 32)] if GPU else [(32, 16)])
+@pytest.mark.parametrize(("latent", "rest"), [(512, 64), (256, 64), (256, 32)] if GPU else [(32, 8)])
 def test_against_the_oracle(latent, rest, queries):
     """Nodes at two depths, and suffixes that differ in length."""
     device, rows = ("cuda", 33) if GPU else ("cpu", 3)

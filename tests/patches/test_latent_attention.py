@@ -78,13 +78,15 @@ def test_contexts_are_continued_under_autocast():
     assert float((shared - exact).norm()) <= 2 * float((stock - exact).norm())
 
 
-def test_projections_of_other_modules_count():
-    """Such as those with adapters or quantized weights."""
-    model = model_of("without-query-ranks")
-    layer = model.model.layers[0].self_attn
-    weight = _weight(layer, torch.float32)
-    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Identity())
-    assert torch.equal(_weight(layer, torch.float32), weight)
+def test_what_else_a_projection_computes_counts():
+    """Such as adapters, quantized weights, and hooks that fetch weights."""
+    layer, like = model_of("without-query-ranks").model.layers[0].self_attn, torch.empty(0)
+    projection, weight = layer.kv_b_proj, _weight(layer, like)
+    projection.forward = lambda latents: 2 * nn.functional.linear(latents, projection.weight)
+    assert torch.equal(_weight(layer, like), 2 * weight)
+    del projection.forward
+    layer.kv_b_proj = nn.Sequential(projection, nn.Identity())
+    assert torch.equal(_weight(layer, like), weight)
 
 
 @on_the_cpu
@@ -104,6 +106,7 @@ def test_captured_steps(samples, monkeypatch):
     with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.mode == "graph"
+        assert "suffixes by triton, captured, as latents" in str(fd.explain(model))
 
 
 @on_the_cpu
@@ -122,6 +125,32 @@ def test_captured_prefill(monkeypatch):
     for one, other in zip(captured[CACHE].attention_layers, eager[CACHE].attention_layers, strict=True):
         for number, parts in one.storage.segments.items():
             torch.testing.assert_close(parts, other.storage.segments[number])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_half_precision_on_a_gpu(mode):
+    """Logits of rows whose completions become nodes, against fp32, beside those of transformers."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "first_k_dense_replace": 2}
+    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 256}
+    model = model_of("without-query-ranks", **heads, **widths).cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.div_(3)
+    model, prompts = model.bfloat16(), {name: one.cuda() for name, one in ragged_prompts(70, 70, shared=60).items()}
+    call = SAMPLING | {"max_new_tokens": 150, "output_logits": True, "return_dict_in_generate": True}
+    with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
+        found = seeded(lambda: model.generate(**prompts, **call))
+        assert fd.explain(model).last_call.mode == mode
+    with torch.no_grad():
+        exact, stock = (
+            one(found.sequences[:, :-1]).logits[:, 69:].float() for one in (copy.deepcopy(model).float(), model)
+        )
+    ours = torch.stack(found.logits, 1).float()
+    assert float((ours - exact).norm()) <= 2 * float((stock - exact).norm())
+    assert float((ours - exact).abs().max()) <= 2 * float((stock - exact).abs().max())
 
 
 def test_a_copied_cache_is_continued_and_knows_its_bytes():

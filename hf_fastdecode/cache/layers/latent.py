@@ -31,6 +31,10 @@ def kv_heads_of_kernels(heads: int) -> int:
     return next(count for count in range(1, heads + 1) if not heads % count and heads // count <= GROUP)
 
 
+def _as_wide(part: Tensor, width: int) -> Tensor:
+    return part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1]))
+
+
 def multiplying(projection: nn.Module, latents: Tensor) -> AbstractContextManager[Any]:
     """Context in which a projection takes latents of this dtype: autocast's, if it cached them in half precision."""
     wide = next(projection.parameters()).dtype == torch.float32
@@ -83,7 +87,7 @@ class LatentStorage(TokenStorage):
         with multiplying(layer.kv_b_proj, parts.keys):
             expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
         width = max(part.shape[-1] for part in expanded)
-        return Segment._make(F.pad(part[0], (0, width - part.shape[-1])) for part in expanded)
+        return Segment._make(_as_wide(part[0], width) for part in expanded)
 
     def read_by_kernels(self, parts: Segment) -> Segment:
         return Segment._make(part.expand(*part.shape[:-3], self.kv_heads, -1, -1) for part in parts)

@@ -38,8 +38,8 @@ def refusal(
     if queries > MAX_QUERIES:
         return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
     if (rest := query.shape[-1] - head_dim) > 0 and values.shape[-1] == rest:  # latents
-        if head_dim % 16 or rest % 16 or head_dim > MAX_LATENT:
-            return f"it takes latents up to {MAX_LATENT} in multiples of 16, got {head_dim} and {rest}"
+        if head_dim % 16 or rest % 8 or head_dim > MAX_LATENT:
+            return f"it takes latents up to {MAX_LATENT} in multiples of 16 and 8, got {head_dim} and {rest}"
         return failure(Kernel.FOREST, keys.device)
     if values.shape[-1] != head_dim:
         return f"it needs one head_dim for keys and values, got {head_dim} and {values.shape[-1]}"

@@ -34,7 +34,7 @@ class _OfLatents(SharedKV):
             query = F.pad(query, (0, max(0, module.v_head_dim - query.shape[-1])))  # keys are as wide as values
             return self._kv.attend(query, scoring)[..., : module.v_head_dim]
         rows, _, queries, _ = query.shape
-        weight = _weight(module, query.dtype).unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+        weight = _weight(module, query).unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
         to_keys, to_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)  # [heads, width, latent]
         plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
         absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
@@ -44,16 +44,17 @@ class _OfLatents(SharedKV):
         return out.transpose(0, 1).unflatten(0, (rows, queries))
 
 
-def _weight(module: Any, dtype: torch.dtype) -> Tensor:
+def _weight(module: Any, like: Tensor) -> Tensor:
     """The weight from latents to keys and values, ``[heads * (key + value), latent]``, of this process's heads."""
     projection = module.kv_b_proj
-    if type(projection) is nn.Linear and not (projection._forward_hooks or projection._forward_pre_hooks):
-        return local_part(projection.weight).to(dtype)
-    # What another module computes, such as one with an adapter or with quantized weights.
-    unit = torch.eye(module.kv_lora_rank, dtype=dtype, device=next(module.parameters()).device)
+    hooks = projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
+    if type(projection) is nn.Linear and not hooks:
+        return local_part(projection.weight).to(like.dtype)
+    # What another module computes, such as one with an adapter, or with weights that are quantized or elsewhere.
+    unit = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
     with multiplying(projection, unit):
         rows: Tensor = projection(unit)
-    return rows.mT.to(dtype)
+    return rows.mT.to(like.dtype)
 
 
 def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
