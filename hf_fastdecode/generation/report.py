@@ -75,7 +75,8 @@ class CallReport:
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.
         compactions: Number of times finished rows were compacted away.
-        waves: Number of parts the batch was split into to fit in memory; 0 if not split.
+        waves: Number of parts of the batch that decoded one after another, by `max_rows` or to fit in memory; 0 if not
+            split.
         ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
         parallel: How they computed it, if it was shared; None for a process of its own.
     """
@@ -207,7 +208,7 @@ class CallReport:
         counts = {
             "CUDA graphs captured": self.captures,
             "compactions of finished rows": self.compactions,
-            "waves, since not all rows fit in memory": self.waves,
+            "waves of rows, one after another": self.waves,
         }
         return [f"  {what}: {count}" for what, count in counts.items() if count]
 

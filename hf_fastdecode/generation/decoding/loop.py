@@ -31,7 +31,8 @@ from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
 from .decisions import Decisions
 from .experts import decode_context
-from .sampling import Drawn, Sampler, choose_sampler
+from .room import Logits, rows_that_fit
+from .sampling import Drawn, Sampler, choose_sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
 from .wave import Wave, concatenate
@@ -59,11 +60,13 @@ class Loop:
     def run(self) -> Wave:
         """Decode all rows; returns one wave with all rows, padded after each row's end."""
         self.decisions = self._agree()
-        limit = self.stopping.max_length or self.call.config.max_length
-        waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
+        waiting = deque(self._planned())
         done: list[Wave] = []
         forest = self.start.cache.forest
         cache: SharedContextCache | None = self.start.cache
+        if len(waiting) > 1:
+            cache = None
+            self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
         while waiting:
             wave = waiting.popleft()
             fits = True
@@ -72,7 +75,7 @@ class Loop:
                 done.append(wave)
             except torch.OutOfMemoryError as error:
                 why = "use shorter prompts" if len(wave.rows) == 1 else self._why_unsplittable(error)
-                if why:
+                if why is not None:
                     error.add_note(f"{len(wave.rows)} rows at once; {why}")
                     raise
                 fits = False
@@ -84,9 +87,32 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         wave = done[0] if len(done) == 1 else concatenate(done, self._pad)
+        if len(done) > 1 and wave.generator is not None:
+            set_generator_state(self.prompts.device, wave.generator)
         if self.log_probs is not None:
             self.log_probs.take(torch.stack(wave.logprobs, dim=1))
         return wave
+
+    def _planned(self) -> list[Wave]:
+        """All rows of the call, in waves of as many as may decode at once by `max_rows` and by free memory."""
+        config, rows, most = self.call.config, len(self.prompts), self.call.options.max_rows
+        new_tokens = max(1, (self.stopping.max_length or config.max_length) - self.prompts.shape[1])
+        whole = Wave.of(self.prompts, new_tokens)
+        if self.sampler.generator_draws:
+            whole.generator = generator_state(self.prompts.device)
+        if (why := self._why_unsplittable()) is not None:
+            if most is not None and most < rows:
+                raise ValueError(
+                    f"max_rows={most} cannot hold for the {rows} rows of this call: {why}, or max_rows=None"
+                )
+            return [whole]
+        logits = Logits(self.start.logits.device, self.start.logits.shape[1])
+        beside = 8 * rows * logits.vocabulary if self.sampler.generator_draws else 0  # probabilities, random numbers
+        (fit,) = self.call.ranks.smallest(rows_that_fit(self.start.cache, rows, logits, new_tokens, beside=beside))
+        if fit < min(rows, most or rows):
+            logger.warning("%d rows do not fit in memory at once; %d decode at a time", rows, fit)
+        most = min(fit, most or rows)
+        return [whole.part(slice(first, first + most)) for first in range(0, rows, most)] if most < rows else [whole]
 
     def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
         half = (len(wave.rows) + 1) // 2
@@ -127,9 +153,13 @@ class Loop:
         synchronous = self.decisions.polls_synchronously or bool(cache.state_layers)  # whose steps cannot be undone
         poller = FinishedRowPoller(self.prompts.device, synchronous=synchronous, draws=self.sampler.generator_draws)
         limit = stopping.max_length or self.call.config.max_length
+        counted = len(wave.rows) > 1 and self._why_unsplittable() is None
+        device = self.prompts.device
+        if wave.generator is not None:
+            set_generator_state(device, wave.generator)
         while True:
             if logits is None:
-                self.decisions.reserve(cache)
+                self.decisions.reserve(cache, counted=counted)
                 steps = steps or self.make_steps(cache)
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if active is None else last[active], positions)
@@ -146,6 +176,8 @@ class Loop:
             if given is not None:
                 view.copy_(given)  # as in stock, the user's code may change tokens in place
             wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
+            if counted and wave.generator is not None:
+                wave.generator = generator_state(device)
             positions, logits = positions + 1, None
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
@@ -180,6 +212,8 @@ class Loop:
                 del steps[last:]
             poller.restore_generator(last)
             cache.crop(-overrun)
+        if wave.generator is not None:
+            wave.generator = generator_state(self.prompts.device)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
         if stepped:  # else the report has seen the last pass
@@ -226,13 +260,13 @@ class Loop:
             keeps_logprobs=call.returns_cache or recorded,
         )
 
-    def _why_unsplittable(self, error: torch.OutOfMemoryError) -> str | None:
-        """Why the batch cannot be split into waves after an error, with the remedy; None if it can."""
+    def _why_unsplittable(self, error: torch.OutOfMemoryError | None = None) -> str | None:
+        """Why the batch cannot be split into waves, after an error if any, with the remedy; None if it can."""
         if self.call.returns_cache:
             return "return_dict_in_generate does not allow splitting them: use fewer samples per call"
-        if self.decisions.watched:
+        if self.decisions.needs_all_rows:
             return "a streamer, or custom processors or criteria, do not allow splitting them: use fewer samples"
-        if self.call.ranks.count > 1 and not isinstance(error, NoRoomError):
+        if error is not None and self.call.ranks.count > 1 and not isinstance(error, NoRoomError):
             return (
                 "other processes of the model, which did not run out of memory, cannot split them: use fewer samples"
             )

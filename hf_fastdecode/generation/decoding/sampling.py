@@ -52,12 +52,14 @@ class Sampler(Protocol):
         name: Name in reports.
         needs_finished_rows: Whether it needs finished rows' logits too, and the tokens so far.
         custom: Whether it runs third-party code, or code with state between steps.
+        needs_all_rows: Whether it cannot draw for a part of the call's rows.
         generator_draws: Whether every step advances torch's generator of the device.
     """
 
     name: str
     needs_finished_rows: bool
     custom: bool
+    needs_all_rows: bool
     generator_draws: bool
 
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
@@ -83,18 +85,23 @@ _KEEPS_STATE = {
 class TransformersSampler:
     """transformers' own processors and sampling, operation by operation.
 
-    Random draws depend on the number of rows, so finished rows are kept.
+    Random draws depend on the number of rows, so finished rows are kept, and where only a part of the call's rows
+    decodes, numbers are drawn for all of them: a row's token then depends on the generator's state alone.
+
+    Args:
+        rows: Rows of the call.
     """
 
     name = "hf"
     needs_finished_rows = True
 
-    def __init__(self, processors: LogitsProcessorList, *, do_sample: bool):
-        self.processors, self.do_sample = processors, do_sample
+    def __init__(self, processors: LogitsProcessorList, *, do_sample: bool, rows: int):
+        self.processors, self.do_sample, self.rows = processors, do_sample, rows
         self.custom = any(
             not type(entry).__module__.startswith("transformers.") or type(entry).__name__ in _KEEPS_STATE
             for entry in processors
         )
+        self.needs_all_rows = self.custom or any(map(_holds_rows, processors))
         self.generator_draws = do_sample
 
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
@@ -102,10 +109,37 @@ class TransformersSampler:
         logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
         scores = self.processors(input_ids, logits)
         if self.do_sample:
-            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+            tokens = self._multinomial(nn.functional.softmax(scores, dim=-1), rows)
         else:
             tokens = torch.argmax(scores, dim=-1)
         return Drawn(tokens, scores, logits)
+
+    def _multinomial(self, probabilities: Tensor, rows: Tensor) -> Tensor:
+        """Draw for these rows of the call, of ``[rows, vocabulary]``, what a draw for all of its rows gives them."""
+        if len(rows) == self.rows:
+            return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        whole = probabilities.new_ones(self.rows, probabilities.shape[1]).index_copy_(0, rows, probabilities)
+        return torch.multinomial(whole, num_samples=1).squeeze(1).index_select(0, rows)
+
+
+def _holds_rows(processor: object) -> bool:
+    """Whether a processor of transformers holds numbers of every row of the call."""
+    return type(processor).__name__.startswith("Encoder") or any(
+        isinstance(value, Tensor) and name == "prompt_ignore_length" for name, value in vars(processor).items()
+    )
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """State of torch's generator of a device, on the CPU."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Set it."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 # What kernels have been launched for, of those that are compiled.
@@ -126,6 +160,7 @@ class FastSampler:
     name = "fast"
     needs_finished_rows = False
     custom = False
+    needs_all_rows = False
     generator_draws = False
 
     def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
@@ -174,7 +209,7 @@ def choose_sampler(
         logits: The first ones, ``[rows, vocabulary]``.
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
     """
-    stock = TransformersSampler(processors, do_sample=config.do_sample)
+    stock = TransformersSampler(processors, do_sample=config.do_sample, rows=len(prompts))
     if asked == "hf":
         return stock, "sampler='hf' was requested"
     try:

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 
 class HostStoppingCriteria(StoppingCriteria):
@@ -37,6 +44,7 @@ class Stopping:
         pads: Whether finished rows continue with the pad token, so that they can be compacted away.
         timed: Whether there is a time limit.
         custom: Whether there are criteria that read tokens, other than transformers' end-token ones.
+        needs_all_rows: Whether such criteria may look at more than a row's own tokens.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
@@ -67,6 +75,10 @@ class Stopping:
     @property
     def custom(self) -> bool:
         return bool(self._others)
+
+    @property
+    def needs_all_rows(self) -> bool:
+        return any(type(criterion) is not StopStringCriteria for criterion in self._others)
 
     def all_end(self, length: int, view: Tensor) -> bool:
         """Whether every row ends now, by length, time or `HostStoppingCriteria`; needs no token from the device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -105,6 +105,10 @@ def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead:
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
     rerun_last_token = found.reuses and few_new and not by_rows
+    most, rows = call.options.max_rows, sum(group.count for group in groups)
+    if rerun_last_token and most is not None and rows > most and not call.returns_cache:
+        # Not all rows decode at once: the last token of each prompt becomes a node, as any other new one.
+        rerun_last_token, found.prompts = False, replace(found.prompts, recompute=1)
     unshared = None if rerun_last_token or by_rows else unshared_prompts(call, found)
     if rerun_last_token:
         found.prompts = found.prompts.without_last([1] * len(groups))
