@@ -31,6 +31,7 @@ from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
 from .decisions import Decisions
 from .experts import decode_context
+from .refill import Refill
 from .room import Logits, rows_that_fit
 from .sampling import Drawn, Sampler, choose_sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
@@ -60,13 +61,28 @@ class Loop:
     def run(self) -> Wave:
         """Decode all rows; returns one wave with all rows, padded after each row's end."""
         self.decisions = self._agree()
-        waiting = deque(self._planned())
+        at_once = self._rows_at_once()
+        if at_once < len(self.prompts):
+            report, why = self.call.report, self._why_waves()
+            report.rows_at_once, report.waves_reason = at_once, why
+            self.start.cache.set_forest(self.start.cache.forest)  # drops the suffixes; the nodes stay
+            if not why:
+                return self._recorded(self._refilled(at_once))
+        return self._recorded(self._in_waves(at_once))
+
+    def _in_waves(self, at_once: int) -> Wave:
+        """Decode all rows in waves of so many."""
+        rows = len(self.prompts)
+        whole = Wave.of(self.prompts, self._new_tokens)
+        if self.sampler.generator_draws:
+            whole.generator = generator_state(self.prompts.device)
+        waves = [whole.part(slice(first, first + at_once)) for first in range(0, rows, at_once)]
+        waiting = deque(waves if at_once < rows else [whole])
         done: list[Wave] = []
         forest = self.start.cache.forest
         cache: SharedContextCache | None = self.start.cache
         if len(waiting) > 1:
             cache = None
-            self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
         while waiting:
             wave = waiting.popleft()
             fits = True
@@ -89,30 +105,67 @@ class Loop:
         wave = done[0] if len(done) == 1 else concatenate(done, self._pad)
         if len(done) > 1 and wave.generator is not None:
             set_generator_state(self.prompts.device, wave.generator)
+        return wave
+
+    def _recorded(self, wave: Wave) -> Wave:
         if self.log_probs is not None:
             self.log_probs.take(torch.stack(wave.logprobs, dim=1))
         return wave
 
-    def _planned(self) -> list[Wave]:
-        """All rows of the call, in waves of as many as may decode at once by `max_rows` and by free memory."""
-        config, rows, most = self.call.config, len(self.prompts), self.call.options.max_rows
-        new_tokens = max(1, (self.stopping.max_length or config.max_length) - self.prompts.shape[1])
-        whole = Wave.of(self.prompts, new_tokens)
-        if self.sampler.generator_draws:
-            whole.generator = generator_state(self.prompts.device)
+    def _refilled(self, at_once: int) -> Wave:
+        """Decode all rows, so many at once, of which finished ones give their places to waiting ones."""
+        base = self.start.cache
+        parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
+        try:
+            cache = base.nodes_only(base.forest, max_suffix=base.state.max_suffix)
+            cache.set_forest(base.forest.select_rows(range(at_once)))
+            return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
+        except torch.OutOfMemoryError as error:
+            if at_once == 1:
+                error.add_note("1 rows at once; use shorter prompts")
+                raise
+        at_once = self.call.report.rows_at_once = (at_once + 1) // 2
+        logger.warning("rows do not fit in memory at once; all begin anew, %d at a time", at_once)
+        self.sampler.forget(torch.arange(len(self.prompts), device=self.prompts.device))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self._refilled(at_once)
+
+    def _rows_at_once(self) -> int:
+        """As many rows as may decode at once, by `max_rows` and by free memory."""
+        rows, most = len(self.prompts), self.call.options.max_rows
         if (why := self._why_unsplittable()) is not None:
             if most is not None and most < rows:
                 raise ValueError(
                     f"max_rows={most} cannot hold for the {rows} rows of this call: {why}, or max_rows=None"
                 )
-            return [whole]
+            return rows
         logits = Logits(self.start.logits.device, self.start.logits.shape[1])
         beside = 8 * rows * logits.vocabulary if self.sampler.generator_draws else 0  # probabilities, random numbers
-        (fit,) = self.call.ranks.smallest(rows_that_fit(self.start.cache, rows, logits, new_tokens, beside=beside))
+        fit = rows_that_fit(self.start.cache, rows, logits, self._new_tokens, beside=beside)
+        (fit,) = self.call.ranks.smallest(fit)
         if fit < min(rows, most or rows):
             logger.warning("%d rows do not fit in memory at once; %d decode at a time", rows, fit)
-        most = min(fit, most or rows)
-        return [whole.part(slice(first, first + most)) for first in range(0, rows, most)] if most < rows else [whole]
+        return min(fit, most or rows)
+
+    def _why_waves(self) -> str:
+        """Why waiting rows cannot take the places of finished ones; empty if they can."""
+        if self.call.ranks.count > 1:
+            return "several processes compute the model"
+        if not self.stopping.pads:
+            return "without end tokens all rows end at one length"
+        if self.stopping.counts_steps:
+            return "a time limit counts for all rows"
+        if self.stopping.custom:
+            return "stop strings are looked for in rows of one length"
+        if self.start.unshared is not None or self.start.suffix_tokens.shape[1]:
+            return "rows begin with tokens of prompts that nodes do not hold"
+        return self.sampler.refuses_refill or ""
+
+    @property
+    def _new_tokens(self) -> int:
+        """Most tokens that a row draws."""
+        return max(1, (self.stopping.max_length or self.call.config.max_length) - self.prompts.shape[1])
 
     def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
         half = (len(wave.rows) + 1) // 2

@@ -68,6 +68,11 @@ class Stopping:
         return bool(self._deadlines)
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether all rows end at one step: by time, or by `HostStoppingCriteria`."""
+        return bool(self._deadlines or self._on_host)
+
+    @property
     def differs_by_process(self) -> bool:
         """Whether processes that decode the same tokens may not all end at once: by time, or by other code."""
         return bool(self._deadlines or self._others or self._on_host)
@@ -85,12 +90,16 @@ class Stopping:
 
         The `view` of ids ``[rows, length]`` is for transformers' warning about the model's maximum length.
         """
-        for criterion in self._warnings:
-            if length >= criterion.max_position_embeddings:
-                criterion(view, None)
+        self.warn(length, view)
         late = any(time.time() > deadline for deadline in self._deadlines)
         over = [criterion.is_over(length) for criterion in self._on_host]
         return late or any(over) or (self.max_length is not None and length >= self.max_length)
+
+    def warn(self, length: int, view: Tensor) -> None:
+        """Let transformers warn of ids `view`, of up to `length` tokens, that are more than the model is made for."""
+        for criterion in self._warnings:
+            if length >= criterion.max_position_embeddings:
+                criterion(view[:, :length], None)
 
     def rows_end(self, tokens: Tensor, input_ids: Tensor | None, scores: tuple[Tensor, ...] | None) -> Tensor | None:
         """Rows that end with the sampled tokens, as bool ``[rows]``; None without such criteria.

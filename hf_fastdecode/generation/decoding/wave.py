@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_FIRST_ROOM = 512
+FIRST_ROOM = 512
 """Initial capacity in new tokens per row; doubled as needed."""
 
 
@@ -41,7 +41,7 @@ class Wave:
     def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
         """A wave of all rows of a call, before the first token."""
         rows, width = prompts.shape
-        tokens = prompts.new_empty(rows, width + min(max_new_tokens, _FIRST_ROOM))
+        tokens = prompts.new_empty(rows, width + min(max_new_tokens, FIRST_ROOM))
         tokens[:, :width] = prompts
         index = torch.arange(rows, device=prompts.device)
         return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
