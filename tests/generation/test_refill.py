@@ -6,6 +6,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.cache import storage
 from hf_fastdecode.generation.decoding import refill
+from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
@@ -59,6 +60,14 @@ def test_several_samples_of_several_prompts(model):
 def test_rows_that_run_to_the_end(model):
     """They end by their length, which the host knows, at once in their own suffixes."""
     check(model, distinct(7), GREEDY | {"eos_token_id": 96, "max_new_tokens": 9}, at_once=3)
+
+
+def test_rows_that_end_at_lengths_of_their_own(model):
+    """The host reads no tokens for it; without an end token among those drawn, all tokens count."""
+    lengths = torch.tensor([9, 1, 4, 2, 12, 3, 1, 6])
+    arguments = {"do_sample": False, "max_new_tokens": 12, "stopping_criteria": [RowLengthCriteria(48, lengths)]}
+    stock, _, _ = check(model, distinct(8), arguments, at_once=3)
+    assert ((stock[:, 48:] != 0).sum(1) >= lengths - 1).all()
 
 
 def test_processors_see_rows_of_one_length(model):

@@ -225,7 +225,8 @@ class Loop:
             self._collect(wave, drawn)
             view = wave.with_next(tokens, width)
             given = view.contiguous() if stopping.custom else None
-            ended = self.decisions.ended(stopping.rows_end(tokens, given, self._scores(wave)), wave.unfinished)
+            ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, self._scores(wave))
+            ended = self.decisions.ended(ended, wave.unfinished)
             if given is not None:
                 view.copy_(given)  # as in stock, the user's code may change tokens in place
             wave.commit(ended)  # last, so that a failed step leaves the wave unchanged

@@ -197,7 +197,7 @@ class Refill:
             self.gathered[rows, column] = log_prob
         drawn = before + live
         over = drawn >= self.new_tokens
-        ended = self.stopping.rows_end(tokens, None, None)
+        ended = self.stopping.rows_end(tokens, rows, drawn)
         self.drawn[rows] = drawn
         self.unfinished[rows] = live & ~(over if ended is None else over | ended)
 

@@ -36,6 +36,25 @@ class HostStoppingCriteria(StoppingCriteria):
         return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
 
 
+class RowLengthCriteria(StoppingCriteria):
+    """Ends each row after a number of drawn tokens of its own; reads no tokens, so that rows may wait for each other.
+
+    It calls itself an end-of-sequence criterion: finished rows are padded, and may be compacted away.
+
+    Args:
+        prompt_length: Tokens of each row before the first one drawn, padding included.
+        lengths: ``[rows]`` int64.
+    """
+
+    def __init__(self, prompt_length: int, lengths: Tensor):
+        self.prompt_length, self.lengths = prompt_length, lengths
+        self.eos_token_id = torch.tensor([-1], device=lengths.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Bool ``[rows]`` for ids ``[rows, length]``, as transformers' loop asks for it."""
+        return input_ids.shape[1] - self.prompt_length >= self.lengths.to(input_ids.device)
+
+
 class Stopping:
     """Stopping criteria of one call.
 
@@ -60,7 +79,8 @@ class Stopping:
         ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
         self.eos = torch.cat([ids.reshape(-1).to(device) for ids in ends]) if ends else None
         self._on_host = [criterion for criterion in criteria if isinstance(criterion, HostStoppingCriteria)]
-        known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+        self._row_lengths = [one.lengths.to(device) for one in criteria if type(one) is RowLengthCriteria]
+        known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, RowLengthCriteria)
         self._others = [one for one in criteria if type(one) not in known and one not in self._on_host]
 
     @property
@@ -101,15 +121,27 @@ class Stopping:
             if length >= criterion.max_position_embeddings:
                 criterion(view[:, :length], None)
 
-    def rows_end(self, tokens: Tensor, input_ids: Tensor | None, scores: tuple[Tensor, ...] | None) -> Tensor | None:
+    def rows_end(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        drawn: int | Tensor,
+        input_ids: Tensor | None = None,
+        scores: tuple[Tensor, ...] | None = None,
+    ) -> Tensor | None:
         """Rows that end with the sampled tokens, as bool ``[rows]``; None without such criteria.
 
         Args:
             tokens: ``[rows]`` int64, just sampled.
+            rows: ``[rows]`` int64: the row numbers in the call.
+            drawn: Tokens sampled with them, of every row or of each: ``[rows]`` int64.
             input_ids: ``[rows, length]`` including them, for `custom` criteria, which may modify it in place.
             scores: Collected scores, if requested.
         """
         ended = torch.isin(tokens, self.eos) if self.eos is not None else None
+        for lengths in self._row_lengths:
+            over = lengths[rows] <= drawn
+            ended = over if ended is None else ended | over
         for criterion in self._others:
             more = torch.as_tensor(criterion(input_ids, scores), device=tokens.device).bool()
             more = more.expand(len(tokens)) if more.dim() == 0 else more
