@@ -1,5 +1,7 @@
 """Waiting rows take the places of finished ones, with the tokens of a call in which all rows decode at once."""
 
+import copy
+
 import pytest
 import torch
 
@@ -169,3 +171,31 @@ def test_states_are_forked_to_refilled_rows(name):
     drawn = model.generate(**prompts, **GREEDY | {"eos_token_id": None, "max_new_tokens": 6})[:, 70:]
     ends = [*drawn[:4, 1].tolist(), int(drawn[5, 3])]  # by which prompts end after different numbers of steps
     check(model, prompts, GREEDY | {"eos_token_id": ends, "max_new_tokens": 6}, at_once=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_refilled_rows_on_a_gpu(mode):
+    """Their tokens' log-probabilities are the model's own, as precise as those of rows that all decode at once."""
+    model = tiny_model("llama-gqa", hidden_size=256).bfloat16().cuda()
+    whole = copy.deepcopy(model).float()
+    prompts = {key: value.cuda() for key, value in copies(ragged_prompts(90, 90, shared=60), 40).items()}
+    ends = list(range(3, 8))
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 200, "eos_token_id": ends}
+    errors = []
+    for options in ({}, {"max_rows": 24}):
+        log_probs = fd.TokenLogProbs()
+        with fd.enabled(model, mode=mode, sampler="fast", **options):
+            torch.manual_seed(0)
+            found = model.generate(**prompts, **arguments, logits_processor=[log_probs])
+            report = fd.explain(model).last_call
+        tokens = found[:, 90:]
+        drawn = torch.isin(tokens, torch.tensor(ends, device="cuda")).int().cumsum(1).roll(1, 1)
+        drawn[:, 0] = 0
+        with torch.no_grad():
+            logits = whole(found[:, :-1]).logits[:, 89:]
+        expected = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+        errors.append((log_probs.of(tokens) - expected)[drawn == 0].abs().max())
+    assert report.refilled == 56
+    assert report.captures <= 4
+    assert errors[1] <= 2 * errors[0]

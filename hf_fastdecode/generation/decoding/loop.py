@@ -1,7 +1,8 @@
 """Decoding of one call with shared context, by a loop that is step for step equivalent to transformers' own.
 
 Finished rows are compacted away, so step time tracks the active rows. On a GPU the host polls finished rows only every
-few steps, and undoes steps after the last row's end. A batch that does not fit in memory is split into smaller waves.
+few steps, and undoes steps after the last row's end. Where not all rows decode at once, by `max_rows` or by memory,
+waiting ones take the places of finished ones (`refill`), or decode in waves, one after another.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Refill:
         if order is not None:
             self.places, self.lengths = [self.places[at] for at in order], [self.lengths[at] for at in order]
         self._follow_places()
-        rows = torch.tensor(new, device=self.device)
+        rows = self._on_device(new)
         self._draw(rows, self.start.logits[rows.to(self.start.logits.device)], [0] * len(new))
         self.report.refilled += len(new)
         return steps
@@ -169,9 +169,13 @@ class Refill:
 
     def _follow_places(self) -> None:
         """Write to the device where each place's row is: its number, next column and next position."""
-        self._rows, lengths = torch.tensor([self.places, self.lengths], device="cpu").to(self.device)
+        self._rows, lengths = self._on_device([self.places, self.lengths])
         self._columns = self.width + lengths
         self._positions = self.start.positions[self._rows] + lengths - 1
+
+    def _on_device(self, numbers: list[int] | list[list[int]]) -> Tensor:
+        """Numbers in int64, by a copy for which the host does not wait."""
+        return torch.tensor(numbers, dtype=torch.long, device="cpu").to(self.device, non_blocking=True)
 
     def _grow(self, room: int) -> None:
         """Make room for so many tokens of each row."""
