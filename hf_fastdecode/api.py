@@ -245,7 +245,7 @@ def prefill(
 
     Returns:
         A cache with one row per prompt, in the given order. Any common prefix of at least `min_shared_tokens` (see
-        `enable`) is computed and stored once, unless layers have a state per row, which is kept for whole prompts.
+        `enable`) is computed and stored once; where layers have a state per row, if neighbours have it in common.
 
     Raises:
         ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
@@ -282,9 +282,10 @@ def _prefill(
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
-        if by_rows := bool(structure.layout.states):  # no two of them share
-            least = max(len(group.tokens) for group in groups) + 1
-            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
+        if by_rows := bool(structure.layout.states):
+            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
+            prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=True)
+            plan, rows = prompts.plan(), None
         else:
             plan, rows = _plan(groups, cache, options.min_shared_tokens)
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)

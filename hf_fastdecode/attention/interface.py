@@ -20,7 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import ATTENTION_FIELD
@@ -31,6 +35,8 @@ from .own_code import own_code_of
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
+
+_NOT_CAUSAL = "the model's mask is not plain causal attention"
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "logits_to_keep"),
@@ -71,11 +77,13 @@ class SharedKV(_NotATensor, ABC):
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
         device: Where keys and values are.
+        reads_latents: Whether it attends to latents, by queries that `patches.architectures.latent_attention` makes.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
     device: torch.device
+    reads_latents: bool = False
 
     def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
         """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""
@@ -105,6 +113,15 @@ class CausalMask(_NotATensor):
     def to(self, *args: Any, **kwargs: Any) -> CausalMask:
         """Itself."""
         return self
+
+
+class BidirectionalMask(_NotATensor):
+    """Returned by `shared_context_mask` for attention that hides nothing, which no layer over the cache may compute.
+
+    Decoders of the BART family make such a mask for an encoder also where they have none.
+    """
+
+    _what = "masks"
 
 
 @dataclass
@@ -265,6 +282,8 @@ def shared_context_attention(
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
         raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
+    if isinstance(attention_mask, BidirectionalMask):
+        raise Unsupported(_NOT_CAUSAL)
     if attention_mask is not None and not isinstance(attention_mask, SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
@@ -335,7 +354,8 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None.
+        with code that reads masks, a `CausalMask` in place of None. For attention that hides nothing, a
+        `BidirectionalMask`, which layers over the cache refuse.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -355,10 +375,12 @@ def shared_context_mask(
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
     added_in_stand_ins = own is not None and own.reads_masks
+    if mask_function is bidirectional_mask_function and not added_in_stand_ins:  # which would not see it
+        return BidirectionalMask()
     if (not allow_is_causal_skip and not added_in_stand_ins) or (
         local_size is None and mask_function is not causal_mask_function
     ):
-        raise Unsupported("the model's mask is not plain causal attention")
+        raise Unsupported(_NOT_CAUSAL)
     if window is None:
         return CausalMask() if added_in_stand_ins else None
     if not _slides(mask_function, window):

@@ -3,7 +3,8 @@
 Most attention classes hand what ``update`` returned to an attention function (`attention.interface`). Some compute
 with it themselves. Such an architecture registers methods that stand in for its own in passes over a shared-context
 cache, and what else differs. A missing flag alone (``_supports_attention_backend``) is an entry without methods.
-Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in.
+Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in, and code that keeps
+states elsewhere than in the cache (`OwnStates`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,24 @@ _HOME: Final = "transformers.models."
 
 
 @dataclass(frozen=True)
+class OwnStates:
+    """States that an architecture keeps outside of transformers' caches.
+
+    Stand-ins take them from the layer of the shared cache (`StateLayer.kept_states`), run the architecture's own code
+    on them, and give back those after the pass (`StateLayer.keep_states`).
+
+    Attributes:
+        count: States of each layer that has any.
+        continues: Whether a pass of several tokens continues from them.
+        beams: Whether transformers runs beam search with its own cache of them; where not, it raises.
+    """
+
+    count: int
+    continues: bool = False
+    beams: bool = True
+
+
+@dataclass(frozen=True)
 class OwnCode:
     """What an architecture needs beyond the attention interface.
 
@@ -27,6 +46,8 @@ class OwnCode:
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
             to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
+            ``forward`` names none; it hands them on, or stand-ins read those of the pass.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
         compares_name: Whether its attention code compares the attention implementation that its config names, which
@@ -34,16 +55,19 @@ class OwnCode:
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
+        states: Those that it keeps in a cache of its own class or in its modules, if it does.
     """
 
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
     reads_masks: bool = False
     takes_no_positions: bool = False
+    counts_padding: bool = False
     scales_from: Callable[[Any], int | None] = lambda config: None
     compares_name: bool = False
     counts_hidden: bool = False
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
+    states: OwnStates | None = None
 
 
 _known: dict[str, OwnCode] = {}

@@ -63,16 +63,16 @@ class StoredLayer:
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """Keys and values of the nodes."""
-        return {number: self.storage.keys_and_values(parts) for number, parts in self.storage.segments.items()}
+        """What is stored of the nodes, as the kernels read it."""
+        return {number: self.storage.read_by_kernels(parts) for number, parts in self.storage.segments.items()}
 
     @property
     def suffix(self) -> Segment | None:
-        """Keys and values of the suffixes, by storage row; None where they are stored in a layout of their own."""
+        """What is stored of the suffixes, by storage row; None where they are stored in a layout of their own."""
         if self.storage.captured_in_place:
             return None
         assert self.storage.suffix is not None  # allocated in update() or reserve()
-        return self.storage.keys_and_values(self.storage.suffix)
+        return self.storage.read_by_kernels(self.storage.suffix)
 
     @property
     def version(self) -> object:
@@ -85,21 +85,26 @@ class StoredLayer:
         Where processes divide them, those that this one stores.
         """
         state, before = self.state, self.state.suffixes.lengths
-        stored = self.storage.keys_and_values(self.storage.ordered_suffix(state.suffixes.origins))
+        stored = self.storage.read_by_steps(self.storage.ordered_suffix(state.suffixes.origins))
         lengths, seen = state.stored_suffixes(before.plus(appended)).on_host(), None
         if state.parallel is not None:
             own = (
                 torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.long().cpu()
             )
             seen = state.suffix_shard.counts(own[:, None] + 1 + torch.arange(appended, device="cpu"))
-        return ForestKV(self.stored_forest, self.segments, stored, lengths, seen)
+        return ForestKV(self.stored_forest, self._nodes, stored, lengths, seen)
+
+    @property
+    def _nodes(self) -> dict[int, Segment]:
+        """Keys and values of the nodes, for PyTorch's operators."""
+        return {number: self.storage.read_by_steps(parts) for number, parts in self.storage.segments.items()}
 
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
         """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
 
         By PyTorch's operators, in fp32.
         """
-        return nodes_attention(query, self.stored_forest, self.segments, scale, backend=self.state.torch_backend)
+        return nodes_attention(query, self.stored_forest, self._nodes, scale, backend=self.state.torch_backend)
 
     def of_all_processes(self, part: Partial) -> Partial:
         """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
@@ -120,8 +125,9 @@ class DecodeKV(SharedKV):
 
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer, self.parts = layer, parts
-        self.keys, self.values = layer.storage.keys_and_values(parts)
+        self.keys, self.values = layer.storage.read_by_kernels(parts)
         self.stored_window, self.device = layer.store.window, self.keys.device
+        self.reads_latents = layer.storage.holds_latents
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
@@ -186,7 +192,7 @@ class DecodeKV(SharedKV):
         reason = self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
-        if reason is not None or backend == "triton":
+        if reason is not None or backend == "triton" or self.reads_latents:  # PyTorch has no fused operator for them
             return reason is None
         return self._choice(query, scoring.window).name == KERNELS
 
@@ -201,7 +207,9 @@ class DecodeKV(SharedKV):
         """Report text: why the kernels were ruled out, or else the cost model's prediction."""
         if not self._chooses(query):
             return ""
-        return f"; {self._refusal(query, scoring) or self._choice(query, scoring.window)}"
+        if (reason := self._refusal(query, scoring)) is not None or self.reads_latents:
+            return f"; {reason}" if reason else ""
+        return f"; {self._choice(query, scoring.window)}"
 
     def _choice(self, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape
@@ -218,8 +226,9 @@ class PrefillKV(SharedKV):
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):
-        self.layer, self.whole = layer, layer.storage.keys_and_values(whole)
-        self.keys, self.values = layer.storage.keys_and_values(parts)
+        own = layer.storage.keys_and_values(parts)
+        self.layer, self.whole = layer, own if whole is parts else layer.storage.keys_and_values(whole)
+        self.keys, self.values = own
         self.stored_window, self.device = layer.store.window, self.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -276,7 +285,7 @@ class PrefillKV(SharedKV):
         if (row := state.suffix_rows.get(span.segment)) is not None:
             first = self.layer.forest.context_lengths[row]
             return storage.suffix_as_node(row, span, first, self.keys.dtype)
-        return storage.keys_and_values(storage.segments[span.segment]).view(span)
+        return storage.keys_and_values(storage.segments[span.segment].view(span))
 
     def _in_pass(self, name: InPass) -> Segment:
         """Keys and values of tokens of the pass that other processes compute."""

@@ -16,9 +16,10 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.own_code import OwnCode, own_code_of
+from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
+from .layers.latent import ExpandsLatents, kv_heads_of_kernels
 from .layers.own import AttendsByItself
 from .states_in_caches import STATES_IN_CACHES
 
@@ -47,7 +48,7 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
+PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT, Kind.OWN})
 """Kinds that store keys and values of every token, or of which nodes do."""
 
 STATEFUL: Final = "stateful"
@@ -77,7 +78,12 @@ _OF_WINDOWS: Final = {
     "head_dim": "swa_head_dim",
     "v_head_dim": "swa_v_head_dim",
 }
-
+# Fields of a decoder alone whose config is one of encoders too, where the others' are an encoder's.
+_OF_DECODERS: Final = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "num_key_value_heads": "decoder_attention_heads",
+}
 
 _FUSED: Final = ("query_key_value", "qkv_proj")
 """Names of projections to queries, keys and values at once."""
@@ -94,8 +100,8 @@ class Store:
         kind: What it holds.
         query_heads: Heads of the queries that read it, on this device.
         kv_heads: Heads of keys and values, on this device.
-        head_dim: Numbers of a head's key; of latents, those of a token.
-        value_dim: Numbers of a head's value.
+        head_dim: Numbers of a head's key; of latents, those of a token, which are all heads' key.
+        value_dim: Numbers of a head's value; of latents, the first of those of the key.
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
@@ -109,6 +115,11 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+
+    @property
+    def kernel_heads(self) -> int:
+        """KV heads as decode kernels see them."""
+        return kv_heads_of_kernels(self.query_heads) if self.kind is Kind.LATENT else self.kv_heads
 
     @property
     def group_size(self) -> int:
@@ -125,6 +136,8 @@ class Store:
     @property
     def numbers(self) -> int:
         """Numbers of a token's keys and values."""
+        if self.kind is Kind.LATENT:
+            return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
 
 
@@ -139,6 +152,8 @@ class ModelLayout:
         borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
+        expanding: Layers that make keys and values of latents, by index; of a model only, and where stand-ins know
+            them.
     """
 
     model_type: str
@@ -146,12 +161,13 @@ class ModelLayout:
     types: tuple[str, ...]
     borrowing: int = 0
     own: Mapping[int, AttendsByItself] = field(default_factory=dict)
+    expanding: Mapping[int, ExpandsLatents] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: Any) -> ModelLayout:
         """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
         text = config.get_text_config(decoder=True)
-        count = _number(text, "num_hidden_layers")
+        count = _number(text, _OF_DECODERS["num_hidden_layers"]) or _number(text, "num_hidden_layers")
         differ = getattr(text, "is_heterogeneous", False)  # layers have configs of their own
         each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
@@ -178,7 +194,7 @@ class ModelLayout:
         `modules` are the model's, where the caller has them already.
         """
         found = cls.from_config(model.config)
-        layers, own = list(found.layers), dict[int, AttendsByItself]()
+        layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         every: Iterable[Any] = model.modules() if modules is None else modules
@@ -188,6 +204,15 @@ class ModelLayout:
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
+            elif "expand_kv" in stand_ins_of(type(module)):
+                expanding[index] = module
+                part, outputs = _part(module.kv_b_proj, whole="kv_b_proj" in whole)
+                layers[index] = tuple(
+                    replace(store, query_heads=store.query_heads * part // outputs)
+                    if store.kind is Kind.LATENT
+                    else store
+                    for store in layers[index]
+                )
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
                 layers[index] = tuple(
                     _with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
@@ -195,7 +220,7 @@ class ModelLayout:
                 )
         if (code := own_code_of(type(model))) is not None:
             layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
-        return replace(found, layers=tuple(layers), own=own)
+        return replace(found, layers=tuple(layers), own=own, expanding=expanding)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
         """Each store with the index of its layer."""
@@ -267,13 +292,15 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
 
 def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.STATE:
+        if (own := own_code_of(type(config))) is not None and own.states is not None:
+            return Store(kind, states=own.states.count, continues=own.states.continues)
         count = _number(config, "number_of_conv_states") or 1
         return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
     if kind is Kind.OTHER:
         return Store(kind)
     if kind is Kind.LATENT:
-        width = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        return Store(kind, _number(config, "num_attention_heads"), 1, width)
+        latent, rest = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+        return Store(kind, _number(config, "num_attention_heads"), 1, latent + rest, latent)
     window = _window(config, kind)
     if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
         kind = Kind.FULL
@@ -282,7 +309,7 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
 
     def size(name: str) -> int:
         own = _number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
-        return own or _number(config, name)
+        return own or _number(config, _OF_DECODERS.get(name, name)) or _number(config, name)
 
     listed = _field(config, "num_attention_heads_per_layer")
     heads = listed[index] if listed else size("num_attention_heads")

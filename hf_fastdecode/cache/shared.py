@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from .accounting import CacheBytes, within
 from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.of_model import layers_of
-from .layers.state import end_of
+from .layers.state import StateLayer, end_of
 from .layout import ModelLayout, Store
 from .state import SharedState, Suffixes
 
@@ -28,10 +28,10 @@ class FirstPass(Protocol):
     """Replaces the first forward pass of a decoding loop: prefills an empty cache with its prompts.
 
     Attributes:
-        stock: Fallback cache for prompts that cannot share.
+        stock: Fallback cache for prompts that cannot share; None where the model makes its own.
     """
 
-    stock: Cache
+    stock: Cache | None
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Return the model's output for the pass's `arguments`; `forward` is the model's own method."""
@@ -178,7 +178,7 @@ class SharedContextCache(ForestCache):
             self._check_states(rows, queries)
         try:
             if not state.packed:
-                self._fork_states()
+                self.fork_states(self.state_layers)
             yield
             appended = {layer.appended for layer in self.attention_layers}
             if not appended and not state.packed:
@@ -223,11 +223,11 @@ class SharedContextCache(ForestCache):
         if self.suffix_length and any(layer.states is None for layer in layers):
             raise ValueError("a pass that failed has left rows of this cache without their states; make it again")
 
-    def _fork_states(self) -> None:
-        """Copy the states at the ends of paths to rows that have none of their own yet."""
+    def fork_states(self, layers: Sequence[StateLayer]) -> None:
+        """Copy the states at the ends of paths to rows that have none of their own yet, in these layers."""
         if self.state.forest is not None and not self.suffix_length:
             ends = [end_of(path) for path in self.forest.paths]
-            for layer in self.state_layers:
+            for layer in layers:
                 if layer.states is None:
                     layer.begin_rows(ends)
 
@@ -342,7 +342,7 @@ class SharedContextCache(ForestCache):
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
-        if self.first_pass is not None:
+        if self.first_pass is not None and self.first_pass.stock is not None:
             self.first_pass.stock.activate_past_recording()
 
     def reset(self) -> None:
@@ -379,7 +379,15 @@ def _is_count(number: Any) -> bool:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes allocated for keys and values by any transformers cache."""
+    """Bytes allocated for keys, values and states by any transformers cache."""
     if isinstance(cache, SharedContextCache):
         return cache.nbytes.allocated
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    parts = (part for layer in cache.layers for part in _parts(layer))
+    return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+
+def _parts(layer: Any) -> Iterator[Any]:
+    """What a layer of transformers' caches holds: None for what it has not computed."""
+    yield from (getattr(layer, name, None) for name in ("keys", "values"))
+    for name in ("conv_states", "recurrent_states"):
+        yield from getattr(layer, name, {}).values()

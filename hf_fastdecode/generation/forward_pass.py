@@ -45,6 +45,12 @@ def counts_positions(model: PreTrainedModel) -> bool:
     return _takes(type(model).forward, "position_ids")
 
 
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Whether the model's positions always count the padding of prompts, see `OwnCode.counts_padding`."""
+    own = own_code_of(type(model))
+    return own is not None and own.counts_padding
+
+
 def takes_shared_cache(model: PreTrainedModel) -> bool:
     """Whether the model takes its cache by the name that `generate` has for it."""
     return _takes(type(model).forward, CACHE)

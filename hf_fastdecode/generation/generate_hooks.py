@@ -214,7 +214,7 @@ def _prepare_cache_for_generation(
     cache = SharedContextCache(backend=call.options.backend)
     cache.first_pass = FirstPassPrompts(
         call,
-        stock=model_kwargs[CACHE],
+        stock=model_kwargs.get(CACHE),
         longest=max_cache_length + 1,
         loop=loop,
         checks_masks=users_loop is not None or call.returns_cache,

@@ -20,7 +20,7 @@ from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
-from ..cache.states_in_caches import STATES_IN_CACHES
+from ..cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
 from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
@@ -55,6 +55,9 @@ _KNOWN_ARGUMENTS = {
 OWN_METHOD: Final = "the model's own"
 """What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
 
+PADDING_IN_A_KEPT_CACHE: Final = "positions count the padding of prompts, and the call's cache would be kept"
+"""Why a call runs stock whose cache, which knows no padding, would serve other prompts that begin alike."""
+
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops or the first pass take it.
@@ -73,12 +76,15 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise Unsupported("encoder-decoder models are not accelerated yet")
-    _check_layout(layout)
+    own = own_code_of(type(model))
+    own_states = own is not None and own.states is not None
+    _check_layout(layout, keeps_states=own_states or layout.model_type in STATES_IN_CACHES)
+    if own_states and not layout.states:
+        raise Unsupported(f"the config of {name} does not say which layers have states, as newer transformers' does")
     if layout.states and not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
     if layout.states and not layout.per_token:
         return
-    own = own_code_of(type(model))
     said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
     if not said and own is None and not _attends_by_itself(model, layout):
         raise Unsupported(
@@ -86,15 +92,17 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    if not counts_positions(model) and not (own is not None and own.takes_no_positions):
+    if not counts_positions(model) and not (own is not None and (own.takes_no_positions or own.counts_padding)):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
 
 
-def _check_layout(layout: ModelLayout) -> None:
-    """Check that layers store keys and values of every token, states that the cache keeps, or nothing."""
+def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
+    """Check that layers store keys and values of every token, nothing, or states where the cache keeps these."""
     kinds, types = {store.kind for _, store in layout}, set[str]()
-    refused = {Kind.OTHER} if layout.model_type in STATES_IN_CACHES else {Kind.OTHER, Kind.STATE}
+    if (reason := STATES_NOT_SHARED.get(layout.model_type)) is not None:
+        raise Unsupported(reason)
+    refused = {Kind.OTHER} if keeps_states else {Kind.OTHER, Kind.STATE}
     for name, stores in zip(layout.types, layout.layers, strict=True):
         types |= {name for store in stores if store.kind in refused}
     if types:
@@ -103,7 +111,7 @@ def _check_layout(layout: ModelLayout) -> None:
         )
     if Kind.CROSS in kinds:
         raise Unsupported("it has cross attention")
-    if Kind.LATENT in kinds:
+    if any(store.kind is Kind.LATENT and index not in layout.expanding for index, store in layout):
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
     if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
         raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
@@ -151,6 +159,9 @@ def check_call(
         raise Unsupported("its layers have states, from which drafts cannot be removed")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
+    own = own_code_of(type(model))
+    if mode in _BEAM_MODES and own is not None and own.states is not None and not own.states.beams:
+        raise Unsupported(f"transformers does not reorder the states of {type(model).__name__} for beams, and raises")
     if config.is_assistant:
         raise Unsupported("the model assists another one")
     if config.use_cache is False:
@@ -258,6 +269,8 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    if structure.layout.expanding:
+        raise Unsupported("its layers store latents (multi-head latent attention), which are not divided yet", alone)
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)
@@ -352,6 +365,8 @@ def check_prompts(
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
             checks.append((attention_mask.all(), partial(Unsupported, padding)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
+    if own is not None and own.counts_padding:
+        expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if (ids := positions.ids) is not None and not positions.differ:
         comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
         right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)

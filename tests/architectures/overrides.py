@@ -77,6 +77,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": _CONV,
     "Lfm2VlForConditionalGeneration": {"text_config": _CONV},
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
+    "MiniCPM3ForCausalLM": {"scale_emb": 1, "dim_model_base": 64},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MoshiForConditionalGeneration": {"audio_encoder_config": _CODEC, "depth_decoder_config": {"input_size": 64}},
     "MuseSparkForConditionalGeneration": {"audio_config": {"hidden_sizes": [8, 16, 32, 64]}},

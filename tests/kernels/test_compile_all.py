@@ -33,5 +33,6 @@ def test_launches_on_a_pretended_gpu() -> None:
         "sampling",
         "slim_append",
         "slim_decode",
+        "state_steps",
         "stored_product",
     ]

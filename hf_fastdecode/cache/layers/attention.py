@@ -112,7 +112,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             parts = Segment._make(packed(part, places) for part in parts)
         self.storage.describe(suffix_parts or parts)
         if not self.is_initialized:
-            self.lazy_initialization(*self.storage.keys_and_values(parts))
+            self.lazy_initialization(*parts)
         handle: SharedKV
         if self.state.packed:
             require_dtype(parts[0].dtype, self.storage.node_example)

@@ -125,6 +125,10 @@ class KeepsStates(Protocol):
         """Forget the rows' states."""
         ...
 
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        ...
+
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         """Keep, at each of the new ends, what was at the old one, and nothing else."""
         ...
@@ -146,18 +150,33 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def states(self) -> States | None:
-        if not any(self.is_conv_states_initialized.values()):
+        if not any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values())):
             return None
         parts = (self.conv_states, self.recurrent_states)
         return States(*({number: one for number, one in part.items() if one is not None} for part in parts))
+
+    @property
+    def kept_states(self) -> tuple[Tensor, ...] | None:
+        """The rows' states that `keep_states` was given, in its order; None where rows have none yet."""
+        states = self.states
+        return None if states is None else tuple(states.recurrent[number] for number in sorted(states.recurrent))
+
+    def keep_states(self, states: Sequence[Tensor]) -> None:
+        """Store the rows' states after a pass, ``[rows, ...]`` each, of code that keeps them elsewhere (`OwnStates`).
+
+        They are copied, in place of those that rows have.
+        """
+        for number, one in enumerate(states):
+            if self.recurrent_states[number] is not one:
+                self.update_recurrent_state(one, number)
+            self.dtype, self.device = states[0].dtype, states[0].device
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()
         if all(end is None for end in ends):
             return
         states = self._copies(ends)
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
+        self.place(states)
         for number, one in states.conv.items():
             self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
             self.conv_kernel_size[number] = one.shape[-1]
@@ -220,8 +239,12 @@ class StateLayer(LinearAttentionLayer):
             for one, new in zip(states.tensors, chosen.tensors, strict=True):
                 one.copy_(new)
             return
-        self.conv_states.update(chosen.conv)
-        self.recurrent_states.update(chosen.recurrent)
+        self.place(chosen)
+
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
 
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)

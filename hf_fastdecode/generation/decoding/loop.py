@@ -204,7 +204,8 @@ class Loop:
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
         row_numbers = wave.rows  # the batch's row numbers in the call
-        synchronous = self.decisions.polls_synchronously or bool(cache.state_layers)  # whose steps cannot be undone
+        kept = bool(cache.state_layers) and self.call.returns_cache  # whose steps cannot be undone
+        synchronous = self.decisions.polls_synchronously or kept
         poller = FinishedRowPoller(self.prompts.device, synchronous=synchronous, draws=self.sampler.generator_draws)
         limit = stopping.max_length or self.call.config.max_length
         counted = len(wave.rows) > 1 and self._why_unsplittable() is None
@@ -266,7 +267,8 @@ class Loop:
             for steps in (wave.scores, wave.logits, wave.logprobs):
                 del steps[last:]
             poller.restore_generator(last)
-            cache.crop(-overrun)
+            if not cache.state_layers:  # which cannot go back, and nobody has the cache
+                cache.crop(-overrun)
         if wave.generator is not None:
             wave.generator = generator_state(self.prompts.device)
         wave.drawn = last

@@ -85,8 +85,7 @@ class Refill:
         self._follow_places()
         self._draw(self._rows, self.start.logits[: cache.rows], [0] * cache.rows)
         steps, step = self.make_steps(cache), 0
-        synchronous = bool(cache.state_layers)  # whose steps take longer than to ask the device
-        poller = FinishedRowPoller(self.device, synchronous=synchronous, draws=False)
+        poller = FinishedRowPoller(self.device, synchronous=False, draws=False)
         while True:
             mask = poller.poll(self.unfinished, step := step + 1)
             if max(self.lengths) >= self.new_tokens:  # whose suffixes must not grow further

@@ -1,9 +1,10 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, and
-layers with a state per row. Every prompt is a node, shared by its samples and beams; common beginnings of different
-prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its own, without padding,
-which would otherwise come between the state at the path's end and the prompt's next token.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
+that count the padding of prompts, and layers with a state per row. Every prompt is a node, shared by its samples and
+beams. What different prompts of text begin with is a node of its own where layers continue from its state. It runs
+first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it: without padding,
+which would come between the state and the next token, hence together with rests of the same length only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from ..._compat import keeps_logits
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass, input_device
-from .packed import PrefillPass
+from .packed import PrefillPass, stacked
 from .prompt_plan import PromptGroup, PromptPlan
 
 
@@ -56,13 +57,20 @@ class Rows(NamedTuple):
         here = rows.to(places.device) if isinstance(rows, Tensor) else rows
         return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :])
 
-    def last_tokens(self, count: int) -> Rows:
-        """The last tokens of one row, without padding."""
-        mask, width = self.attention_mask, self.inputs.shape[1]
-        shown = torch.arange(width, device="cpu") if mask is None else mask[0].nonzero().flatten()
-        last = shown[-count:]
-        places = self.position_ids[..., last.to(self.position_ids.device)]
-        return Rows(self.inputs[:, last.to(self.inputs.device)], None, places)
+    def tokens(self, firsts: Sequence[int], count: int) -> Rows:
+        """So many tokens of each row, from its token ``firsts[row]`` on; of rows with padding at the left alone."""
+        at = torch.tensor(firsts, device="cpu")
+        if self.attention_mask is not None:
+            at = at + self.attention_mask.bool().byte().argmax(1).cpu()
+        at = at[:, None] + torch.arange(count, device="cpu")  # [rows, count]
+        row, places = torch.arange(len(at), device="cpu")[:, None], self.position_ids
+        of_places = row if places.shape[-2] > 1 else torch.zeros_like(row)
+        inputs, device = self.inputs, places.device
+        return self._replace(
+            inputs=inputs[row.to(inputs.device), at.to(inputs.device)],
+            attention_mask=None,
+            position_ids=places[..., of_places.to(device), at.to(device)],
+        )
 
 
 def row_passes(
@@ -79,17 +87,18 @@ def row_passes(
 
     Args:
         cache: The cache the plan was made for; the tokens become its next segment.
-        plan: With a node for each prompt.
-        rows: The distinct rows, one for each of the plan's items.
+        plan: Of these rows, each a group.
+        rows: The distinct rows.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
     """
     cache.add_segment(plan.new_tokens)
     width, device = rows.inputs.shape[1], input_device(model)
-    for run in _passes(plan, max(1, max_tokens // width)):
-        part, items = rows.part(run), plan.items[run]
-        if items[0].context:
-            part = part.last_tokens(items[0].span.length)
+    for run, whole in _passes(plan, width, max_tokens):
+        items = [plan.items[number] for number in run]
+        part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
+        if not whole:
+            part = part.tokens([item.position for item in items], items[0].span.length)
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         name = "input_ids" if part.inputs.dim() == 2 else "inputs_embeds"
@@ -116,20 +125,29 @@ def row_passes(
     cache.set_forest(plan.forest, width)
 
 
+def counted_with_padding(width: int) -> Tensor:
+    """Positions of prompts that count padding: ``[1, width]`` int64, on the CPU."""
+    return torch.arange(width, device="cpu")[None]
+
+
 def _all_shown(inputs: Tensor) -> Tensor:
     """The mask ``[rows, width]`` of inputs without padding, bool, on the CPU."""
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-def _passes(plan: PromptPlan, at_once: int) -> Iterator[slice]:
-    """The items of each pass, by index: one that continues a path alone, others together."""
-    first, count = 0, len(plan.items)
-    while first < count:
-        stop = first + 1
-        while not plan.items[first].context and stop < min(count, first + at_once) and not plan.items[stop].context:
-            stop += 1
-        yield slice(first, stop)
-        first = stop
+def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[list[int], bool]]:
+    """The items of each pass, by index, and whether they are whole prompts: those first, then others by length.
+
+    An item comes after what it continues, whose context is a part of its own.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, (item, group) in enumerate(zip(plan.items, plan.groups, strict=True)):
+        whole = not item.context and plan.ends[group] == item.span.stop - 1
+        alike.setdefault((0, 0) if whole else (len(item.context), item.span.length), []).append(number)
+    for (_, length), numbers in sorted(alike.items()):
+        at_once = max(1, max_tokens // (length or width))
+        for first in range(0, len(numbers), at_once):
+            yield numbers[first : first + at_once], not length
 
 
 @torch.no_grad()
@@ -137,5 +155,7 @@ def prefill_rows(
     model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int
 ) -> Tensor:
     """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
-    passes = row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens)
-    return torch.cat([done.logits for done in passes])
+    known: dict[int | None, Tensor] = {}
+    for done in row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens):
+        known |= zip(done.wanted, done.logits, strict=True)
+    return stacked(model, [known[end] for end in plan.ends])

@@ -17,17 +17,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.utils import ModelOutput
 
-from ..._compat import CACHE
+from ..._compat import CACHE, with_cache
 from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..forward_pass import counts_positions
+from ..forward_pass import counts_padding, counts_positions
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, check_arguments, check_prompts
-from .by_rows import Rows, row_passes
+from ..support import OWN_METHOD, PADDING_IN_A_KEPT_CACHE, check_arguments, check_prompts
+from .by_rows import Rows, counted_with_padding, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
@@ -52,6 +51,7 @@ class _PlannedFirstPass(NamedTuple):
 
     Attributes:
         ids: ``[rows, width]``; of embeddings, see `_ids_of_embeddings`.
+        padded: Whether positions count the padding of prompts.
         by_rows: Whether prompts run by rows, see `by_rows`.
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
@@ -61,6 +61,7 @@ class _PlannedFirstPass(NamedTuple):
     ids: Tensor
     mask: Tensor | None
     positions: Positions
+    padded: bool
     by_rows: bool
     embeddings: Callable[[Tensor], Tensor] | None
     hidden: bool
@@ -72,7 +73,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and not self.positions.differ
+        return self.embeddings is None and not self.positions.differ and not self.padded
 
 
 @dataclass
@@ -80,14 +81,14 @@ class FirstPassPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
-        stock: The cache that transformers would have used.
+        stock: The cache that transformers would have used; None where the model makes its own.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
         checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
     """
 
     call: CallContext
-    stock: Cache
+    stock: Cache | None
     longest: int
     loop: str
     checks_masks: bool
@@ -103,15 +104,17 @@ class FirstPassPrompts:
             output = self._prefill(cache, arguments)
         if output is not None:
             return output
-        cache.become(self.stock)  # the loop may go on with the object that it was given
         self.call.ranks.watch.enter_foreign_loop()
+        if self.stock is None:
+            return forward(**with_cache(arguments, None))
+        cache.become(self.stock)  # the loop may go on with the object that it was given
         return forward(**arguments | {CACHE: cache})
 
-    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
+    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
+        ids, mask, positions, padded, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
@@ -130,13 +133,15 @@ class FirstPassPrompts:
             self.checks_masks,
             0 if positions.differ else positions.planes,
         )
+        cache.state.padded_width = width if padded else None
         report.cache = ref(cache)
         places = _places(groups, plan, width, wanted)
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows:
             inputs = ids if embeddings is None else arguments["inputs_embeds"]
-            distinct = Rows.of(inputs, mask, positions.ids).distinct(groups)
+            given = counted_with_padding(width) if padded else positions.ids
+            distinct = Rows.of(inputs, mask, given).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -149,9 +154,11 @@ class FirstPassPrompts:
             report.observe_nodes(cache)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
-        logits = torch.cat([done.logits for done in passes])
+        numbers, order = numbers.sort()
+        logits = torch.cat([done.logits for done in passes])[order.to(passes[0].logits.device)]
         rows = torch.tensor([group.count for group in groups], device="cpu")
-        fields: dict[str, Any] = {CACHE: cache}
+        kind: Any = type(passes[-1].output)
+        fields: dict[str, Any] = {CACHE: cache} if CACHE in kind.__dataclass_fields__ else {}
         fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
             every = _places(groups, plan, width, width)
@@ -163,7 +170,7 @@ class FirstPassPrompts:
             )
         reorders = call.config.num_beams is not None and call.config.num_beams > 1
         capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
-        return type(passes[-1].output)(**fields)
+        return kind(**fields)
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
@@ -178,26 +185,32 @@ class FirstPassPrompts:
         mask, width = arguments.get("attention_mask"), ids.shape[1]
         positions = reduced(arguments.get("position_ids"), mask)
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
-        counts = counts_positions(model) and positions.ids is None
-        if mask is not None and counts and not bool(mask.all()):
-            raise Unsupported("without position_ids, models count the padding of prompts in positions")
+        counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
+        padded = mask is not None and counts and not bool(mask.all())
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         states = bool(call.structure.layout.states)
-        by_rows = positions.differ or states
+        by_rows = positions.differ or padded or states
         if positions.differ:
             self._check_planes(hidden)
+        if padded and self.checks_masks:
+            raise Unsupported(PADDING_IN_A_KEPT_CACHE)
+        if padded and hidden:
+            raise Unsupported("output_hidden_states is not for positions that count the padding of prompts yet")
         if states and hidden:
             raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
         groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and not positions.differ
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
+        alike = not positions.differ and not padded
+        reuse = embeddings is None and alike
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
-        return _PlannedFirstPass(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
+        return _PlannedFirstPass(
+            ids, mask, positions, padded, by_rows, embeddings, hidden, wanted, groups, found, plan
+        )
 
     def _check_planes(self, hidden: bool) -> None:
         """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 from weakref import ref
 
@@ -17,7 +17,7 @@ from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
-from ...cache.layout import ModelLayout
+from ...cache.layout import Kind, ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described
@@ -51,6 +51,7 @@ def find_shared(
     *,
     recompute: int = 0,
     by_rows: bool = False,
+    alike: bool = False,
     reuse: bool = True,
     ahead: bool = False,
 ) -> Shared:
@@ -60,7 +61,9 @@ def find_shared(
         max_suffix: Maximum tokens appended per row.
         recompute: See `compare_prompts`.
         by_rows: Whether different prompts share nothing, see `by_rows`.
-        reuse: Whether the prefix store may be used, if the options allow it.
+        alike: Whether they nevertheless do where they begin alike and layers have states, see
+            `ComparedPrompts.from_ends`.
+        reuse: Whether stored tokens may be used: of the given cache, or if the options allow it, of the prefix store.
         ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
     Raises:
@@ -91,9 +94,11 @@ def find_shared(
                 f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
                 "part"
             )
+    if not reuse:
+        prompts = prompts.computed_anew()
     if base is not None:
         call.report.known_tokens = prompts.reused_lengths
-    if given is not None:
+    if given is not None and reuse:
         _warn_if_short_match(given, prompts)
         lengths = zip(prompts.stored_lengths, prompts.reused_lengths, strict=True)
         again = max(stored - reused for stored, reused in lengths)
@@ -103,10 +108,11 @@ def find_shared(
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
     if states:
-        prompts = prompts.from_ends(cache, continues=layout.continues_states)
+        prompts = replace(prompts, min_shared_tokens=options.min_shared_tokens)
+        prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
-    return Shared(cache, prompts, base is not None)
+    return Shared(cache, prompts, base is not None and reuse)
 
 
 class Planned(Protocol):
@@ -241,7 +247,7 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
         return None
     seconds = defaultdict[str, float](float)
     for store, layers in layout.distinct.items():
-        if not store.numbers:  # no prediction
+        if not store.numbers or store.kind is Kind.LATENT:  # no prediction: stock makes all keys anew in each step
             return None
         heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
         for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():

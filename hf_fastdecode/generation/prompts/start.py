@@ -15,11 +15,11 @@ from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
 from ..decoding.room import Logits, rows_that_fit
-from ..forward_pass import forward_pass, input_device
+from ..forward_pass import counts_padding, forward_pass, input_device
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import check_prompts, why_not_counted
-from .by_rows import Rows, prefill_rows
+from ..support import PADDING_IN_A_KEPT_CACHE, check_prompts, why_not_counted
+from .by_rows import Rows, counted_with_padding, prefill_rows
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -62,26 +62,33 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     with call.ranks.together():
-        groups = _checked_prompts(call, input_ids)
+        groups, padded = _checked_prompts(call, input_ids)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
     ahead, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
     width = input_ids.shape[1]
-    planned = planned_alike(call, partial(_planned, call, groups, width, ahead=ahead))
+    planned = planned_alike(call, partial(_planned, call, groups, width, padded, ahead=ahead))
     start = _begin(call, passes, planned, input_ids)
     if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
-        start = _begin(call, passes, planned_alike(call, partial(_planned, call, groups, width)), input_ids)
-    keep_nodes(call, start.cache)
+        start = _begin(call, passes, planned_alike(call, partial(_planned, call, groups, width, padded)), input_ids)
+    if padded:
+        call.report.observe_nodes(start.cache)
+    else:
+        keep_nodes(call, start.cache)
     return start
 
 
-def _checked_prompts(call: CallContext, input_ids: Tensor) -> list[PromptGroup]:
+def _checked_prompts(call: CallContext, input_ids: Tensor) -> tuple[list[PromptGroup], bool]:
+    """The groups of prompts, and whether their positions count padding."""
     ids, mask, planar = _on_host(input_ids, call.arguments.get("attention_mask"), call.positions)
     check_prompts(call.model, call.structure.layout, ids, mask, planar, longest=int(call.config.max_length))
     if planar.differ:  # this loop gives every step a position per row
         raise Unsupported(why_not_counted(call.model, planar))
-    return group_prompts(ids, mask)
+    padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
+    if padded and call.returns_cache:
+        raise Unsupported(PADDING_IN_A_KEPT_CACHE)
+    return group_prompts(ids, mask), padded
 
 
 class _Planned(NamedTuple):
@@ -90,18 +97,25 @@ class _Planned(NamedTuple):
     Attributes:
         unshared: Prompt tokens for suffixes, if any.
         rerun_last_token: Whether each prompt's last token is computed as the first decode step.
+        padded: Whether positions count the padding of prompts.
+        by_rows: Whether prompts run by rows, see `by_rows`.
     """
 
     found: Shared
     plan: PromptPlan
     unshared: UnsharedPrompts | None
     rerun_last_token: bool
+    padded: bool
+    by_rows: bool
 
 
-def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
+def _planned(
+    call: CallContext, groups: list[PromptGroup], width: int, padded: bool, *, ahead: bool = False
+) -> _Planned:
     max_suffix = int(call.config.max_length) - width
-    by_rows = bool(call.structure.layout.states)
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, ahead=ahead)
+    by_rows = padded or bool(call.structure.layout.states)
+    alike = not padded
+    found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
@@ -118,7 +132,7 @@ def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead:
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
-    return _Planned(found, plan, unshared, rerun_last_token)
+    return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows)
 
 
 def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_tokens: int) -> int:
@@ -132,7 +146,7 @@ def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_t
 
 def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: Tensor) -> Start:
     """Prefill what is not stored, or queue it on the device."""
-    found, plan, unshared, rerun_last_token = planned
+    found, plan, unshared, rerun_last_token, padded, by_rows = planned
     model, width, cache = call.model, input_ids.shape[1], found.cache
     begin_compiling_attention(call, plan.forest)
     if unshared is not None:
@@ -140,10 +154,13 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
     # Sent to the device before the prefill is queued there, behind which a transfer would wait.
     numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
-    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
+    next_places = [width] * len(numbers) if padded else plan.forest.context_lengths
+    positions, group_of_row = torch.tensor([next_places, numbers], device=input_ids.device)
     limit, length = call.max_prefill_tokens, width - rerun_last_token
-    if call.structure.layout.states:
-        rows = Rows.of(input_ids, call.arguments.get("attention_mask"), call.positions.ids)
+    if by_rows:
+        mask = call.arguments.get("attention_mask")
+        places = counted_with_padding(width) if padded else call.positions.ids
+        rows = Rows.of(input_ids, mask, places)
         logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])

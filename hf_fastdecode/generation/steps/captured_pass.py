@@ -101,7 +101,7 @@ class CapturedPass(CapturedStep):
             tokens = max(_FEWEST_ORIGINS, cache.suffix_length, cache.state.max_suffix or 0)
             capacity = 1 << (tokens - 1).bit_length()
             self._origins = torch.zeros(self.rows, capacity, dtype=torch.int32, device=self.ids.device)
-        view = CapturedCache(self.tables, cache, self._origins)
+        view = CapturedCache(self.tables, cache, self._origins, self._states_of(cache))
         view.position_planes = 0  # positions are given with their planes
         return view, lambda output: tuple(fields.take(model, output))
 
@@ -124,6 +124,7 @@ class CapturedPass(CapturedStep):
         """
         rows, tokens = ids.shape
         self._follow(cache)
+        self._load_states(cache)
         self.ids[:rows, :tokens].copy_(ids)
         self.positions[..., :rows, :tokens].copy_(positions)
         return [one[:rows, :tokens].clone() for one in self._graph.replay()]

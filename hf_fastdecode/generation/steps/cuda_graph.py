@@ -6,7 +6,7 @@ levels than the tables hold, a widest node that needs other launch parameters, c
 share, rows that outgrow a sliding window, or changes of the model's state.
 
 Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage
-moves.
+moves. States are in buffers that all captures share (`CapturedStates`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
+from ...cache.captured_states import CapturedStates, StatesOfACapture
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
 from ..structure import Structure
@@ -66,6 +67,7 @@ class CapturedStep:
     Args:
         cache: The batch to capture with; other batches can be loaded later.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
+        states: Buffers of layers with states; None if there are none.
 
     Attributes:
         in_place: Versions of the storages whose suffixes are captured in place; () if there are none.
@@ -80,9 +82,10 @@ class CapturedStep:
         options: CaptureOptions,
         compiled: CompiledLayers,
         pool: Any,
+        states: CapturedStates | None = None,
     ):
         device, queries = model.device, options.queries
-        self.rows, self.options = rows, options
+        self.rows, self.options, self.states = rows, options, states
         self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
         self.tables = TablesByShape(rows, self._alike(cache), cache.stored_forest, device, cache.state.make_tables)
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
@@ -117,17 +120,26 @@ class CapturedStep:
         """Run the step's passes and capture one."""
         assert self._make_graph is not None
         make, self._make_graph = self._make_graph, None
+        if self.states is not None:
+            self.states.release()  # which the first passes change
         self._graph = make()
 
     def _prepare(
         self, model: PreTrainedModel, cache: SharedContextCache
     ) -> tuple[CapturedCache, Callable[[Any], tuple[Tensor, ...]]]:
         """The view of a batch that the capture reads, and what it keeps of the model's output, contiguous."""
-        return CapturedCache(self.tables, cache), lambda output: (output.logits[:, -1].contiguous(),)
+        view = CapturedCache(self.tables, cache, states=self._states_of(cache))
+        return view, lambda output: (output.logits[:, -1].contiguous(),)
+
+    def _states_of(self, cache: SharedContextCache) -> list[StatesOfACapture]:
+        """The states that the step updates, of its layers that have some."""
+        if self.states is None:
+            return []
+        return [self.states.layer(number, self.rows) for number in range(len(cache.state_layers))]
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
-        if not self.reads(cache):
+        """Whether this batch can use the step: its windows, table sizes, states, and suffixes captured in place."""
+        if not self.reads(cache) or not (self.states is None or self.states.serve(self.rows, cache)):
             return False
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
         return (most is None or longest <= most) and self.tables.fits(cache.stored_forest)
@@ -152,7 +164,9 @@ class CapturedStep:
         for layer in cache.attention_layers:
             store = layer.store
             windowed = store.window is not None and longest > store.window
-            shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
+            heads = store.kernel_heads
+            group = store.query_heads // heads if heads else 1
+            shape = HeadShape(heads, group, store.head_dim, windowed, layer.storage.holds_latents)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
             without = layer.storage.captured_in_place or self.options.reordered
@@ -172,10 +186,16 @@ class CapturedStep:
         """
         count = len(ids)
         self._follow(cache)
+        self._load_states(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
         (logits,) = self._graph.replay()
         return logits[:count]
+
+    def _load_states(self, cache: SharedContextCache) -> None:
+        """Have the states of a batch where the step updates them."""
+        if self.states is not None:
+            self.states.load(cache, self.rows)
 
     def _follow(self, cache: SharedContextCache) -> None:
         layers = {layer.index: layer for layer in cache.attention_layers}

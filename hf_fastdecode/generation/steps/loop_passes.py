@@ -24,6 +24,7 @@ from ...errors import Unsupported, ran_out_of_memory
 from ...kernels.forest_decode.limits import MAX_QUERIES
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
+from ..forward_pass import takes_positions
 from ..identity import captured_state
 from ..model_walk import ModelWalk
 from ..model_watch import ModelWatch
@@ -88,6 +89,8 @@ class CapturedPasses:
         """End with the call, and report what ran."""
         cache.later_passes = None
         call, eager = self._call, self._eager
+        if call.returns_cache or self._watches:
+            self._captures.release_states()
         if not eager:
             return
         why, total = eager.most_common(1)[0][0], eager.total()
@@ -102,7 +105,7 @@ class CapturedPasses:
 
     def _refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
         """Why a pass cannot be captured, or None if no reason is known."""
-        model, ids, positions = self._model, arguments.get("input_ids"), arguments.get("position_ids")
+        model, ids, positions = self._model, arguments.get("input_ids"), self._positions(arguments)
         if self._captures.owner != threading.get_ident():
             return "it runs in another thread than generate"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(model.device.type):
@@ -134,7 +137,14 @@ class CapturedPasses:
                 return f"the argument {name!r} is a {type(value).__name__}"
         if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
             return "slim layers are captured with one token of each row, in order"
+        if cache.state_layers and ids.shape[1] > 1:
+            return "layers with states are captured with one token of each row"
         return self._check_model()
+
+    def _positions(self, arguments: dict[str, Any]) -> Any:
+        """The positions of a pass; some tensor of their shape for a model that takes none, with states alone."""
+        given = arguments.get("position_ids")
+        return arguments.get("input_ids") if given is None and not takes_positions(self._model) else given
 
     def _has_met(self, cache: SharedContextCache) -> bool:
         """Whether the cache's layers are those of the model."""
@@ -160,7 +170,7 @@ class CapturedPasses:
         return self._changed
 
     def _run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> tuple[ModelOutput | None, str | None]:
-        ids, positions, before = arguments["input_ids"], arguments["position_ids"], cache.suffix_length
+        ids, positions, before = arguments["input_ids"], self._positions(arguments), cache.suffix_length
         if positions.dim() == 2 and cache.position_planes:
             positions = positions.expand(cache.position_planes, -1, -1)
         extra = {name: value for name, value in arguments.items() if name not in _READ and name != CACHE}

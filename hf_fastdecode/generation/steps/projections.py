@@ -25,7 +25,7 @@ from ...plain_modules import is_linear
 from ..fused.products import RowProducts
 from .capture_memory import branch_streams
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
 """Names of sibling modules that are applied to the same input."""
 
 

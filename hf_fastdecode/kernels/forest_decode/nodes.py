@@ -91,8 +91,9 @@ def attend_nodes(
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    rest: int = 0,
 ) -> NodeWorkspace:
-    """Launch the node kernel; arguments as for `forest_decode`.
+    """Launch the node kernel; arguments as for `forest_decode`, and the numbers of a rotated key beside its latent.
 
     Raises:
         ValueError: A window is combined with the Hopper kernel.
@@ -102,7 +103,8 @@ def attend_nodes(
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
     if config.chain > 1 and (config.hopper or window is not None):
         raise ValueError(f"chains of {config.chain} nodes need the portable kernel and no window")
-    heads, queries, head_dim = query.shape[1:]
+    heads, queries, width = query.shape[1:]
+    head_dim = width - rest
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     workspace = NodeWorkspace(
         torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
@@ -142,6 +144,8 @@ def attend_nodes(
                 *strides,
                 **options,
                 BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+                REST=rest,
+                BLOCK_R=max(16, triton.next_power_of_2(rest)),
                 WINDOW=window is not None,
                 CHAIN=config.chain,
                 num_warps=config.warps,

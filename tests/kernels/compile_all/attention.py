@@ -42,6 +42,14 @@ def attend_everything() -> None:
         attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
 
 
+def attend_to_latents() -> None:
+    """Decode steps of multi-head latent attention."""
+    for (latent, rest), rows, queries in product(((512, 64), (256, 64), (256, 32)), (1, 7, 64), (1, 3)):
+        forest = Forest(rows, [Node(Span(0, 0, 8192), 0, rows)])
+        scoring = Scoring(0.1, None, None, None)
+        attend(torch.bfloat16, latent, 16, 2, forest, queries, scoring, rest)
+
+
 def deep_tree() -> Forest:
     """Eight levels of short nodes, which are read in chains."""
     levels = [(depth, 1 << depth) for depth in range(8)]
@@ -61,6 +69,7 @@ def attend(
     forest: Forest,
     queries: int,
     scoring: Scoring,
+    rest: int = 0,
 ) -> None:
     """One decode step of a layer, with suffixes that are short and long, in order and reordered."""
 
@@ -68,8 +77,8 @@ def attend(
         return torch.empty(shape, dtype=dtype, device=CUDA)
 
     rows = forest.rows
-    query = empty(rows, group * kv_heads, queries, head_dim)
-    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, head_dim)
+    query = empty(rows, group * kv_heads, queries, head_dim + rest)
+    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, rest or head_dim)
     if scoring.sinks is not None:
         scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
     addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
@@ -79,7 +88,8 @@ def attend(
         schedule = plan.schedule(programs)
         for origins in (None, empty(rows, 4096, dtype=torch.int32)):
             run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
-        attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
+        if not rest:
+            attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
 
 
 def attend_in_parts(
