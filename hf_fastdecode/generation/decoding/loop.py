@@ -388,7 +388,7 @@ def decode_shared(
 
     if call.returns_cache:  # the caller may keep it; taken while the device prefills
         start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)
-    with decode_context(model, len(input_ids)):
+    with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens
