@@ -186,8 +186,8 @@ class ForestCache(Cache):
     def restart_rows(self, paths: Mapping[int, Path]) -> None:
         """Begin rows anew, each behind its path of nodes and with an empty suffix, in the places of the rows so far.
 
-        Neither nodes nor other rows' suffixes are copied. Rows of one path should be neighbours, see `select_rows`. From
-        then on, ids of suffixes' tokens are not known.
+        Neither nodes nor other rows' suffixes are copied. Rows of one path should be neighbours, see `select_rows`.
+        From then on, ids of suffixes' tokens are not known.
 
         Args:
             paths: The paths, by row.
