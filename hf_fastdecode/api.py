@@ -61,6 +61,7 @@ def enable(
     min_shared_tokens: int = 32,
     min_saved_tokens: int = 64,
     max_prefill_tokens: int = 16384,
+    max_rows: int | None = None,
     reuse_prefix: bool | int = False,
     sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False,
     peer_timeout: float = 60,
@@ -96,6 +97,9 @@ def enable(
         min_saved_tokens: Calls in which sharing saves fewer stored tokens run stock, which is then faster, unless
             their steps are captured.
         max_prefill_tokens: Maximum tokens per prefill forward pass; longer contexts are prefilled in chunks.
+        max_rows: Most rows of a call, samples of all its prompts, that decode at once; the others wait. Calls that
+            return their cache, stream, or run processors or criteria of your own decode all at once, and raise if they
+            have more. None: as many as fit in memory.
         reuse_prefix: Keep the prompts' keys and values of recent calls, so that later calls prefill only new tokens:
             for prompts with a common prefix that arrive one at a time. ``True`` keeps up to 2 GiB, an integer that
             many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts of at
@@ -124,6 +128,7 @@ def enable(
         min_shared_tokens,
         min_saved_tokens,
         max_prefill_tokens,
+        max_rows,
         reuse_prefix,
         sequence_parallel,
         peer_timeout,

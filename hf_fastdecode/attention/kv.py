@@ -78,6 +78,13 @@ class SuffixLengths:
         """All suffixes of one length."""
         return cls(length, None, length)
 
+    @classmethod
+    def known(cls, per_row: Tensor) -> SuffixLengths:
+        """Lengths that the host knows, ``[rows]`` int32 on the CPU."""
+        lengths = per_row.tolist()
+        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        return cls(longest, None if shortest == longest else per_row, shortest)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SuffixLengths):
             return NotImplemented

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..attention.forest import Forest
+from ..attention.forest import Forest, Path
 from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
 from .layers.cross import EncodedInputs, begin_of
@@ -185,6 +185,31 @@ class ForestCache(Cache):
         self.state.suffixes.select(chosen, before, self._storages, self.state.suffix_shard)
         for layer in self.state_layers:
             layer.select_rows(chosen)
+
+    def restart_rows(self, paths: Mapping[int, Path]) -> None:
+        """Begin rows anew, each behind its path of nodes and with an empty suffix, in the places of the rows so far.
+
+        Neither nodes nor other rows' suffixes are copied. Rows of one path should be neighbours, see `select_rows`.
+        From then on, ids of suffixes' tokens are not known.
+
+        Args:
+            paths: The paths, by row.
+
+        Raises:
+            IndexError: There is no such row.
+            ValueError: Layers have states, and none at the end of a path.
+        """
+        if out_of_range := [row for row in paths if not 0 <= row < self.rows]:
+            raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
+        rows = torch.tensor(list(paths), dtype=torch.long, device="cpu")
+        for states in self.state_layers:
+            states.restart_rows(rows, [end_of(path) for path in paths.values()])
+        padding = self.state.padded_length - self.state.longest_row
+        before = self.forest.paths
+        if any(before[row] != path for row, path in paths.items()):
+            self.state.forest = Forest.from_paths([paths.get(row, path) for row, path in enumerate(before)])
+        self.state.suffixes.restart(rows, self.rows, self._storages)
+        self.state.padded_length = self.state.longest_row + padding
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``i`` by row ``beam_idx[i]``."""

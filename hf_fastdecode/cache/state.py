@@ -103,10 +103,8 @@ class Suffixes:
         """Suffixes that begin with these tokens of prompts, ``[length]`` int64 for each row, on the CPU."""
         suffixes, lengths = cls(), [len(own) for own in tokens]
         suffixes.ids = SuffixIds((pad_sequence(list(tokens), batch_first=True),))
-        shortest, longest = min(lengths), max(lengths)
-        suffixes.longest_prompt = longest
-        per_row = None if shortest == longest else torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        suffixes.lengths = SuffixLengths(longest, per_row, shortest)
+        suffixes.lengths = SuffixLengths.known(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
+        suffixes.longest_prompt = suffixes.longest
         return suffixes
 
     @property
@@ -143,8 +141,8 @@ class Suffixes:
         if counts.is_cuda:
             self.lengths = SuffixLengths(bound, left)
         else:
-            shortest, bound = min(left.tolist(), default=0), max(left.tolist(), default=0)
-            self.lengths = SuffixLengths(bound, None if shortest == bound else left, shortest)
+            self.lengths = SuffixLengths.known(left)
+            bound = self.longest
         self.ids = self.ids.first(bound)
         if self.origins is None:
             return
@@ -165,13 +163,25 @@ class Suffixes:
         self.ids = self.ids.select(rows)
         per_row = self.lengths.per_row
         if per_row is not None:
-            self.lengths = SuffixLengths(self.longest, per_row[rows.to(per_row.device)], self.lengths.shortest)
+            kept = per_row[rows.to(per_row.device)]
+            bounds = self.longest, kept, self.lengths.shortest
+            self.lengths = SuffixLengths(*bounds) if kept.is_cuda else SuffixLengths.known(kept)
         if per_row is not None or len(rows) != before:
             self._copy_rows(rows, storages)
         elif self.longest and storages:  # a model with states alone has none
             if self.origins is None:
                 self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device, shard)
             self.origins.select(rows)
+
+    def restart(self, rows: Tensor, before: int, storages: Sequence[TokenStorage]) -> None:
+        """Empty the suffixes of these rows, ``[rows]`` int64 on the CPU, of `before` in all.
+
+        Ids of tokens are not known from then on.
+        """
+        counts = torch.zeros(before, dtype=torch.int64, device="cpu")
+        counts[rows] = self.per_row(before)[rows]
+        self.drop(counts, storages)
+        self.ids = SuffixIds()
 
     def _copy_rows(self, rows: Tensor, storages: Sequence[TokenStorage]) -> None:
         for storage in storages:

@@ -153,6 +153,13 @@ class TokenStorage:
         with torch.inference_mode(False), torch.no_grad():  # as `_allocate`
             return Segment._make(torch.cat(parts, dim=1) for parts in zip(*views, strict=True))
 
+    def grown_capacity(self, tokens: int, most: int | None) -> int:
+        """Tokens per suffix that `grow` makes room for."""
+        if self.suffix is not None and tokens <= self.capacity:
+            return self.capacity
+        capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
+        return capacity if most is None else max(tokens, min(capacity, most))
+
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
         """Allocate capacity for `tokens` suffix tokens per row, doubling when full; returns whether storage moved.
 
@@ -162,9 +169,7 @@ class TokenStorage:
         """
         if self.suffix is not None and tokens <= self.capacity:
             return False
-        capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
-        if most is not None:
-            capacity = max(tokens, min(capacity, most))
+        capacity = self.grown_capacity(tokens, most)
         grown = _map(like, lambda part: _allocate(part, (rows, part.shape[-3], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]

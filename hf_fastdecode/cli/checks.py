@@ -29,13 +29,18 @@ def check_choice(option: str, given: Iterable[str], known: Collection[str]) -> l
 
 
 def check_enable_options(
-    *, mode: str = "auto", backend: str = "auto", sampler: str = "auto", fuse_projections: str | bool = "auto"
+    *,
+    mode: str = "auto",
+    backend: str = "auto",
+    sampler: str = "auto",
+    fuse_projections: str | bool = "auto",
+    max_rows: int | None = None,
 ) -> None:
     """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment."""
     try:
-        Options(mode=mode, backend=backend, sampler=sampler, fuse_projections=fuse_projections)
+        Options(mode=mode, backend=backend, sampler=sampler, fuse_projections=fuse_projections, max_rows=max_rows)
     except ValueError as error:
-        text = str(error).replace("fuse_projections", "fuse-projections")
+        text = str(error).replace("fuse_projections", "fuse-projections").replace("max_rows", "max-rows")
         raise InputError(text if text.startswith("$") else f"--{text}") from error
 
 

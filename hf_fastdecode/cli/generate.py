@@ -73,7 +73,7 @@ def generate(
 
     Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Only
     the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
-    `--mode`, `--backend`, `--sampler` and `--fuse-projections` are arguments of `hf_fastdecode.enable`.
+    `--mode`, `--backend`, `--sampler`, `--fuse-projections` and `--max-rows` are arguments of `hf_fastdecode.enable`.
 
     Examples:
 

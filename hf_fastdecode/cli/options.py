@@ -114,6 +114,9 @@ class EnableOptions:
         str,
         typer.Option(help="Compute products of one input together, in captured steps: auto, true or false."),
     ] = "auto"
+    max_rows: Annotated[
+        int | None, typer.Option(help="Most completions drawn at once; the others wait.", show_default="all that fit")
+    ] = None
 
     def arguments(self) -> dict[str, Any] | None:
         """Arguments of `enable`, checked; None to run stock."""
@@ -127,10 +130,10 @@ class EnableOptions:
         return found
 
 
-def refuse_with_stock(**options: str) -> None:
-    """Refuse options of `enable` that are not ``auto``, where stock transformers runs."""
+def refuse_with_stock(**options: str | int | None) -> None:
+    """Refuse options of `enable` that were given, where stock transformers runs."""
     for name, value in options.items():
-        if value != "auto":
+        if value not in ("auto", None):
             option = f"--{name.replace('_', '-')} {value}"
             raise InputError(f"{option} is for hf_fastdecode, and --stock runs without it; leave one out")
 

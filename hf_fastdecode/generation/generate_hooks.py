@@ -224,6 +224,8 @@ def _prepare_cache_for_generation(
         check_sequence_parallel(model, structure, longest=max_cache_length + 1)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
+        if loop is not None and generation_config.cache_implementation == "static":
+            raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")

@@ -49,6 +49,7 @@ class Options:
     min_shared_tokens: int = 32
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
+    max_rows: int | None = None
     reuse_prefix: bool | int = False
     sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False
     peer_timeout: float = 60
@@ -60,8 +61,9 @@ class Options:
 
     @property
     def forced(self) -> list[str]:
-        """Options not left at ``auto``, formatted as ``name=value``."""
-        return [f"{name}={getattr(self, name)!r}" for name in CHOICES if getattr(self, name) != "auto"]
+        """Options that a call fulfils or raises, not left at their default, formatted as ``name=value``."""
+        forced = [f"{name}={getattr(self, name)!r}" for name in CHOICES if getattr(self, name) != "auto"]
+        return forced if self.max_rows is None else [*forced, f"max_rows={self.max_rows}"]
 
     @property
     def needs_capture(self) -> str | None:
@@ -101,6 +103,9 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        rows = self.max_rows
+        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+            raise ValueError(f"max_rows must be an integer of at least 1, or None for no bound, got {rows!r}")
         seconds = self.peer_timeout
         if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= _SHORTEST_TIMEOUT:
             raise ValueError(f"peer_timeout must be a number of at least {_SHORTEST_TIMEOUT} seconds, got {seconds!r}")

@@ -75,7 +75,11 @@ class CallReport:
         sampler_reason: Reason for the sampler.
         captures: CUDA graphs captured in this call.
         compactions: Number of times finished rows were compacted away.
-        waves: Number of parts the batch was split into to fit in memory; 0 if not split.
+        waves: Number of parts of the batch that decoded one after another, by `max_rows` or to fit in memory; 0 if not
+            split.
+        rows_at_once: Most rows that decoded at once, if not all did; else 0.
+        waves_reason: Why these were waves; empty if waiting rows took the places of finished ones.
+        refilled: Number of rows that did.
         ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
         inputs: Distinct inputs of the model's encoder, whose keys and values decoders read; 0 without an encoder.
         input_bytes: Bytes of these in all layers.
@@ -110,6 +114,9 @@ class CallReport:
     captures: int = 0
     compactions: int = 0
     waves: int = 0
+    rows_at_once: int = 0
+    waves_reason: str = ""
+    refilled: int = 0
     ranks: int = 1
     inputs: int = 0
     input_bytes: int = 0
@@ -219,9 +226,17 @@ class CallReport:
         counts = {
             "CUDA graphs captured": self.captures,
             "compactions of finished rows": self.compactions,
-            "waves, since not all rows fit in memory": self.waves,
+            "waves of rows, one after another": self.waves,
         }
-        return [f"  {what}: {count}" for what, count in counts.items() if count]
+        lines = [f"  {what}: {count}" for what, count in counts.items() if count]
+        if self.rows_at_once:
+            how = (
+                f"in waves: {self.waves_reason}"
+                if self.waves_reason
+                else f"{self.refilled} in places of finished ones"
+            )
+            lines.append(f"  rows at once: {self.rows_at_once} of {self.rows}, {how}")
+        return lines
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,7 @@ def check_call(
         raise Unsupported("use_cache=False")
     if config.output_attentions:
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
-    if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
-        raise Unsupported(f"cache_implementation={config.cache_implementation!r} was requested")
+    _check_cache_implementation(config)
     cache, cross = arguments.get(CACHE), bool(structure.layout.cross)
     if cache is not None and not isinstance(cache, SharedContextCache):
         raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
@@ -207,6 +206,16 @@ def check_call(
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
         )
+
+
+def _check_cache_implementation(config: GenerationConfig) -> None:
+    """Check that the kind of cache that was requested may be another one: None and dynamic, and a static one if only
+    its memory and speed are wanted."""
+    kind = config.cache_implementation
+    if kind in (None, "dynamic") or (kind == "static" and not config.return_dict_in_generate):
+        return
+    returned = ", and return_dict_in_generate returns that cache" if kind == "static" else ""
+    raise Unsupported(f"cache_implementation={kind!r} was requested{returned}")
 
 
 def check_states(structure: Structure) -> None:

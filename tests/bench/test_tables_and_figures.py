@@ -197,6 +197,14 @@ def test_table_of_generate():
     assert lines[-1].endswith("; ms/step, medians.")
 
 
+def test_table_of_rows_most_of_which_end_early():
+    rows = [row | {"total_s": "12.5", "tokens_per_s": "2048"} for row in generate_rows("~4")]
+    lines = generate.generate_tables(rows).splitlines()
+    assert lines[0] == "| model | context | n | mean tokens, of at most | way | whole call | tokens/s |"
+    assert "| 12.50 s | 2,048 |" in lines[2]
+    assert "| 4 of " in lines[2]
+
+
 def test_table_of_rows_that_finish():
     whole, apart = list(generate_rows("65-65")), list(generate_rows("16-65"))
     for row in apart:

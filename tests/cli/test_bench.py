@@ -372,6 +372,10 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
         ("tables --table bifurcated-1 --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
         ("generate --way stock+a=b --shape tiny", "options are written NAME=VALUE behind one of ours"),
         ("generate --finish 99", "--finish must be between 1 and --new-tokens 64, got 99"),
+        (
+            "generate --finish-mean 99",
+            "--finish-mean must be between 1 and --new-tokens 64, without --finish and --tree, got 99",
+        ),
         ("generate --tree 24x8", "a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got '24x8'"),
         ("generate --tree 9+8x5x2 --finish 9", "--finish is for --point: rows of a --tree all run to the end"),
         ("tables --table nosuch", "--table must be one of bifurcated-1,"),

@@ -25,7 +25,14 @@ from .calls import PROMPT, SAMPLING, both
 STOCK = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "no-cache": ({"use_cache": False}, "use_cache"),
-    "static-cache": ({"cache_implementation": "static"}, "cache_implementation"),
+    "static-cache": (
+        {"cache_implementation": "static", "return_dict_in_generate": True},
+        "cache_implementation='static' was requested, and return_dict_in_generate returns that cache",
+    ),
+    "static-cache-of-beams": (
+        {"cache_implementation": "static", "do_sample": False, "num_beams": 4},
+        "cache_implementation='static' was requested for the loop of generation mode 'beam_search'",
+    ),
     "prompt-lookup": ({"prompt_lookup_num_tokens": 3, "num_return_sequences": 1}, "save 0 tokens"),
     "one-row": ({"num_return_sequences": 1}, "save 0 tokens"),
 }
@@ -48,6 +55,12 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
     assert call.reason in told[0]
     sequences = [out if isinstance(out, torch.Tensor) else out.sequences for out in (stock, shared)]
     assert torch.equal(*sequences)
+
+
+def test_a_static_cache_that_nobody_gets_is_a_shared_one(model):
+    stock, shared, call = both(model, lambda: SAMPLING | {"cache_implementation": "static"})
+    assert call.path == "shared"
+    assert torch.equal(shared, stock)
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])

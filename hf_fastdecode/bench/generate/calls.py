@@ -21,6 +21,7 @@ import hf_fastdecode as fd
 
 from ...cache.accounting import KVSizes
 from ...cache.layout import ModelLayout
+from ...generation.decoding.stopping import RowLengthCriteria
 from ...measurement.calls import collect
 from ...measurement.runner import NotAvailableError
 from ...measurement.shapes import SHAPES, random_model
@@ -88,23 +89,6 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     return KVSizes.from_config(config).bytes_per_token(model.dtype.itemsize)
 
 
-class RowsFinish(StoppingCriteria):
-    """Ends each row after its own number of drawn tokens, `lengths`.
-
-    It calls itself an end-of-sequence criterion, so that finished rows are padded and may be compacted away; it is
-    asked about all rows to the end.
-    """
-
-    def __init__(self, prompt_length: int, lengths: list[int], device: torch.device):
-        self.prompt_length = prompt_length
-        self.lengths = torch.tensor(lengths, device=device)
-        self.eos_token_id = torch.tensor([-1], device=device)
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Bool ``[rows]`` for ids ``[rows, length]``."""
-        return input_ids.shape[1] - self.prompt_length >= self.lengths
-
-
 def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
     """Random ids ``[1, context]``; of a tree ``[problems, context]``, no two of which go on alike after what all
     share."""
@@ -131,10 +115,10 @@ def caller(
         raise NotAvailableError(f"it takes one sample, got {case.samples}")
     ids = prompt(model, case)
     extra: dict[str, Any] = {}
-    criteria = [stopping] if stopping is not None else []
+    criteria: list[StoppingCriteria] = [stopping] if stopping is not None else []
     if case.finish:
         extra["pad_token_id"] = 0
-        criteria.append(RowsFinish(case.context, case.lengths(), model.device))
+        criteria.append(RowLengthCriteria(case.context, torch.tensor(case.lengths(), device=model.device)))
     if criteria:
         extra["stopping_criteria"] = StoppingCriteriaList(criteria)
 

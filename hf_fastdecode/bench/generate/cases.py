@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count, pairwise
-from math import gcd
+from math import gcd, log
 from typing import Any
 
 from ...generation.options import CHOICES, Options
@@ -130,8 +130,9 @@ class GenerateCase:
     Attributes:
         shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
         dtype: Dtype of weights and cache.
-        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. Empty: every row
-            runs to the end.
+        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. ``~MEAN``: after
+            MEAN tokens on average, spread as where each token may be the last, the longest after `new_tokens`. Empty:
+            every row runs to the end.
         tree: The prompts, when there are several that share; `context` tokens each, `samples` rows in all.
     """
 
@@ -160,16 +161,24 @@ class GenerateCase:
     @property
     def finish_bounds(self) -> tuple[int, int]:
         """Tokens of the first row to end and of the last."""
-        if not self.finish:
-            return self.new_tokens, self.new_tokens
+        if not self.finish or self.finish_mean:
+            return self.finish_mean or self.new_tokens, self.new_tokens
         first, _, last = self.finish.partition("-")
         return int(first), int(last)
 
+    @property
+    def finish_mean(self) -> int:
+        """Tokens after which rows end on average, if `finish` says so; else 0."""
+        return int(self.finish[1:]) if self.finish.startswith("~") else 0
+
     def lengths(self) -> list[int]:
-        """Tokens that each row draws: spread evenly, in an order that is the same each time."""
+        """Tokens that each row draws: the longest first, then in an order that is the same each time."""
         first, last = self.finish_bounds
         steps = max(1, self.samples - 1)
         spread = [last - (last - first) * index // steps for index in range(self.samples)]
+        if mean := self.finish_mean:
+            shares = ((index + 0.5) / self.samples for index in range(self.samples))
+            spread = [last, *(min(last, max(1, round(-mean * log(share)))) for share in shares)][: self.samples]
         stride = next(step for step in count(self.samples // 2 + 1) if gcd(step, self.samples) == 1)
         return [spread[index * stride % self.samples] for index in range(self.samples)]
 

@@ -96,7 +96,8 @@ class GenerateBench:
             prefills, decodes, whole = prefill_and_decode(
                 model, call, most, repeats=self.repeats, budget_s=self.budget_s
             )
-            memory = {} if way.batch else self._memory(model, case, way, call)
+            parts = way.batch or "max_rows" in (way.enable or {})  # of which no call returns its cache
+            memory = {} if parts else self._memory(model, case, way, call)
             ran = None if way.enable is None else what_ran(model)
         memory["peak_bytes"] = peak_over(self.device, before)
         drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples

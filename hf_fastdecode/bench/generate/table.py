@@ -68,7 +68,7 @@ def finish_table(rows: Sequence[Measurement]) -> str:
     """Seconds of decoding when rows finish one after another, beside all rows running to the end, if measured."""
     pairs: dict[tuple[str, ...], dict[bool, Measurement]] = {}
     for row in rows:
-        if row.get("finish"):
+        if "-" in row.get("finish", ""):
             first, _, last = row["finish"].partition("-")
             key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "way"))
             pairs.setdefault(key, {})[first == last] = row
@@ -83,8 +83,22 @@ def finish_table(rows: Sequence[Measurement]) -> str:
     return markdown(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"], lines) if lines else ""
 
 
+def many_rows_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of whole calls whose rows mostly end early, and tokens a second, in each way."""
+    lines = []
+    for row in rows:
+        seconds = float(row["total_s"]) if row["status"] == "ok" else None
+        shown = [f"{seconds:.2f} s", f"{float(row['tokens_per_s']):,.0f}"] if seconds else [row["status"], ""]
+        mean = row["finish"].removeprefix("~")
+        lines.append([row["shape"], *_point(row), f"{mean} of {row['new_tokens']}", row["way"], *shown])
+    names = ["model", "context", "n", "mean tokens, of at most", "way", "whole call", "tokens/s"]
+    return markdown(names, lines, f"{where_measured(rows)}; medians, or of one timed call.")
+
+
 def generate_tables(rows: Sequence[Measurement]) -> str:
-    """Both tables, the second where rows finish one after another."""
+    """Both tables, the second where rows finish one after another; or that of rows most of which end early."""
+    if all(row.get("finish", "").startswith("~") for row in rows):
+        return many_rows_table(rows)
     return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
 
 

@@ -114,7 +114,7 @@ class SamplingBench:
         return found | {"times": times}
 
     def _transformers(self, case: SamplingCase) -> Times:
-        sampler = TransformersSampler(processors_of(case), do_sample=not case.greedy)
+        sampler = TransformersSampler(processors_of(case), do_sample=not case.greedy, rows=case.rows)
         sets = cycle(self._logits(case))
         rows = torch.arange(case.rows, device=self.device)
         ids = torch.zeros(case.rows, 1, dtype=torch.int64, device=self.device)

@@ -114,6 +114,13 @@ class KeepsStates(Protocol):
         """Replace row ``i`` by row ``rows[i]``, int64 on the CPU: in place, unless the number of rows changes."""
         ...
 
+    def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
+        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
+
+        Raises ValueError if one has no state there.
+        """
+        ...
+
     def drop_rows(self) -> None:
         """Forget the rows' states."""
         ...
@@ -175,16 +182,9 @@ class StateLayer(LayerOfOwnStates):
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()
-        known = [self.ends.get(end) for end in ends if end is not None]
-        if not known:
+        if all(end is None for end in ends):
             return
-        if len(known) < len(ends) or None in known:
-            raise ValueError(
-                "the state at the end of a row is not known: a cache of this model can be continued where prompts or "
-                "completions end, but not between"
-            )
-        with _writable():
-            states = States.joined([one for one in known if one is not None])
+        states = self._copies(ends)
         self.place(states)
         for number, one in states.conv.items():
             self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
@@ -192,6 +192,25 @@ class StateLayer(LayerOfOwnStates):
             self.dtype, self.device = one.dtype, one.device
         for number in states.recurrent:
             self.is_recurrent_states_initialized[number] = True
+
+    def _copies(self, ends: Sequence[End | None]) -> States:
+        known = [None if end is None else self.ends.get(end) for end in ends]
+        if None in known:
+            raise ValueError(
+                "the state at the end of a row is not known: a cache of this model can be continued where prompts or "
+                "completions end, but not between"
+            )
+        with _writable():
+            return States.joined([one for one in known if one is not None])
+
+    def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
+        states = self.states
+        if states is None:  # rows have none of their own yet
+            return
+        copies = self._copies(ends)
+        with _writable():
+            for one, new in zip(states.tensors, copies.tensors, strict=True):
+                one.index_copy_(0, rows.to(one.device), new)
 
     def keep(self, ends: Sequence[End]) -> None:
         states = self.states

@@ -50,6 +50,10 @@ def generate(
             help="Measure twice: rows that end one after another, from so many tokens on, and all rows to the end."
         ),
     ] = None,
+    finish_mean: Annotated[
+        int | None,
+        typer.Option(help="Rows end one after another, most of them early: after so many tokens on average."),
+    ] = None,
     way: Annotated[
         list[str] | None,
         typer.Option(
@@ -96,6 +100,8 @@ def generate(
         hf-fastdecode bench generate --shape 7b-mha --point 2048x16 --point 8192x128 --plot
         hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf --point 8192x32 --way stock --way compile
         hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 --new-tokens 256 --finish 16 --way shared
+        hf-fastdecode bench generate --shape 8b-gqa --point 1024x1024 --new-tokens 768 --finish-mean 100 \
+            --way graph --way graph+max_rows=256
         hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 --way graph --way graph+min_shared_tokens=801
 
     The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
@@ -106,7 +112,11 @@ def generate(
         raise InputError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
         raise InputError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
+    if finish_mean is not None and (tree or finish is not None or not 1 <= finish_mean <= new_tokens):
+        rest = f"between 1 and --new-tokens {new_tokens}, without --finish and --tree, got {finish_mean}"
+        raise InputError(f"--finish-mean must be {rest}")
     finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
+    finishes = finishes if finish_mean is None else [f"~{finish_mean}"]
     ways = way or list(DEFAULT_WAYS)
     check_ways(ways, WAYS)
     check_dtype(dtype, auto=False)

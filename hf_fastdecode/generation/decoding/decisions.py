@@ -16,6 +16,7 @@ from transformers import StoppingCriteriaList
 
 from ...cache.shared import SharedContextCache
 from ...parallel.agreement import NoRoomError, Ranks
+from .room import suffixes_may_grow
 from .sampling import Drawn, Sampler
 from .stopping import Stopping
 
@@ -28,7 +29,7 @@ class Decisions:
         ranks: The processes of the model.
         can_compact: Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom
             processors.
-        watched: Whether a streamer, or custom processors or criteria, see every step.
+        needs_all_rows: Whether a streamer, or custom processors or criteria, see all rows at every step.
         polls_synchronously: Whether to poll at every step: custom code must not see undone steps, and time limits
             count device time.
         by_rank_0: Whether rank 0 decides which rows end, because others could see it differently.
@@ -37,7 +38,7 @@ class Decisions:
 
     ranks: Ranks
     can_compact: bool
-    watched: bool
+    needs_all_rows: bool
     polls_synchronously: bool
     by_rank_0: bool
     keeps_logprobs: bool
@@ -55,14 +56,14 @@ class Decisions:
     ) -> Decisions:
         """Agree on how a loop with these parts runs, of which each process may have its own."""
         watched = streams or stopping.custom or sampler.custom
-        can_compact, unwatched, polls_late, alike, unread = ranks.all(
+        can_compact, divisible, polls_late, alike, unread = ranks.all(
             stopping.pads and not returns_cache and not sampler.custom,
-            not watched,
+            not (streams or stopping.needs_all_rows or sampler.needs_all_rows),
             not (watched or stopping.timed),
             ranks.count == 1 or not stopping.differs_by_process,
             not keeps_logprobs,
         )
-        return cls(ranks, can_compact, not unwatched, not polls_late, not alike, not unread)
+        return cls(ranks, can_compact, not divisible, not polls_late, not alike, not unread)
 
     def drawn(self, drawn: Drawn) -> Drawn:
         """What rank 0 has drawn; scores and logits stay this process's, which are the same."""
@@ -88,20 +89,26 @@ class Decisions:
         """Whether finished rows leave the batch now, which must pay on all processes."""
         return self.ranks.all(pays) == [True]
 
-    def reserve(self, cache: SharedContextCache) -> None:
-        """Allocate the next token's memory on every process, or raise `NoRoomError` on every one.
+    def reserve(self, cache: SharedContextCache, *, counted: bool) -> None:
+        """Make sure of the next token's memory on every process, or raise `NoRoomError` on every one.
 
-        Later, in a pass, one process could not tell the others that its memory is short.
+        Several processes also allocate it: later, in a pass, one could not tell the others that its memory is short.
+
+        Args:
+            counted: Whether free memory decides, before an allocation fails.
         """
-        needed, fits = cache.suffix_length + 1, True
-        if self.ranks.count == 1 or cache.has_room(needed):
+        needed = cache.suffix_length + 1
+        if cache.has_room(needed):
             return
-        try:
-            cache.reserve(needed)
-        except torch.OutOfMemoryError:
-            fits = False
+        fits = not counted or suffixes_may_grow(cache, needed)
+        if self.ranks.count > 1 and fits:
+            try:
+                cache.reserve(needed)
+            except torch.OutOfMemoryError:
+                fits = False
         if self.ranks.all(fits) == [False]:
-            raise NoRoomError("the memory of a process of the model does not suffice for the next tokens")
+            whose = "" if self.ranks.count == 1 else " of a process of the model"
+            raise NoRoomError(f"the memory{whose} does not suffice for the next tokens")
 
 
 class CriteriaOfRank0(StoppingCriteriaList):

@@ -1,7 +1,8 @@
 """Decoding of one call with shared context, by a loop that is step for step equivalent to transformers' own.
 
 Finished rows are compacted away, so step time tracks the active rows. On a GPU the host polls finished rows only every
-few steps, and undoes steps after the last row's end. A batch that does not fit in memory is split into smaller waves.
+few steps, and undoes steps after the last row's end. Where not all rows decode at once, by `max_rows` or by memory,
+waiting ones take the places of finished ones (`refill`), or decode in waves, one after another.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
 from .decisions import Decisions
 from .experts import decode_context
-from .sampling import Drawn, Sampler, choose_sampler
+from .refill import Refill
+from .room import Logits, rows_that_fit
+from .sampling import Drawn, Sampler, choose_sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
 from .wave import Wave, concatenate
@@ -59,11 +62,28 @@ class Loop:
     def run(self) -> Wave:
         """Decode all rows; returns one wave with all rows, padded after each row's end."""
         self.decisions = self._agree()
-        limit = self.stopping.max_length or self.call.config.max_length
-        waiting = deque([Wave.of(self.prompts, max(1, limit - self.prompts.shape[1]))])
+        at_once = self._rows_at_once()
+        if at_once < len(self.prompts):
+            report, why = self.call.report, self._why_waves()
+            report.rows_at_once, report.waves_reason = at_once, why
+            self.start.cache.set_forest(self.start.cache.forest)  # drops the suffixes; the nodes stay
+            if not why:
+                return self._recorded(self._refilled(at_once))
+        return self._recorded(self._in_waves(at_once))
+
+    def _in_waves(self, at_once: int) -> Wave:
+        """Decode all rows in waves of so many."""
+        rows = len(self.prompts)
+        whole = Wave.of(self.prompts, self._new_tokens)
+        if self.sampler.generator_draws:
+            whole.generator = generator_state(self.prompts.device)
+        waves = [whole.part(slice(first, first + at_once)) for first in range(0, rows, at_once)]
+        waiting = deque(waves if at_once < rows else [whole])
         done: list[Wave] = []
         forest = self.start.cache.forest
         cache: SharedContextCache | None = self.start.cache
+        if len(waiting) > 1:
+            cache = None
         while waiting:
             wave = waiting.popleft()
             fits = True
@@ -72,7 +92,7 @@ class Loop:
                 done.append(wave)
             except torch.OutOfMemoryError as error:
                 why = "use shorter prompts" if len(wave.rows) == 1 else self._why_unsplittable(error)
-                if why:
+                if why is not None:
                     error.add_note(f"{len(wave.rows)} rows at once; {why}")
                     raise
                 fits = False
@@ -84,9 +104,69 @@ class Loop:
         if self.streamer is not None:
             self.streamer.end()
         wave = done[0] if len(done) == 1 else concatenate(done, self._pad)
+        if len(done) > 1 and wave.generator is not None:
+            set_generator_state(self.prompts.device, wave.generator)
+        return wave
+
+    def _recorded(self, wave: Wave) -> Wave:
         if self.log_probs is not None:
             self.log_probs.take(torch.stack(wave.logprobs, dim=1))
         return wave
+
+    def _refilled(self, at_once: int) -> Wave:
+        """Decode all rows, so many at once, of which finished ones give their places to waiting ones."""
+        base = self.start.cache
+        parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
+        try:
+            cache = base.nodes_only(base.forest, max_suffix=base.state.max_suffix)
+            cache.set_forest(base.forest.select_rows(range(at_once)))
+            return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
+        except torch.OutOfMemoryError as error:
+            if at_once == 1:
+                error.add_note("1 rows at once; use shorter prompts")
+                raise
+        at_once = self.call.report.rows_at_once = (at_once + 1) // 2
+        logger.warning("rows do not fit in memory at once; all begin anew, %d at a time", at_once)
+        self.sampler.forget(torch.arange(len(self.prompts), device=self.prompts.device))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return self._refilled(at_once)
+
+    def _rows_at_once(self) -> int:
+        """As many rows as may decode at once, by `max_rows` and by free memory."""
+        rows, most = len(self.prompts), self.call.options.max_rows
+        if (why := self._why_unsplittable()) is not None:
+            if most is not None and most < rows:
+                raise ValueError(
+                    f"max_rows={most} cannot hold for the {rows} rows of this call: {why}, or max_rows=None"
+                )
+            return rows
+        logits = Logits(self.start.logits.device, self.start.logits.shape[1])
+        beside = 8 * rows * logits.vocabulary if self.sampler.generator_draws else 0  # probabilities, random numbers
+        fit = rows_that_fit(self.start.cache, rows, logits, self._new_tokens, beside=beside)
+        (fit,) = self.call.ranks.smallest(fit)
+        if fit < min(rows, most or rows):
+            logger.warning("%d rows do not fit in memory at once; %d decode at a time", rows, fit)
+        return min(fit, most or rows)
+
+    def _why_waves(self) -> str:
+        """Why waiting rows cannot take the places of finished ones; empty if they can."""
+        if self.call.ranks.count > 1:
+            return "several processes compute the model"
+        if not self.stopping.pads:
+            return "without end tokens all rows end at one length"
+        if self.stopping.counts_steps:
+            return "a time limit counts for all rows"
+        if self.stopping.custom:
+            return "stop strings are looked for in rows of one length"
+        if self.start.unshared is not None or self.start.suffix_tokens.shape[1]:
+            return "rows begin with tokens of prompts that nodes do not hold"
+        return self.sampler.refuses_refill or ""
+
+    @property
+    def _new_tokens(self) -> int:
+        """Most tokens that a row draws."""
+        return max(1, (self.stopping.max_length or self.call.config.max_length) - self.prompts.shape[1])
 
     def _split(self, wave: Wave, waiting: deque[Wave]) -> None:
         half = (len(wave.rows) + 1) // 2
@@ -130,9 +210,13 @@ class Loop:
         synchronous = self.decisions.polls_synchronously or kept
         poller = FinishedRowPoller(self.prompts.device, synchronous=synchronous, draws=self.sampler.generator_draws)
         limit = stopping.max_length or self.call.config.max_length
+        counted = len(wave.rows) > 1 and self._why_unsplittable() is None
+        device = self.prompts.device
+        if wave.generator is not None:
+            set_generator_state(device, wave.generator)
         while True:
             if logits is None:
-                self.decisions.reserve(cache)
+                self.decisions.reserve(cache, counted=counted)
                 steps = steps or self.make_steps(cache)
                 last = wave.tokens[:, width + wave.drawn - 1]
                 logits = steps(last if active is None else last[active], positions)
@@ -145,10 +229,13 @@ class Loop:
             self._collect(wave, drawn)
             view = wave.with_next(tokens, width)
             given = view.contiguous() if stopping.custom else None
-            ended = self.decisions.ended(stopping.rows_end(tokens, given, self._scores(wave)), wave.unfinished)
+            ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, self._scores(wave))
+            ended = self.decisions.ended(ended, wave.unfinished)
             if given is not None:
                 view.copy_(given)  # as in stock, the user's code may change tokens in place
             wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
+            if counted and wave.generator is not None:
+                wave.generator = generator_state(device)
             positions, logits = positions + 1, None
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
@@ -184,6 +271,8 @@ class Loop:
             poller.restore_generator(last)
             if not cache.state_layers:  # which cannot go back, and nobody has the cache
                 cache.crop(-overrun)
+        if wave.generator is not None:
+            wave.generator = generator_state(self.prompts.device)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
         if stepped:  # else the report has seen the last pass
@@ -230,13 +319,13 @@ class Loop:
             keeps_logprobs=call.returns_cache or recorded,
         )
 
-    def _why_unsplittable(self, error: torch.OutOfMemoryError) -> str | None:
-        """Why the batch cannot be split into waves after an error, with the remedy; None if it can."""
+    def _why_unsplittable(self, error: torch.OutOfMemoryError | None = None) -> str | None:
+        """Why the batch cannot be split into waves, after an error if any, with the remedy; None if it can."""
         if self.call.returns_cache:
             return "return_dict_in_generate does not allow splitting them: use fewer samples per call"
-        if self.decisions.watched:
+        if self.decisions.needs_all_rows:
             return "a streamer, or custom processors or criteria, do not allow splitting them: use fewer samples"
-        if self.call.ranks.count > 1 and not isinstance(error, NoRoomError):
+        if error is not None and self.call.ranks.count > 1 and not isinstance(error, NoRoomError):
             return (
                 "other processes of the model, which did not run out of memory, cannot split them: use fewer samples"
             )
@@ -308,7 +397,7 @@ def decode_shared(
 
     if call.returns_cache:  # the caller may keep it; taken while the device prefills
         start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)
-    with decode_context(model, len(input_ids)):
+    with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens

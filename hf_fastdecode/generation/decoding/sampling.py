@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
@@ -51,24 +51,34 @@ class Sampler(Protocol):
     Attributes:
         name: Name in reports.
         needs_finished_rows: Whether it needs finished rows' logits too, and the tokens so far.
+        reads_tokens: Whether it looks at them, so that all rows of a draw must have as many.
         custom: Whether it runs third-party code, or code with state between steps.
+        needs_all_rows: Whether it cannot draw for a part of the call's rows.
         generator_draws: Whether every step advances torch's generator of the device.
+        refuses_refill: Why its rows cannot each be at a step of its own; None if they can.
     """
 
     name: str
     needs_finished_rows: bool
+    reads_tokens: bool
     custom: bool
+    needs_all_rows: bool
     generator_draws: bool
+    refuses_refill: str | None
 
-    def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
+    def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int | Tensor) -> Drawn:
         """Sample a token for each row.
 
         Args:
             logits: ``[rows, vocabulary]`` in the model's dtype.
             rows: ``[rows]`` int64: the row numbers in the call.
             input_ids: ``[rows, length]`` so far, if `needs_finished_rows`; a `custom` sampler may modify it in place.
-            step: Tokens sampled per row before.
+            step: Tokens sampled per row before, of every row or of each: ``[rows]`` int64.
         """
+        ...
+
+    def forget(self, rows: Tensor) -> None:
+        """Forget what these rows, by their numbers in the call, have drawn: they begin anew."""
         ...
 
 
@@ -83,29 +93,69 @@ _KEEPS_STATE = {
 class TransformersSampler:
     """transformers' own processors and sampling, operation by operation.
 
-    Random draws depend on the number of rows, so finished rows are kept.
+    Random draws depend on the number of rows, so finished rows are kept, and where only a part of the call's rows
+    decodes, numbers are drawn for all of them: a row's token then depends on the generator's state alone.
+
+    Args:
+        rows: Rows of the call.
     """
 
     name = "hf"
     needs_finished_rows = True
 
-    def __init__(self, processors: LogitsProcessorList, *, do_sample: bool):
-        self.processors, self.do_sample = processors, do_sample
+    def __init__(self, processors: LogitsProcessorList, *, do_sample: bool, rows: int):
+        self.processors, self.do_sample, self.rows = processors, do_sample, rows
         self.custom = any(
             not type(entry).__module__.startswith("transformers.") or type(entry).__name__ in _KEEPS_STATE
             for entry in processors
         )
-        self.generator_draws = do_sample
+        self.needs_all_rows = self.custom or any(type(entry).__name__.startswith("Encoder") for entry in processors)
+        self.generator_draws, self.reads_tokens = do_sample, bool(processors)
+        self.refuses_refill = "the sampler of transformers draws for all rows at once" if do_sample else None
 
-    def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
+    def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int | Tensor) -> Drawn:
         assert input_ids is not None
         logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
-        scores = self.processors(input_ids, logits)
+        scores = self._of_rows(rows)(input_ids, logits)
         if self.do_sample:
-            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+            tokens = self._multinomial(nn.functional.softmax(scores, dim=-1), rows)
         else:
             tokens = torch.argmax(scores, dim=-1)
         return Drawn(tokens, scores, logits)
+
+    def forget(self, rows: Tensor) -> None:
+        """Nothing is known of a row but its tokens."""
+
+    def _of_rows(self, rows: Tensor) -> LogitsProcessorList:
+        """The processors for these rows of the call."""
+        if len(rows) == self.rows:
+            return self.processors
+        return LogitsProcessorList(
+            RepetitionPenaltyLogitsProcessor(entry.penalty, entry.prompt_ignore_length.to(rows.device)[rows])
+            if isinstance(getattr(entry, "prompt_ignore_length", None), Tensor)
+            else entry
+            for entry in self.processors
+        )
+
+    def _multinomial(self, probabilities: Tensor, rows: Tensor) -> Tensor:
+        """Draw for these rows of the call, of ``[rows, vocabulary]``, what a draw for all of its rows gives them."""
+        if len(rows) == self.rows:
+            return torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        whole = probabilities.new_ones(self.rows, probabilities.shape[1]).index_copy_(0, rows, probabilities)
+        return torch.multinomial(whole, num_samples=1).squeeze(1).index_select(0, rows)
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """State of torch's generator of a device, on the CPU."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Set it."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 # What kernels have been launched for, of those that are compiled.
@@ -125,8 +175,11 @@ class FastSampler:
 
     name = "fast"
     needs_finished_rows = False
+    reads_tokens = False
     custom = False
+    needs_all_rows = False
     generator_draws = False
+    refuses_refill: str | None = None
 
     def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
         from ...kernels.sampling.api import sample, seen_tokens  # needs Triton
@@ -137,8 +190,10 @@ class FastSampler:
         if chain.repetition_penalty != 1:
             ignored = chain.prompt_ignore_length
             counts = torch.as_tensor(0 if ignored is None else ignored, device=prompts.device).reshape(-1, 1)
-            keep = torch.arange(prompts.shape[1], device=prompts.device)[None] >= counts
-            self._seen = seen_tokens(prompts, logits.shape[1], keep.expand_as(prompts)).to(logits.device)
+            keep = (torch.arange(prompts.shape[1], device=prompts.device)[None] >= counts).expand_as(prompts)
+            vocabulary, device = logits.shape[1], logits.device
+            self._seen_of = lambda rows: seen_tokens(prompts[rows], vocabulary, keep[rows]).to(device)
+            self._seen = self._seen_of(slice(None))
         self._rows: tuple[Tensor, Tensor] | None = None
         form = logits.device, logits.dtype, logits.shape[1], self._settings.compiled_for
         if form not in _launched or failure(Kernel.SAMPLING, logits.device):
@@ -149,12 +204,20 @@ class FastSampler:
         if do_sample:
             self._settings.update(seed=int(torch.randint(2**62, (), device="cpu")))
 
-    def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int) -> Drawn:
+    def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int | Tensor) -> Drawn:
         if self._rows is None or self._rows[0] is not rows:
             self._rows = rows, rows.to(device=logits.device, dtype=torch.int32)
-        self._settings.step.fill_(step)
-        tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen)
+        steps = None
+        if isinstance(step, Tensor):
+            steps = step.to(logits.device)
+        else:
+            self._settings.step.fill_(step)
+        tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen, steps=steps)
         return Drawn(tokens.to(rows.device), logprobs=logprobs.to(rows.device))  # prompts may stay on the CPU
+
+    def forget(self, rows: Tensor) -> None:
+        if self._seen is not None:
+            self._seen[rows.to(self._seen.device)] = self._seen_of(rows)
 
 
 def choose_sampler(
@@ -174,7 +237,7 @@ def choose_sampler(
         logits: The first ones, ``[rows, vocabulary]``.
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
     """
-    stock = TransformersSampler(processors, do_sample=config.do_sample)
+    stock = TransformersSampler(processors, do_sample=config.do_sample, rows=len(prompts))
     if asked == "hf":
         return stock, "sampler='hf' was requested"
     try:

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 
 class HostStoppingCriteria(StoppingCriteria):
@@ -29,6 +36,25 @@ class HostStoppingCriteria(StoppingCriteria):
         return torch.full((len(input_ids),), over, dtype=torch.bool, device=input_ids.device)
 
 
+class RowLengthCriteria(StoppingCriteria):
+    """Ends each row after a number of drawn tokens of its own; reads no tokens, so that rows may wait for each other.
+
+    It calls itself an end-of-sequence criterion: finished rows are padded, and may be compacted away.
+
+    Args:
+        prompt_length: Tokens of each row before the first one drawn, padding included.
+        lengths: ``[rows]`` int64.
+    """
+
+    def __init__(self, prompt_length: int, lengths: Tensor):
+        self.prompt_length, self.lengths = prompt_length, lengths
+        self.eos_token_id = torch.tensor([-1], device=lengths.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Bool ``[rows]`` for ids ``[rows, length]``, as transformers' loop asks for it."""
+        return input_ids.shape[1] - self.prompt_length >= self.lengths.to(input_ids.device)
+
+
 class Stopping:
     """Stopping criteria of one call.
 
@@ -37,6 +63,7 @@ class Stopping:
         pads: Whether finished rows continue with the pad token, so that they can be compacted away.
         timed: Whether there is a time limit.
         custom: Whether there are criteria that read tokens, other than transformers' end-token ones.
+        needs_all_rows: Whether such criteria may look at more than a row's own tokens.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
@@ -52,12 +79,18 @@ class Stopping:
         ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
         self.eos = torch.cat([ids.reshape(-1).to(device) for ids in ends]) if ends else None
         self._on_host = [criterion for criterion in criteria if isinstance(criterion, HostStoppingCriteria)]
-        known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+        self._row_lengths = [one.lengths.to(device) for one in criteria if type(one) is RowLengthCriteria]
+        known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, RowLengthCriteria)
         self._others = [one for one in criteria if type(one) not in known and one not in self._on_host]
 
     @property
     def timed(self) -> bool:
         return bool(self._deadlines)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether all rows end at one step: by time, or by `HostStoppingCriteria`."""
+        return bool(self._deadlines or self._on_host)
 
     @property
     def differs_by_process(self) -> bool:
@@ -68,27 +101,47 @@ class Stopping:
     def custom(self) -> bool:
         return bool(self._others)
 
+    @property
+    def needs_all_rows(self) -> bool:
+        return any(type(criterion) is not StopStringCriteria for criterion in self._others)
+
     def all_end(self, length: int, view: Tensor) -> bool:
         """Whether every row ends now, by length, time or `HostStoppingCriteria`; needs no token from the device.
 
         The `view` of ids ``[rows, length]`` is for transformers' warning about the model's maximum length.
         """
-        for criterion in self._warnings:
-            if length >= criterion.max_position_embeddings:
-                criterion(view, None)
+        self.warn(length, view)
         late = any(time.time() > deadline for deadline in self._deadlines)
         over = [criterion.is_over(length) for criterion in self._on_host]
         return late or any(over) or (self.max_length is not None and length >= self.max_length)
 
-    def rows_end(self, tokens: Tensor, input_ids: Tensor | None, scores: tuple[Tensor, ...] | None) -> Tensor | None:
+    def warn(self, length: int, view: Tensor) -> None:
+        """Let transformers warn of ids `view`, of up to `length` tokens, that are more than the model is made for."""
+        for criterion in self._warnings:
+            if length >= criterion.max_position_embeddings:
+                criterion(view[:, :length], None)
+
+    def rows_end(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        drawn: int | Tensor,
+        input_ids: Tensor | None = None,
+        scores: tuple[Tensor, ...] | None = None,
+    ) -> Tensor | None:
         """Rows that end with the sampled tokens, as bool ``[rows]``; None without such criteria.
 
         Args:
             tokens: ``[rows]`` int64, just sampled.
+            rows: ``[rows]`` int64: the row numbers in the call.
+            drawn: Tokens sampled with them, of every row or of each: ``[rows]`` int64.
             input_ids: ``[rows, length]`` including them, for `custom` criteria, which may modify it in place.
             scores: Collected scores, if requested.
         """
         ended = torch.isin(tokens, self.eos) if self.eos is not None else None
+        for lengths in self._row_lengths:
+            over = lengths[rows] <= drawn
+            ended = over if ended is None else ended | over
         for criterion in self._others:
             more = torch.as_tensor(criterion(input_ids, scores), device=tokens.device).bool()
             more = more.expand(len(tokens)) if more.dim() == 0 else more

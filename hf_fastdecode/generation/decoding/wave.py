@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_FIRST_ROOM = 512
+FIRST_ROOM = 512
 """Initial capacity in new tokens per row; doubled as needed."""
 
 
@@ -20,6 +20,8 @@ class Wave:
         tokens: ``[rows, capacity]`` int64: prompts followed by sampled tokens.
         ends: ``[rows]`` int64: number of sampled tokens when the row finished.
         drawn: Tokens sampled per row.
+        generator: State of torch's generator before the next draw, or after the last one; None if nothing is drawn
+            with it.
         scores: Collected scores, one ``[rows, vocabulary]`` per step, if requested.
         logits: Collected raw logits, likewise.
         logprobs: Log-probabilities of the sampled tokens under the raw logits, ``[rows]`` fp32 per step, if available.
@@ -30,6 +32,7 @@ class Wave:
     unfinished: Tensor
     ends: Tensor
     drawn: int = 0
+    generator: Tensor | None = None
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
@@ -38,7 +41,7 @@ class Wave:
     def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
         """A wave of all rows of a call, before the first token."""
         rows, width = prompts.shape
-        tokens = prompts.new_empty(rows, width + min(max_new_tokens, _FIRST_ROOM))
+        tokens = prompts.new_empty(rows, width + min(max_new_tokens, FIRST_ROOM))
         tokens[:, :width] = prompts
         index = torch.arange(rows, device=prompts.device)
         return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
@@ -51,6 +54,7 @@ class Wave:
             self.unfinished[rows],
             self.ends[rows],
             self.drawn,
+            self.generator,
             logprobs=[step[rows] for step in self.logprobs],
         )
 
@@ -88,6 +92,7 @@ def concatenate(waves: list[Wave], pad: Tensor) -> Wave:
         first.unfinished.new_zeros(rows),
         first.ends.new_zeros(rows),
         drawn,
+        max(waves, key=lambda wave: wave.drawn).generator,  # the loop over all rows ends with the last of them
     )
     for wave in waves:
         whole.tokens[wave.rows, : wave.tokens.shape[1]] = wave.tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -14,6 +14,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
+from ..decoding.room import Logits, rows_that_fit
 from ..encoded import FoundInputs, find_inputs
 from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
@@ -139,6 +140,10 @@ def _planned(
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
     rerun_last_token = found.reuses and few_new and not by_rows
+    rows = sum(group.count for group in groups)
+    if rerun_last_token and not call.returns_cache and rows > _rows_at_once(call, found.cache, rows, max_suffix):
+        # That step would be of all rows: the last token of each prompt becomes a node, as any other new one.
+        rerun_last_token, found.prompts = False, replace(found.prompts, recompute=1)
     unshared = None if rerun_last_token or by_rows else unshared_prompts(call, found)
     if rerun_last_token:
         found.prompts = found.prompts.without_last([1] * len(groups))
@@ -149,6 +154,15 @@ def _planned(
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
     inputs_of = None if inputs is None else inputs.of_rows
     return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
+
+
+def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_tokens: int) -> int:
+    """Of so many rows, how many may decode at once, by `max_rows` and, of a process of its own, by memory."""
+    most = call.options.max_rows or rows
+    if call.ranks.count > 1:  # which would have to agree on it
+        return most
+    vocabulary = int(call.model.config.get_text_config(decoder=True).vocab_size)
+    return min(most, rows_that_fit(cache, rows, Logits(call.model.device, vocabulary), new_tokens))
 
 
 def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: Tensor) -> Start:

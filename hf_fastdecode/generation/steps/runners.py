@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...attention.forest import Path
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
 from ...parallel.agreement import ALONE, PassFailedError, Ranks
@@ -56,6 +57,14 @@ class Steps(Protocol):
         """
         ...
 
+    def restart(self, paths: Mapping[int, Path], order: list[int] | None = None) -> Steps:
+        """Begin rows anew behind their paths, by row, and return the runner for the batch.
+
+        Args:
+            order: When given, row ``i`` then becomes row ``order[i]``, for rows of one path to be neighbours.
+        """
+        ...
+
     def should_compact(self, rows: int, steps_left: int) -> bool:
         """Whether to compact to `rows` active rows, with at most `steps_left` steps to go."""
         ...
@@ -89,6 +98,10 @@ class EagerSteps:
         with self.ranks.together():
             self.cache.select_rows(rows)
         return self
+
+    def restart(self, paths: Mapping[int, Path], order: list[int] | None = None) -> Steps:
+        self.cache.restart_rows(paths)
+        return self if order is None else self.select(order)
 
     def should_compact(self, rows: int, steps_left: int) -> bool:
         return rows <= 3 * self.cache.rows // 4
@@ -172,6 +185,15 @@ class CapturedSteps:
         with self._structure.ranks.together():
             self.cache.select_rows(rows)
         return self._remake(self.cache, self)
+
+    def restart(self, paths: Mapping[int, Path], order: list[int] | None = None) -> Steps:
+        if self._instead is not None:
+            return self._instead.restart(paths, order)
+        self.cache.restart_rows(paths)
+        if order is not None:
+            self.cache.select_rows(order)
+        # Suffixes that were captured in place and have moved are followed by the next step.
+        return self if self._step.tables.fits(self.cache.stored_forest) else self._remake(self.cache, self)
 
     def run_with_fewer_rows(self) -> bool:
         """Keep this larger capture for a compacted batch that cannot be captured; whether it fits on all processes."""

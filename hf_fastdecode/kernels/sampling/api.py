@@ -166,6 +166,7 @@ def sample(
     settings: Settings,
     *,
     seen: Tensor | None = None,
+    steps: Tensor | None = None,
     tokens: Tensor | None = None,
     logprobs: Tensor | None = None,
     config: Config | None = None,
@@ -188,6 +189,7 @@ def sample(
         settings: Numbers and features, on the same device.
         seen: ``[row ids, ceil(vocabulary / 32)]`` int32, indexed by row id, for the repetition penalty: see
             `seen_tokens`. The drawn token is added.
+        steps: ``[rows]`` int64: tokens drawn so far of each row, in the place of ``settings.step``.
         tokens: ``[rows]`` int64 output, optional.
         logprobs: ``[rows]`` fp32 output, optional.
         config: Launch parameters.
@@ -210,6 +212,7 @@ def sample(
         raise ValueError(f"logits must be contiguous along the vocabulary, got strides {logits.stride()}")
     for name, given, dtype in (
         ("row_ids", row_ids, torch.int32),
+        ("steps", steps, torch.int64),
         ("tokens", tokens, torch.int64),
         ("logprobs", logprobs, torch.float32),
     ):
@@ -253,6 +256,7 @@ def sample(
             row_ids,
             settings.numbers,
             settings.integers,
+            settings.step if steps is None else steps,
             settings.eos_ids,
             seen if penalty else row_ids,
             scratch,
@@ -261,6 +265,7 @@ def sample(
             logits.stride(0),
             seen.stride(0) if seen is not None and penalty else 0,
             len(seen) if seen is not None and penalty else 0,
+            int(steps is not None),
             FORM=form,
             num_warps=config.warps,
             enable_fp_fusion=False,  # a value computed at two places must have the same bits

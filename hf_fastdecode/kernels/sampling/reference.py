@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from .api import Settings
 
 
-def processed_logits(logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+def processed_logits(
+    logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None, steps: Tensor | None = None
+) -> Tensor:
     """Logits ``[rows, vocab]`` in fp64 after repetition penalty, suppression of end tokens and temperature."""
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     token = torch.arange(logits.shape[1], device=logits.device)
@@ -19,9 +21,15 @@ def processed_logits(logits: Tensor, row_ids: Tensor, settings: Settings, seen: 
         marked = ((seen[row_ids.long().clamp(0, len(seen) - 1)][:, token // 32] >> (token % 32)) & 1).bool()
         penalty = settings.repetition_penalty.double()
         values = torch.where(marked, torch.where(values < 0, values * penalty, values / penalty), values)
-    if settings.eos_count and settings.step < settings.min_new_tokens:
-        values = values.masked_fill(torch.isin(token, settings.eos_ids), -torch.inf)
+    if settings.eos_count:
+        early = _steps(row_ids, settings, steps) < settings.min_new_tokens
+        values = values.masked_fill(early[:, None] & torch.isin(token, settings.eos_ids), -torch.inf)
     return values if settings.greedy else values / settings.temperature.double()
+
+
+def _steps(row_ids: Tensor, settings: Settings, steps: Tensor | None) -> Tensor:
+    """Tokens drawn so far of each row, ``[rows]`` int64."""
+    return settings.step.expand(len(row_ids)) if steps is None else steps
 
 
 def _softmax(values: Tensor, left: Tensor) -> Tensor:
@@ -63,14 +71,16 @@ def _typical(values: Tensor, left: Tensor, settings: Settings) -> Tensor:
     return left & (_surprise(values, left) <= distance.gather(1, last))
 
 
-def distribution(logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
+def distribution(
+    logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None, steps: Tensor | None = None
+) -> Tensor:
     """Probabilities after all filters, ``[rows, vocab]`` fp64; arguments as for `processed_logits`."""
-    values = processed_logits(logits, row_ids, settings, seen)
+    values = processed_logits(logits, row_ids, settings, seen, steps)
     left = _top_k(values, settings) & (values > -torch.inf)
     return _softmax(values, _typical(values, _top_p_and_min_p(values, left, settings), settings))
 
 
-def uniforms(seed: int, step: int, row_ids: Tensor, turn: int) -> Tensor:
+def uniforms(seed: int, step: int | Tensor, row_ids: Tensor, turn: int) -> Tensor:
     """Two uniform numbers in [0, 1) per row, ``[rows, 2]`` fp64.
 
     Philox 4x32 with 10 rounds (Salmon et al., 2011), keyed by the seed, with counter (row id, turn, step). Each pair
@@ -78,7 +88,8 @@ def uniforms(seed: int, step: int, row_ids: Tensor, turn: int) -> Tensor:
     """
     mask = 0xFFFFFFFF
     row = row_ids.long() & mask
-    c = [row, torch.full_like(row, turn), torch.full_like(row, step & mask), torch.full_like(row, (step >> 32) & mask)]
+    steps = torch.as_tensor(step, device=row.device).expand_as(row)
+    c = [row, torch.full_like(row, turn), steps & mask, (steps >> 32) & mask]
     key = [seed & mask, (seed >> 32) & mask]
     for _ in range(10):
         first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]  # int64 wraps around, which keeps bits 32 to 63
@@ -109,7 +120,13 @@ def _draw(mass: Tensor, pair: Tensor, columns: int) -> Tensor:
 
 
 def sample(
-    logits: Tensor, row_ids: Tensor, settings: Settings, *, columns: int, seen: Tensor | None = None
+    logits: Tensor,
+    row_ids: Tensor,
+    settings: Settings,
+    *,
+    columns: int,
+    seen: Tensor | None = None,
+    steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tokens and log-probabilities of `api.sample`, except for rounding; ``columns`` as in its `Config`.
 
@@ -117,11 +134,11 @@ def sample(
     typical-p ranks by surprise, after the other filters.
     """
     rows = torch.arange(len(logits), device=logits.device)
-    values = processed_logits(logits, row_ids, settings, seen)
+    values = processed_logits(logits, row_ids, settings, seen, steps)
     if settings.greedy:
         drawn = values.argmax(-1)
     else:
-        final = distribution(logits, row_ids, settings, seen) > 0
+        final = distribution(logits, row_ids, settings, seen, steps) > 0
         left = _top_k(values, settings) & (values > -torch.inf)
         surprise = None
         if settings.typical_p < 1:
@@ -133,7 +150,7 @@ def sample(
         doubt = left.any(-1) & (values < torch.inf).all(-1)
         turn = 0
         while doubt.any():
-            pair = uniforms(int(settings.seed), int(settings.step), row_ids, turn)
+            pair = uniforms(int(settings.seed), _steps(row_ids, settings, steps), row_ids, turn)
             drawn = torch.where(doubt, _draw(weight * left, pair, columns), drawn)
             doubt = doubt & ~final[rows, drawn]
             value = values[rows, drawn][:, None]

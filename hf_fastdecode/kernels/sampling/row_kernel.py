@@ -236,12 +236,13 @@ def _best_columns(column_max, top_k, tile_columns, FORM: tl.constexpr):
     return count, low
 
 
-@triton.jit(do_not_specialize=["seen_rows"])
+@triton.jit(do_not_specialize=["seen_rows", "step_stride"])
 def sample_rows(
     logits,  # [rows, vocab]
     row_ids,  # [rows] int32: -1 to skip the row
     numbers,  # [5] fp32: temperature, top_p, min_p, typical_p, repetition penalty
     integers,  # [5] int64: top_k, seed, step, min_new_tokens, pad token
+    steps,  # int64: tokens drawn so far, of every row (step_stride 0) or of each (1)
     eos_ids,  # [eos] int64
     seen,  # [row ids, words] int32: bit t % 32 of word t // 32 is set when the row has token t
     scratch,  # [rows, tile] int32
@@ -250,6 +251,7 @@ def sample_rows(
     row_stride,
     seen_stride,
     seen_rows,
+    step_stride,
     FORM: tl.constexpr,
 ):
     VOCAB: tl.constexpr = FORM.vocab
@@ -272,7 +274,7 @@ def sample_rows(
         penalty = tl.load(numbers + 4)
         top_k = tl.load(integers)
         seed = tl.load(integers + 1)
-        step = tl.load(integers + 2)
+        step = tl.load(steps + row * step_stride)
         early = step < tl.load(integers + 3)
         inverse_temperature = 1.0 / temperature
         factor = inverse_temperature * LOG2E

@@ -15,12 +15,13 @@ from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_att
 from hf_fastdecode.bench.generate import measure as generate
 from hf_fastdecode.bench.generate import replaced_attention as replacing
 from hf_fastdecode.bench.generate import ways as generate_ways
-from hf_fastdecode.bench.generate.calls import RowsFinish, caller, load, prompt
+from hf_fastdecode.bench.generate.calls import caller, load, prompt
 from hf_fastdecode.bench.generate.cases import WAYS, GenerateCase, PromptTree
 from hf_fastdecode.bench.generate.check import check_way, logits_error
 from hf_fastdecode.bench.generate.measure import GenerateBench
 from hf_fastdecode.bench.generate.replaced_attention import no_attention, replaced_attention
 from hf_fastdecode.bench.generate.ways import find_way, using
+from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 from hf_fastdecode.measurement.runner import NotAvailableError
 from hf_fastdecode.measurement.shapes import SHAPES, parameters, random_model
 
@@ -283,15 +284,27 @@ def test_impossible_lengths(bounds):
 
 
 def test_each_row_ends_after_its_own_number_of_tokens():
-    criterion = RowsFinish(3, [1, 5, 2], CPU)
+    criterion = RowLengthCriteria(3, torch.tensor([1, 5, 2]))
     ids = torch.zeros(3, 5, dtype=torch.long)
     assert criterion(ids, None).tolist() == [True, False, True]
     assert criterion(ids[:, :4], None).tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("way", ["stock", "shared"])
-def test_rows_end_where_they_should(model, way):
-    case = replace(CASE, new_tokens=12, finish="3-12")
+def test_lengths_of_a_mean_are_skewed():
+    lengths = replace(CASE, samples=1000, new_tokens=800, finish="~100").lengths()
+    assert (len(lengths), lengths[0], min(lengths)) == (1000, 800, 1)
+    assert 98 < sum(lengths) / 1000 < 102
+    assert sorted(lengths)[500] in (69, 70)  # log(2) times the mean
+    assert replace(CASE, samples=1, new_tokens=64, finish="~5").lengths() == [64]
+    with pytest.raises(ValueError, match="rows must finish between 1 and new_tokens = 8, got '~9'"):
+        replace(CASE, finish="~9")
+
+
+@pytest.mark.parametrize(
+    ("way", "finish"), [("stock", "3-12"), ("shared", "3-12"), ("stock", "~4"), ("shared+max_rows=2", "~4")]
+)
+def test_rows_end_where_they_should(model, way, finish):
+    case = replace(CASE, new_tokens=12, finish=finish)
     with using(model, find_way(way)):
         drawn = caller(model, case, find_way(way))(12)[:, 120:]
     assert drawn.shape == (4, 12)

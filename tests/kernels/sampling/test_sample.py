@@ -18,10 +18,10 @@ def random_logits(rows: int, vocab: int, *, seed: int = 0, dtype: torch.dtype = 
     return (torch.randn(rows, vocab, generator=generator) * spread).to(DEVICE, dtype)
 
 
-def assert_specified(logits, settings, config=SMALL, row_ids=None, seen=None):
+def assert_specified(logits, settings, config=SMALL, row_ids=None, seen=None, steps=None):
     row_ids = ids_of(len(logits), DEVICE) if row_ids is None else row_ids
     expected, logprobs = reference.sample(
-        logits, row_ids, settings, columns=config.columns, seen=None if seen is None else seen.clone()
+        logits, row_ids, settings, columns=config.columns, seen=None if seen is None else seen.clone(), steps=steps
     )
     tokens = torch.full_like(expected, -7)
     got, got_logprobs = sample(
@@ -29,6 +29,7 @@ def assert_specified(logits, settings, config=SMALL, row_ids=None, seen=None):
         row_ids,
         settings,
         seen=seen,
+        steps=steps,
         tokens=tokens,
         logprobs=torch.full_like(logprobs, torch.nan),
         config=config,
@@ -119,6 +120,20 @@ def test_seed_and_step_change_the_draws(change):
     settings.update(**change)
     after = assert_specified(logits, settings)
     assert (before != after).sum() > 8
+
+
+def test_each_row_may_be_at_a_step_of_its_own():
+    """It draws what it draws where all rows are at this step; end tokens are suppressed by its own step too."""
+    logits = random_logits(6, 120)
+    settings = Settings(DEVICE, eos_token_ids=tuple(range(60)))
+    settings.update(seed=9, min_new_tokens=3)
+    steps = torch.tensor([0, 7, 2, 3, 2**33, 4], device=DEVICE)
+    tokens = assert_specified(logits, settings, steps=steps)
+    for row, step in enumerate(steps.tolist()):
+        settings.update(step=step)
+        alike, _ = sample(logits, ids_of(6, DEVICE), settings, config=SMALL)
+        assert tokens[row] == alike[row]
+    assert (tokens[[0, 2]] >= 60).all()
 
 
 def test_rows_of_equal_logits_draw_apart():
