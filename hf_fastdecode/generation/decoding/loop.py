@@ -161,6 +161,8 @@ class Loop:
             return "stop strings are looked for in rows of one length"
         if self.start.unshared is not None or self.start.suffix_tokens.shape[1]:
             return "rows begin with tokens of prompts that nodes do not hold"
+        if self.start.cache.inputs is not None:
+            return "decoders behind an encoder count the positions of all rows alike"
         return self.sampler.refuses_refill or ""
 
     @property
