@@ -16,6 +16,7 @@ from . import _compat
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
+from .generation.forward_pass import places_tokens
 from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
@@ -281,6 +282,9 @@ def _prefill(
             prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
             prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=True)
             plan, rows = prompts.plan(), None
+        elif by_rows := places_tokens(inner):  # no two of them share
+            least = max(len(group.tokens) for group in groups) + 1
+            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
         else:
             plan, rows = _plan(groups, cache, options.min_shared_tokens)
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)

@@ -31,6 +31,7 @@ from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
 from .autocast import autocast_dtype, cast, no_autocast
 from .kv import Scoring
+from .mask_overlays import without_blocks
 from .own_code import own_code_of
 
 ATTENTION_NAME = "hf_fastdecode"
@@ -372,6 +373,9 @@ def shared_context_mask(
     if local_size is not None and local_size < 1:
         # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
         return SlidingWindow(local_size)
+    plain = without_blocks(mask_function, int(kwargs["q_length"]))
+    if plain is not mask_function:
+        mask_function, allow_is_causal_skip = plain, True
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
     added_in_stand_ins = own is not None and own.reads_masks

@@ -48,6 +48,10 @@ class OwnCode:
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
         counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
             ``forward`` names none; it hands them on, or stand-ins read those of the pass.
+        places_tokens: Whether its code derives positions from the ids of a whole prompt; passes are given none, and
+            prompts run by rows.
+        hands_generate_on: By the named arguments of a call, whether the class's own ``generate`` hands it to
+            transformers', with all further arguments.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
         compares_name: Whether its attention code compares the attention implementation that its config names, which
@@ -55,6 +59,8 @@ class OwnCode:
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
+        repeats_heads: By config, whether it caches a KV head once for each of its query heads.
+        not_captured: Why its steps cannot be captured, if they cannot.
         states: Those that it keeps in a cache of its own class or in its modules, if it does.
     """
 
@@ -62,11 +68,15 @@ class OwnCode:
     reads_masks: bool = False
     takes_no_positions: bool = False
     counts_padding: bool = False
+    places_tokens: bool = False
+    hands_generate_on: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
     scales_from: Callable[[Any], int | None] = lambda config: None
     compares_name: bool = False
     counts_hidden: bool = False
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
+    repeats_heads: Callable[[Any], bool] = lambda config: False
+    not_captured: str | None = None
     states: OwnStates | None = None
 
 

@@ -23,6 +23,11 @@ def at_positions(position_ids: Tensor | None) -> Iterator[None]:
         _positions.reset(token)
 
 
+def given_positions() -> Tensor | None:
+    """As `positions_of_pass`; None where the pass is given none."""
+    return _positions.get()
+
+
 def positions_of_pass() -> Tensor:
     """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
     positions = _positions.get()
@@ -45,7 +50,7 @@ def attend_shared(
     lengths = lengths_of_pass()
     binding = window if lengths is None else lengths.keep_if_binding(window)
     mask = None if binding is None else SlidingWindow(binding)
-    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, sliding_window=window)
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, sliding_window=window, is_causal=True)
     return out
 
 

@@ -105,6 +105,7 @@ class Store:
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
+        stock_numbers: Numbers of a token in transformers' cache, where these are other than `numbers`.
     """
 
     kind: Kind
@@ -115,6 +116,7 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+    stock_numbers: int = 0
 
     @property
     def kernel_heads(self) -> int:
@@ -140,6 +142,10 @@ class Store:
             return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
 
+    def stock_bytes(self, stored: int) -> int:
+        """Bytes of a token in transformers' cache, of which `stored` are stored here."""
+        return stored * self.stock_numbers // self.numbers if self.stock_numbers else stored
+
 
 @dataclass(frozen=True)
 class ModelLayout:
@@ -147,7 +153,8 @@ class ModelLayout:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        layers: For each layer its stores: none, one, or several.
+        layers: For each layer its stores: none, one, or several. Behind them, those of layers that run again over a
+            cache of their own.
         types: For each layer its name in the config's ``layer_types``, given or derived.
         borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
@@ -172,19 +179,20 @@ class ModelLayout:
         each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
         borrowing = min(count, _number(text, "num_kv_shared_layers"))
-        repeats = max(1, _number(text, "n_recurrent_loops"))
         made: dict[tuple[int, str, int | None], tuple[Store, ...]] = {}  # most layers are alike; reading takes time
         layers = []
         by_index = {key: _lists_layers(one) for key, one in {id(one): one for one in each}.items()}
         for index, (one, kind) in enumerate(zip(each, types, strict=True)):
             key = id(one), kind, index if by_index[id(one)] else None
             if key not in made:
-                made[key] = _stores(one, kind, index) * repeats
+                made[key] = _stores(one, kind, index)
             layers.append(made[key])
         if borrowing:
             layers[count - borrowing :] = [()] * borrowing
         for index in _field(text, "layers_that_attend_by_themselves") or ():
             layers[index] = tuple(map(_own, layers[index]))
+        again = _run_again(text)
+        layers, types = layers + [layers[index] for index in again], (*types, *(types[index] for index in again))
         return cls(config.model_type, tuple(layers), types, borrowing)
 
     @classmethod
@@ -218,6 +226,8 @@ class ModelLayout:
                     _with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
                     for store in layers[index]
                 )
+        if again := _run_again(model.config.get_text_config(decoder=True)):
+            layers[-len(again) :] = [layers[index] for index in again]
         if (code := own_code_of(type(model))) is not None:
             layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
         return replace(found, layers=tuple(layers), own=own, expanding=expanding)
@@ -257,6 +267,14 @@ class ModelLayout:
         return bool(self.own) and self.own.keys() == self.per_token.keys()
 
 
+def _run_again(config: Any) -> list[int]:
+    """The layers of further runs, in the order of their caches, of models that run some layers several times."""
+    first, count = _number(config, "n_input_layers"), _number(config, "n_recurrent_layers")
+    if _field(config, "recurrent_kv_cache_mode") != "per_loop":
+        return []
+    return list(range(first, first + count)) * (_number(config, "n_recurrent_loops") - 1)
+
+
 def _types(config: Any, each: Any, count: int) -> tuple[str, ...]:
     """The layers' types; without a list in the config, those that transformers' caches derive from windows."""
     given = list(_field(config, "layer_types") or _field(config, "attention_layers") or ())[:count]
@@ -281,11 +299,13 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
     """What a layer stores, by its own config."""
     if "attention" in (_field(config, "skip") or ()):
         return ()
+    if index in (_field(config, "cross_attention_layers") or ()):  # which do not run without images
+        return ()
     kinds = _KINDS.get(layer_type, (Kind.OTHER,))
     if _field(config, "kv_lora_rank"):
         kinds = tuple(Kind.LATENT if kind in PER_TOKEN else kind for kind in kinds)
     stores = [_store(config, kind, index) for kind in kinds]
-    if _field(config, "add_cross_attention") or index in (_field(config, "cross_attention_layers") or ()):
+    if _field(config, "add_cross_attention"):
         stores.append(_store(config, Kind.CROSS, index))
     return tuple(stores)
 
@@ -338,7 +358,9 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
     if store.kind not in PER_TOKEN:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
-    return replace(store, head_dim=key, value_dim=value)
+    stock = store.numbers * (store.group_size if code.repeats_heads(config) else 1)
+    stored = replace(store, head_dim=key, value_dim=value)
+    return stored if stock == stored.numbers else replace(stored, stock_numbers=stock)
 
 
 def _own(store: Store) -> Store:

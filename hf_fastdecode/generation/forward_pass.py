@@ -37,7 +37,8 @@ def forward_pass(
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
     given none."""
-    return counts_positions(model) or own_code_of(type(model)) is not None
+    own = own_code_of(type(model))
+    return counts_positions(model) if own is None else not own.places_tokens
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
@@ -49,6 +50,12 @@ def counts_padding(model: PreTrainedModel) -> bool:
     """Whether the model's positions always count the padding of prompts, see `OwnCode.counts_padding`."""
     own = own_code_of(type(model))
     return own is not None and own.counts_padding
+
+
+def places_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model derives positions from ids, see `OwnCode.places_tokens`."""
+    own = own_code_of(type(model))
+    return own is not None and own.places_tokens
 
 
 def takes_shared_cache(model: PreTrainedModel) -> bool:

@@ -53,7 +53,7 @@ from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .forward_pass import takes_positions
-from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from .loop_argument import hands_generate_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
@@ -227,7 +227,8 @@ def _prepare_cache_for_generation(
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
     signature = signature_of(original)
-    takes = takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and takes_any(signature))
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
     takes = takes and pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place

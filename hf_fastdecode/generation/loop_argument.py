@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from ..attention.own_code import own_code_of
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
 """Signatures of methods of classes, less their instance."""
@@ -53,6 +55,13 @@ def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
 def takes_any(signature: inspect.Signature) -> bool:
     """Whether any named argument is taken."""
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+
+
+def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
+    """Whether a class of transformers has a `generate` of its own that hands a call on, see `OwnCode`."""
+    own, method = own_code_of(kind), getattr(kind, "generate", None)
+    of_transformers = getattr(method, "__module__", "").startswith("transformers.")
+    return own is not None and of_transformers and own.hands_generate_on(arguments)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
-from ..cache.layout import PER_TOKEN, Kind, ModelLayout
+from ..cache.layout import Kind, ModelLayout
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
 from ..errors import Unsupported
@@ -55,8 +55,8 @@ _KNOWN_ARGUMENTS = {
 OWN_METHOD: Final = "the model's own"
 """What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
 
-PADDING_IN_A_KEPT_CACHE: Final = "positions count the padding of prompts, and the call's cache would be kept"
-"""Why a call runs stock whose cache, which knows no padding, would serve other prompts that begin alike."""
+PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
+"""Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
 
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
@@ -87,6 +87,8 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
         return
     said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
     if not said and own is None and not _attends_by_itself(model, layout):
+        if not takes_shared_cache(model):
+            raise Unsupported(f"{name}.forward takes no {CACHE}")
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
@@ -113,8 +115,6 @@ def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
         raise Unsupported("it has cross attention")
     if any(store.kind is Kind.LATENT and index not in layout.expanding for index, store in layout):
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
-        raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
 
 
 def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:

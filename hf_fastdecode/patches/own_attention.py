@@ -18,15 +18,23 @@ from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt2_alike import GPT2_ALIKE
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
+from .architectures.kosmos import KOSMOS
 from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
 from .architectures.minimax import MINIMAX
+from .architectures.mllama import MLLAMA
 from .architectures.mpt import MPT
 from .architectures.recurrent_gemma import RECURRENT_GEMMA
 from .architectures.xlstm import XLSTM
 
-_FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "janus", "qwen2_audio", "stablelm")
+_FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
 """Their layers call the interface, although the class has no ``_supports_attention_backend``."""
+
+_HANDS_GENERATE_ON: Final = {
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), OwnCode(hands_generate_on=lambda arguments: True)),
+    "janus": OwnCode(hands_generate_on=lambda arguments: arguments.get("generation_mode", "text") == "text"),
+}
+"""Their ``generate`` chooses an adapter, or whether to make text or images."""
 
 _HANDS_POSITIONS_ON: Final = ("evolla", "moss_transcribe_diarize")
 """Their ``forward`` names no ``position_ids``, but hands them on to a decoder, which counts padding if given none."""
@@ -47,6 +55,7 @@ _LATENT: Final = {
 
 OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **dict.fromkeys(_FLAG_ALONE, OwnCode()),
+    **_HANDS_GENERATE_ON,
     **dict.fromkeys(_HANDS_POSITIONS_ON, OwnCode(counts_padding=True)),
     **{name: latent_attention(attention) for name, attention in _LATENT.items()},
     **BART_FAMILY,
@@ -59,8 +68,11 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,
     "jetmoe": JETMOE,
+    "kosmos2": KOSMOS,
+    "kosmos2_5": OwnCode(places_tokens=True),
     "llama4": LLAMA4,
     "minimax": MINIMAX,
+    "mllama": MLLAMA,
     "mpt": MPT,
     "recurrent_gemma": RECURRENT_GEMMA,
     "xlstm": XLSTM,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -73,7 +74,7 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
             if not torch.equal(tokens, stock[call]):
                 return "wrong", f"{call}, {report.path if report else 'not seen'}"
         if report is None:
-            return "stock", f"{type(model).__name__}.generate decodes by itself"
+            return "stock", _why_unseen(model)
         if report.path == "stock":
             return "stock", report.reason
         for call in _CALLS:
@@ -85,6 +86,17 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
         if all(torch.equal(_spoilt_tokens(model, inputs, call, continued), _new(stock[call])) for call in _CALLS):
             return "blind", "tokens do not depend on the shared context"
         return "shared", ""
+
+
+def _why_unseen(model: PreTrainedModel) -> str:
+    """Why a class's `generate` has not asked for a cache."""
+    name = type(model).__name__
+    if name.endswith("ForCTC"):
+        return f"{name}.generate labels all frames in one pass (CTC), and decodes nothing step by step"
+    for part, module in model.named_modules():
+        if part and isinstance(module, GenerationMixin):
+            return f"{name}.generate calls that of {part}, a {type(module).__name__}, which can be enabled itself"
+    return f"{name}.generate decodes by itself"
 
 
 def _spoilt_tokens(model: PreTrainedModel, inputs: dict[str, Tensor], call: str, continued: bool) -> Tensor:

@@ -23,9 +23,9 @@ from ...attention.forest import path_slice
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..forward_pass import counts_padding, counts_positions
+from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, PADDING_IN_A_KEPT_CACHE, check_arguments, check_prompts
+from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts
 from .by_rows import Rows, counted_with_padding, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -52,6 +52,7 @@ class _PlannedFirstPass(NamedTuple):
     Attributes:
         ids: ``[rows, width]``; of embeddings, see `_ids_of_embeddings`.
         padded: Whether positions count the padding of prompts.
+        apart: Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
         by_rows: Whether prompts run by rows, see `by_rows`.
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
@@ -62,6 +63,7 @@ class _PlannedFirstPass(NamedTuple):
     mask: Tensor | None
     positions: Positions
     padded: bool
+    apart: bool
     by_rows: bool
     embeddings: Callable[[Tensor], Tensor] | None
     hidden: bool
@@ -73,7 +75,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and not self.positions.differ and not self.padded
+        return self.embeddings is None and not self.positions.differ and not self.apart
 
 
 @dataclass
@@ -114,7 +116,7 @@ class FirstPassPrompts:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        ids, mask, positions, padded, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
+        ids, mask, positions, padded, _, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
@@ -187,29 +189,29 @@ class FirstPassPrompts:
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         padded = mask is not None and counts and not bool(mask.all())
+        apart = padded or places_tokens(model)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         states = bool(call.structure.layout.states)
-        by_rows = positions.differ or padded or states
+        by_rows = positions.differ or apart or states
         if positions.differ:
             self._check_planes(hidden)
-        if padded and self.checks_masks:
-            raise Unsupported(PADDING_IN_A_KEPT_CACHE)
-        if padded and hidden:
-            raise Unsupported("output_hidden_states is not for positions that count the padding of prompts yet")
+        if apart and (self.checks_masks or hidden):
+            what = "hidden states are asked for" if hidden else "the call's cache would be kept"
+            raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
         if states and hidden:
             raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
         groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        alike = not positions.differ and not padded
+        alike = not positions.differ and not apart
         reuse = embeddings is None and alike
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(
-            ids, mask, positions, padded, by_rows, embeddings, hidden, wanted, groups, found, plan
+            ids, mask, positions, padded, apart, by_rows, embeddings, hidden, wanted, groups, found, plan
         )
 
     def _check_planes(self, hidden: bool) -> None:

@@ -22,7 +22,7 @@ _ITEM = 8  # bytes of an int64 id
 _FEWEST = 2
 """Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
 
-TOKENS_OF_A_PASS = 512
+TOKENS_OF_A_PASS = 1024
 """Tokens that a prefill pass takes as long for as for its launches, about."""
 
 
@@ -225,10 +225,6 @@ class ComparedPrompts:
             stored=[(path, min(held, length)) for (path, held), length in zip(self.stored, lengths, strict=True)],
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
-
-    def computed_anew(self) -> ComparedPrompts:
-        """The same, of which no prompt reuses what the cache holds."""
-        return replace(self, stored=[((), 0)] * len(self.stored), recompute=0)
 
     def from_ends(self, cache: SharedContextCache, *, continues: bool, alike: bool = False) -> ComparedPrompts:
         """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.

@@ -14,10 +14,10 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
-from ..forward_pass import counts_padding, forward_pass, input_device
+from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import PADDING_IN_A_KEPT_CACHE, check_prompts, why_not_counted
+from ..support import PLACED_OTHERWISE, check_prompts, why_not_counted
 from .by_rows import Rows, counted_with_padding, prefill_rows
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -85,8 +85,10 @@ def _checked_prompts(call: CallContext, input_ids: Tensor) -> tuple[list[PromptG
     if planar.differ:  # this loop gives every step a position per row
         raise Unsupported(why_not_counted(call.model, planar))
     padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
+    if places_tokens(call.model):
+        raise Unsupported("the model derives positions from the ids of whole prompts")
     if padded and call.returns_cache:
-        raise Unsupported(PADDING_IN_A_KEPT_CACHE)
+        raise Unsupported(f"{PLACED_OTHERWISE}, and the call's cache would be kept")
     return group_prompts(ids, mask), padded
 
 

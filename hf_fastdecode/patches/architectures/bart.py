@@ -13,13 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...attention.own_code import Method, OwnCode
-from ...attention.stand_in_calls import attend_shared, positions_of_pass
+from ...attention.stand_in_calls import attend_shared, given_positions
 from ...errors import Unsupported
 
 
 def embed_positions(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Stands in for `forward` of the positions' embeddings: ``[rows or 1, tokens, width]``."""
-    return F.embedding(positions_of_pass() + getattr(module, "offset", 0), module.weight)
+    if (positions := given_positions()) is None:  # of an encoder-decoder's pass, which counts from the cache's length
+        own: Tensor = type(module).forward(module, *args, **kwargs)
+        return own
+    return F.embedding(positions + getattr(module, "offset", 0), module.weight)
 
 
 def attend(
@@ -49,7 +52,7 @@ def of_family(positions: str, attention: str | None = None) -> OwnCode:
     stand_ins: dict[str, dict[str, Method]] = {positions: {"forward": embed_positions}}
     if attention is not None:
         stand_ins[attention] = {"forward": attend}
-    return OwnCode(stand_ins, reads_masks=attention is not None, counts_padding=True)
+    return OwnCode(stand_ins, counts_padding=True)
 
 
 _ATTENTION_ALONE = {"clvp": "ClvpSelfAttention", "xglm": "XGLMAttention"}
@@ -57,7 +60,7 @@ _ATTENTION_ALONE = {"clvp": "ClvpSelfAttention", "xglm": "XGLMAttention"}
 BART_FAMILY = {
     **{folder: OwnCode({name: {"forward": attend}}, reads_masks=True) for folder, name in _ATTENTION_ALONE.items()},
     "bart": of_family("BartLearnedPositionalEmbedding"),
-    "bigbird_pegasus": of_family("BigBirdPegasusLearnedPositionalEmbedding"),
+    "bigbird_pegasus": of_family("BigBirdPegasusLearnedPositionalEmbedding", "BigBirdPegasusDecoderAttention"),
     "blenderbot": of_family("BlenderbotLearnedPositionalEmbedding"),
     "blenderbot_small": of_family("BlenderbotSmallLearnedPositionalEmbedding"),
     "marian": of_family("MarianSinusoidalPositionalEmbedding"),
