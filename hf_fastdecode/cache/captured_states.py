@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import Unsupported
-from .layers.state import RowsStates, StateLayer, States
+from .layers.state import LayerOfOwnStates, StateLayer, States
 from .shared import SharedContextCache
 
 
@@ -82,7 +82,7 @@ class CapturedStates:
         )
 
 
-class StatesOfACapture(RowsStates):
+class StatesOfACapture(LayerOfOwnStates):
     """A layer whose states are always there, for any prompt, and are updated in place."""
 
     is_compileable = False
