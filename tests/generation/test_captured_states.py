@@ -30,7 +30,11 @@ def with_states_alone():
     return tiny_model_of("Mamba2ForCausalLM")
 
 
-@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM"])
+IN_MODULES = [] if CACHE == "past_key_values" else ["RecurrentGemmaForCausalLM"]
+BESIDE_ATTENTION = ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM", "MiniMaxForCausalLM"]
+
+
+@pytest.mark.parametrize("name", [*BESIDE_ATTENTION, *IN_MODULES])
 def test_tokens_are_stocks(name, uncaptured, monkeypatch):
     """States beside attention, in one layer with it, and beside latents.
 
