@@ -130,6 +130,7 @@ class CapturedPrefillCache(Cache):
 
     def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
         self.position_planes, self._pass = cache.position_planes, _Pass(runs, tables)
+        self.inputs = None  # of an encoder-decoder, whose passes are not captured
         super().__init__(
             layers=[
                 _PrefillLayer(layer, self._pass) if isinstance(layer, SharedContextLayer) else layer

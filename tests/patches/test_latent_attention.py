@@ -98,7 +98,7 @@ def test_captured_steps(samples, monkeypatch):
     monkeypatch.setattr(own_nodes, "STEP", 4)
     heads, hidden = (18, 72) if samples == 3 else (2, 64)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": hidden}
-    widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 8, "v_head_dim": 32}
     model = model_of("without-query-ranks", **sizes, **widths)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING | {"num_return_sequences": samples}
     call["max_new_tokens"] = 4 if samples == 3 else 10

@@ -76,8 +76,8 @@ class AddressesOfLayers:
 def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:
     """Addresses of the suffixes' keys and values from token `first` on, and strides of rows and KV heads."""
     _check_strides(suffix)
-    begin = first * suffix.keys.stride(2) * suffix.keys.element_size()
-    return [suffix.keys.data_ptr() + begin, suffix.values.data_ptr() + begin, *suffix.keys.stride()[:2]]
+    begins = [part.data_ptr() + first * part.stride(2) * part.element_size() for part in suffix]
+    return [*begins, *suffix.keys.stride()[:2]]
 
 
 def _check_strides(segment: Segment) -> None:
