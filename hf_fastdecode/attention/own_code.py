@@ -23,8 +23,8 @@ _HOME: Final = "transformers.models."
 class OwnStates:
     """States that an architecture keeps outside of transformers' caches.
 
-    Stand-ins take them from the layer of the shared cache (`StateLayer.kept_states`), run the architecture's own code
-    on them, and give back those after the pass (`StateLayer.keep_states`).
+    Stand-ins take them from a layer of the cache (`kept_states` of `cache.layers.state.LayerOfOwnStates`), run the
+    architecture's own code on them, and give back those after the pass (`keep_states`).
 
     Attributes:
         count: States of each layer that has any.

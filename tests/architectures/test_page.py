@@ -36,7 +36,7 @@ def test_the_page_says_what_the_comparison_finds(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("MiniMaxForCausalLM", "its layers of type linear_attention need more than keys and values of every token"),
+        ("DeepseekV32ForCausalLM", "of type indexed_attention need more than keys and values of every token"),
         ("PaliGemmaForConditionalGeneration", "prepare_inputs_for_generation, are not those of the attention mask"),
         ("GitForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
         ("CpmAntForCausalLM", "does not use transformers' attention interface"),
