@@ -13,8 +13,8 @@ from .uncaptured import on_the_cpu
 
 pytest.importorskip("triton")
 
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
-BEAMS = {"do_sample": False, "num_beams": 3, "max_new_tokens": 4}
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 4}
+BEAMS = {"do_sample": False, "num_beams": 2, "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,14 @@ def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = T5Config(vocab_size=97, decoder_start_token_id=0, relative_attention_max_distance=9, **sizes)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = T5Config(
+        vocab_size=97,
+        decoder_start_token_id=0,
+        relative_attention_max_distance=8,
+        relative_attention_num_buckets=6,
+        **sizes,
+    )
     model = T5ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,7 +61,7 @@ def t5():
 def test_biases_by_distance(t5, arguments, uncaptured):
     """Over a prompt, which is a node, and over suffixes, up to more tokens than have a bias of their own."""
     inputs, prompt = ragged_prompts(12, 7), torch.randint(3, 97, (2, 6))
-    arguments = arguments | {"decoder_input_ids": prompt, "max_new_tokens": 7}
+    arguments = arguments | {"decoder_input_ids": prompt, "max_new_tokens": 5}
     stock = seeded(lambda: t5.generate(**inputs, **arguments))
     with fd.enabled(t5, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: t5.generate(**inputs, **arguments)), stock)
@@ -70,7 +76,6 @@ def test_tokens_are_stocks_in_every_call(bart, arguments, uncaptured):
     decoder = ragged_prompts(3, 3, 2, seed=3)
     calls = [
         ragged_prompts(21, 13, 17) | {"decoder_input_ids": decoder["input_ids"]},
-        ragged_prompts(31, 18, 11, seed=1),
         ragged_prompts(9, 9, 9, seed=2) | {f"decoder_{name}": one for name, one in decoder.items()},
     ]
     stock = [seeded(lambda call=call: bart.generate(**call, **arguments)) for call in calls]
