@@ -17,6 +17,7 @@ from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import is_capturable, splits_module
+from ..forward_pass import places_tokens
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
@@ -298,6 +299,8 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
+    if places_tokens(model):
+        return "it derives positions from the length of the cache, which a graph would keep"
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
