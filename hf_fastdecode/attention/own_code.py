@@ -59,6 +59,8 @@ class OwnCode:
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
+        repeats_heads: By config, whether it caches a KV head once for each of its query heads.
+        not_captured: Why its steps cannot be captured, if they cannot.
         states: Those that it keeps in a cache of its own class or in its modules, if it does.
     """
 
@@ -73,6 +75,8 @@ class OwnCode:
     counts_hidden: bool = False
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
+    repeats_heads: Callable[[Any], bool] = lambda config: False
+    not_captured: str | None = None
     states: OwnStates | None = None
 
 

@@ -105,6 +105,7 @@ class Store:
         window: Tokens that a query reads at most; None for all.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
+        stock_numbers: Numbers of a token in transformers' cache, where these are other than `numbers`.
     """
 
     kind: Kind
@@ -115,6 +116,7 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+    stock_numbers: int = 0
 
     @property
     def kernel_heads(self) -> int:
@@ -139,6 +141,10 @@ class Store:
         if self.kind is Kind.LATENT:
             return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def stock_bytes(self, stored: int) -> int:
+        """Bytes of a token in transformers' cache, of which `stored` are stored here."""
+        return stored * self.stock_numbers // self.numbers if self.stock_numbers else stored
 
 
 @dataclass(frozen=True)
@@ -352,7 +358,9 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
     if store.kind not in PER_TOKEN:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
-    return replace(store, head_dim=key, value_dim=value)
+    stock = store.numbers * (store.group_size if code.repeats_heads(config) else 1)
+    stored = replace(store, head_dim=key, value_dim=value)
+    return stored if stock == stored.numbers else replace(stored, stock_numbers=stock)
 
 
 def _own(store: Store) -> Store:

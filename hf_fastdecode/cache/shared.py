@@ -294,7 +294,9 @@ class SharedContextCache(ForestCache):
             allocated=nodes + allocated,
             stock=self.rows * states
             + sum(
-                self.rows * within(self.get_seq_length(), layer.window) * layer.storage.suffix_bytes_per_token
+                self.rows
+                * within(self.get_seq_length(), layer.window)
+                * layer.store.stock_bytes(layer.storage.suffix_bytes_per_token)
                 for layer in self.attention_layers
             ),
         )

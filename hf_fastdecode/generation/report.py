@@ -63,8 +63,8 @@ class CallReport:
         suffix_length: Tokens in each row's suffix, without those of prompts.
         stored_suffix: Of these, tokens that this process stores.
         stored_tokens: Tokens in node storage of this process, including unused ones.
-        layer_sizes: For each layer with keys and values, bytes per token of nodes and of suffixes, and its window if
-            that hides any token.
+        layer_sizes: For each layer with keys and values, bytes per token of nodes, of suffixes and of transformers'
+            cache, and its window if that hides any token.
         state_bytes: Bytes of a row's states in all layers.
         kept_states: Number of prompt ends at which states are kept; rows begin with copies of these.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
@@ -97,7 +97,7 @@ class CallReport:
     suffix_length: int = 0
     stored_suffix: int = 0
     stored_tokens: int = 0
-    layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
+    layer_sizes: list[tuple[int, int, int, int | None]] = field(default_factory=list)
     state_bytes: int = 0
     kept_states: int = 0
     mode: str = "eager"
@@ -123,7 +123,12 @@ class CallReport:
                 for index in range(len(cache.layers))
             ]
             self.layer_sizes = [
-                (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.attention_layers
+                (
+                    *(sizes := layer.storage.bytes_per_node_and_suffix_token),
+                    layer.store.stock_bytes(sizes[1]),
+                    layer.window,
+                )
+                for layer in cache.attention_layers
             ]
             self.state_bytes = sum(layer.row_bytes for layer in cache.state_layers)
             self.kept_states = max((len(layer.ends) for layer in cache.state_layers), default=0)
@@ -157,13 +162,13 @@ class CallReport:
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes of keys, values and states at the end of the call, here and in a stock cache."""
-        of_nodes = sum(size for size, _, _ in self.layer_sizes)
-        of_suffixes = sum(size for _, size, _ in self.layer_sizes)
+        of_nodes = sum(size for size, *_ in self.layer_sizes)
+        of_suffixes = sum(size for _, size, *_ in self.layer_sizes)
         in_suffixes = self.rows * self.stored_suffix + self.own_tokens
         stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
         stored += (self.rows + self.kept_states) * self.state_bytes
         length = self.context_width + self.suffix_length
-        stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)
+        stock = self.rows * sum(size * within(length, window) for *_, size, window in self.layer_sizes)
         stock += self.rows * self.state_bytes
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 

@@ -18,7 +18,7 @@ from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt2_alike import GPT2_ALIKE
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
-from .architectures.kosmos import KOSMOS
+from .architectures.kosmos import KOSMOS_FAMILY
 from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
 from .architectures.minimax import MINIMAX
@@ -61,6 +61,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **BART_FAMILY,
     **BERT_FAMILY,
     **GPT2_ALIKE,
+    **KOSMOS_FAMILY,
     "bloom": BLOOM,
     "diffllama": DIFFLLAMA,
     "doge": DOGE,
@@ -68,8 +69,6 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,
     "jetmoe": JETMOE,
-    "kosmos2": KOSMOS,
-    "kosmos2_5": OwnCode(places_tokens=True),
     "llama4": LLAMA4,
     "minimax": MINIMAX,
     "mllama": MLLAMA,

@@ -293,8 +293,3 @@ def test_states_cannot_go_back(model):
             model(ids[:, :1] + 1000, **{CACHE: cache})
         with pytest.raises(ValueError, match="has left rows of this cache without their states"):
             model(ids[:, :1], **{CACHE: cache})
-
-
-def test_what_is_not_shared_yet_says_so(model):
-    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="steps that update states are not captured"):
-        run(model, SAMPLING)

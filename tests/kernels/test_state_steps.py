@@ -69,6 +69,21 @@ def test_delta_rule(rows: int, key_heads: int, heads: int, key_dim: int, value_d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+def test_delta_rule_of_projections(dtype: torch.dtype) -> None:
+    """Decays and betas are made in the kernel; large ones, too."""
+    query, key, value = (random(3, heads, 16, seed=heads + at, dtype=dtype) for at, heads in ((0, 2), (5, 2), (0, 4)))
+    decay, beta = (12 * random(3, 4, seed=seed, dtype=dtype) for seed in (3, 4))
+    gates = reference.Gates(random(4, seed=6, dtype=torch.float32), random(4, seed=7, dtype=dtype))
+    states = random(3, 4, 16, 16, seed=5, dtype=torch.float32)
+    wide = [one.double() for one in (query, key, value, decay, beta, states)]
+    exact = reference.delta_rule(*wide, reference.Gates(*(one.double() for one in gates)))  # type: ignore[arg-type]
+    expected = reference.delta_rule(query, key, value, decay, beta, states, gates)
+    found = api.delta_rule(query, key, value, decay, beta, states, gates), states
+    for one, two, three in zip(found, expected, exact, strict=True):
+        assert (one - three).abs().max() <= 2 * (two - three).abs().max() + torch.finfo(dtype).eps * three.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 @pytest.mark.parametrize(
     ("rows", "groups", "heads", "width", "size"), [(1, 1, 1, 16, 16), (3, 2, 4, 64, 128), (2, 1, 3, 24, 40)]
 )

@@ -11,7 +11,8 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.attention.launch import own_nodes
+from hf_fastdecode.generation.steps import captured_prefill, modes
 from hf_fastdecode.patches.architectures.latent_attention import _weight
 
 from ..architectures.compare import compared, stock_tokens
@@ -87,17 +88,40 @@ def test_projections_of_other_modules_count():
 
 
 @on_the_cpu
-def test_captured_steps(monkeypatch):
+@pytest.mark.parametrize("samples", [3, 1])
+def test_captured_steps(samples, monkeypatch):
+    """Query heads in two groups; then two rows, whose completions become nodes."""
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
-    heads = {"hidden_size": 72, "num_attention_heads": 18, "num_key_value_heads": 18}  # in two groups
+    monkeypatch.setattr(own_nodes, "STEP", 4)
+    heads, hidden = (18, 72) if samples == 3 else (2, 64)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": hidden}
     widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    model = model_of("without-query-ranks", num_hidden_layers=1, **heads, **widths)
-    call = ragged_prompts(41, 36, shared=33) | SAMPLING
+    model = model_of("without-query-ranks", **sizes, **widths)
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING | {"num_return_sequences": samples}
+    call["max_new_tokens"] = 4 if samples == 3 else 10
     stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton"):
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.mode == "graph"
+
+
+@on_the_cpu
+def test_captured_prefill(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    monkeypatch.setattr(captured_prefill, "_PASSES_THAT_PAY_A_CAPTURE", {True: 1, False: 1})
+    model, found = model_of("without-query-ranks"), []
+    call = ragged_prompts(41, 36) | SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
+    for mode in ("eager", "graph"):
+        with fd.enabled(model, mode=mode, min_saved_tokens=1):
+            found.append(model.generate(**call | {"max_new_tokens": 1}))
+            assert fd.explain(model).last_call.captured_prefill_tokens == (77 if mode == "graph" else 0)
+    eager, captured = found
+    torch.testing.assert_close(captured.logits, eager.logits)
+    for one, other in zip(captured[CACHE].attention_layers, eager[CACHE].attention_layers, strict=True):
+        for number, parts in one.storage.segments.items():
+            torch.testing.assert_close(parts, other.storage.segments[number])
 
 
 def test_a_copied_cache_is_continued_and_knows_its_bytes():

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import COMPILED_CALL
+from hf_fastdecode._compat import CACHE, COMPILED_CALL
 from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
@@ -32,6 +32,7 @@ _MPT = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "expansi
 _GPT_NEO = {
     **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "max_position_embeddings": 512},
     **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
+    "seed": 1,  # with 0, logits of two greedy tokens differ by 1e-4, and roundings by up to 1e-5
 }
 _XGLM = {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512}
 _BART = {
@@ -109,8 +110,20 @@ def test_alibi_at_positions_that_half_precision_rounds(name):
     assert torch.allclose(shared, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["bloom", "diffllama", "doge", "falcon-40b"])
+def test_reports_know_what_transformers_caches(name):
+    model_type, fields = MODELS[name]
+    model = tiny_model_of_type(model_type, **fields)
+    call = ragged_prompts(40, 40, shared=40) | {"max_new_tokens": 3, "return_dict_in_generate": True}
+    stock = sum(layer.keys.nbytes + layer.values.nbytes for layer in model.generate(**call)[CACHE].layers)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert model.generate(**call)[CACHE].nbytes.stock == stock
+        assert fd.explain(model).last_call.nbytes.stock == stock
+
+
 SMALL = {
     "bart": {**_BART, "decoder_layers": 1, "decoder_attention_heads": 2, "d_model": 32},
+    "diffllama": {**_GATED, "num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16},
     "bloom": {**_BLOOM, "n_layer": 1, "n_head": 2, "hidden_size": 32},
     "gemma3n_text": {
         **{**_GEMMA3N, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
@@ -182,7 +195,16 @@ def _scaled(module, *args):
     return 1.5 * _ATTEND(module, *args)[0], None
 
 
+class Derived(GPTNeoSelfAttention):
+    """An attention layer of a user's."""
+
+
 REPLACED = {
+    "derived": (
+        "gpt_neo",
+        lambda module, patch: patch.setattr(module, "__class__", Derived),
+        "Derived derives from GPTNeoSelfAttention, whose attention has code of its own here",
+    ),
     "class": (
         "gpt_neo",
         lambda module, patch: patch.setattr(type(module), "_attn", _scaled),

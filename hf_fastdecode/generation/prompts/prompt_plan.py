@@ -22,7 +22,7 @@ _ITEM = 8  # bytes of an int64 id
 _FEWEST = 2
 """Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
 
-TOKENS_OF_A_PASS = 512
+TOKENS_OF_A_PASS = 1024
 """Tokens that a prefill pass takes as long for as for its launches, about."""
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
+from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.captured_states import CapturedStates
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import is_capturable, splits_module
-from ..forward_pass import places_tokens
 from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
@@ -299,8 +299,8 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
-    if places_tokens(model):
-        return "it derives positions from the length of the cache, which a graph would keep"
+    if (code := own_code_of(type(model))) is not None and code.not_captured is not None:
+        return code.not_captured
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

@@ -12,7 +12,7 @@ from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options
 from . import kernel
-from .reference import L2_EPS
+from .reference import L2_EPS, Gates
 
 MOST_WIDTH = 256
 """Numbers of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
@@ -68,7 +68,9 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
     return out
 
 
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor) -> Tensor:
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor, gates: Gates | None = None
+) -> Tensor:
     """A step of the gated delta rule, with L2-normalized queries and keys.
 
     Args:
@@ -78,6 +80,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         decay: ``[rows, heads]``: logarithms of what states are multiplied by.
         beta: ``[rows, heads]``: how much of a value is written.
         states: ``[rows, heads, key_dim, value_dim]``, contiguous, overwritten.
+        gates: When given, `decay` and `beta` are projections of which the kernel makes them.
 
     Returns:
         ``[rows, heads, value_dim]`` in the dtype of `query`.
@@ -92,7 +95,9 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         shapes and decay.shape == beta.shape == (rows, heads) and states.shape == (rows, heads, key_dim, value_dim)
     )
     dense = all(one.stride(-1) == 1 for one in (query, key, value, decay, beta))
-    if not shapes or not dense or not _contiguous(states):
+    rates, biases = gates or (decay, decay)
+    shapes = shapes and (gates is None or rates.shape == biases.shape == (heads,))
+    if not shapes or not dense or not _contiguous(states, *(gates or ())):
         raise ValueError(
             "delta_rule takes query and key [rows, key_heads, key_dim], value [rows, heads, value_dim], decay and "
             f"beta [rows, heads] and contiguous states [rows, heads, key_dim, value_dim] of up to {MOST_WIDTH} "
@@ -110,6 +115,8 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
             value,
             decay,
             beta,
+            rates,
+            biases,
             states,
             out,
             *query.stride()[:2],
@@ -124,6 +131,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
             K=key_dim,
             V=value_dim,
             BLOCK_K=block_k,
+            PROJECTED=gates is not None,
             BLOCK_V=block_v,
             **overlap_options(query.device),
         )

@@ -64,6 +64,8 @@ def delta_rule(
     values,  # [rows, HEADS, V], contiguous along V
     decays,  # [rows, HEADS], logarithms
     betas,  # [rows, HEADS]
+    rates,  # [HEADS]; not read unless PROJECTED
+    biases,  # [HEADS], likewise
     states,  # [rows, HEADS, K, V], contiguous
     out,  # [rows, HEADS, V], contiguous
     query_row_stride,
@@ -81,6 +83,7 @@ def delta_rule(
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least K
+    PROJECTED: tl.constexpr,  # decays and betas are projections, of which these are made here
     BLOCK_V: tl.constexpr,  # of a program
     PDL: tl.constexpr,
 ):
@@ -104,6 +107,10 @@ def delta_rule(
     key = key * tl.rsqrt(tl.sum(key * key, 0) + eps)
     decay = tl.load(decays + row * decay_row_stride + head).to(tl.float32)
     beta = tl.load(betas + row * beta_row_stride + head).to(tl.float32)
+    if PROJECTED:
+        step = softplus(decay + tl.load(biases + head).to(tl.float32))
+        decay = -tl.exp(tl.load(rates + head).to(tl.float32)) * step
+        beta = (1.0 / (1.0 + tl.exp(-beta))).to(betas.dtype.element_ty).to(tl.float32)
     state = state * tl.exp(decay)
     remembered = tl.sum(state * key[:, None], 0)
     state += key[:, None] * ((value - remembered) * beta)[None, :]
@@ -156,9 +163,15 @@ def scan(
     read = tl.load(outputs + row * output_row_stride + shared * output_group_stride + along_s, mask=in_s, other=0.0)
     step = tl.load(steps + row * step_row_stride + head * step_head_stride).to(tl.float32)
     step += tl.load(biases + head).to(tl.float32)
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    step = softplus(step)
     rate, skip = tl.load(rates + head).to(tl.float32), tl.load(skips + head).to(tl.float32)
     state = state * tl.exp(step * rate) + (step * number)[:, None] * given.to(tl.float32)[None, :]
     tl.store(places, state.to(states.dtype.element_ty), mask=kept)
     found = tl.sum(state * read.to(tl.float32)[None, :], 1) + skip * number
     tl.store(out + (row * HEADS + head) * WIDTH + along_w, found.to(out.dtype.element_ty), mask=in_w)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, as PyTorch's."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))

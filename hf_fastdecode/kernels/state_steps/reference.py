@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Gates(NamedTuple):
+    """How decays and betas are made of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``.
+
+    Attributes:
+        rates: ``[heads]``, contiguous: logarithms.
+        biases: Likewise.
+    """
+
+    rates: Tensor
+    biases: Tensor
+
 
 L2_EPS = 1e-6
 """Added to sums of squares of queries and keys."""
@@ -18,10 +33,13 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor, gates: Gates | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `api.delta_rule`; the result and the states after the step. Gated DeltaNet, eq. 10."""
     dtype, group = query.dtype, value.shape[1] // query.shape[1]
+    if gates is not None:
+        decay = -_wide(gates.rates).exp() * F.softplus(_wide(decay) + _wide(gates.biases))
+        beta = beta.sigmoid()
     query, key, value, decay, beta = map(_wide, (query, key, value, decay, beta))
     query, key = (one * torch.rsqrt(one.pow(2).sum(-1, keepdim=True) + L2_EPS) for one in (query, key))
     query, key = (one.repeat_interleave(group, 1) for one in (query * query.shape[-1] ** -0.5, key))

@@ -17,6 +17,7 @@ from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.state_steps.api import convolve, delta_rule, scan
+from hf_fastdecode.kernels.state_steps.reference import Gates
 
 from .pretended import CUDA, Claimed
 
@@ -118,7 +119,8 @@ def step_states() -> None:
             convolve(made(3, 8192), made(3, 8192, length), made(8192, taps), made(8192) if silu else None, silu=silu)
         for key_heads, heads, key_dim, value_dim in ((16, 32, 128, 128), (4, 4, 24, 40), (2, 2, 256, 256)):
             keys, states = made(3, key_heads, key_dim), made(3, heads, key_dim, value_dim, dtype=kept)
-            delta_rule(keys, keys, made(3, heads, value_dim), made(3, heads), made(3, heads), states)
+            for gates in (None, Gates(made(heads), made(heads))):
+                delta_rule(keys, keys, made(3, heads, value_dim), made(3, heads), made(3, heads), states, gates)
         for groups, heads, width, size in ((8, 128, 64, 128), (1, 3, 24, 16), (1, 2, 128, 256)):
             inputs, rates, of_heads = made(3, groups, size), made(heads, dtype=torch.float32), made(heads)
             states = made(3, heads, width, size, dtype=kept)
