@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -177,6 +177,16 @@ LOOP_METHODS: Final = (
     "_update_model_kwargs_for_generation",
 )
 """Methods of `GenerationMixin` that its loop calls and ours does not; replace it with a documented list of seams."""
+
+ENCODE: Final = (
+    "_maybe_prepare_encoder_kwargs_for_generation"
+    if hasattr(GenerationMixin, "_maybe_prepare_encoder_kwargs_for_generation")
+    else "_prepare_encoder_decoder_kwargs_for_generation"
+)
+"""Method of `GenerationMixin` by which `generate` runs a model's encoder, once for the rows that it was given.
+
+Inline the first name when the oldest supported transformers has it.
+"""
 
 ATTENTION_FIELD: Final = "_attn_implementation_internal"
 """Attribute of a config that names its attention functions.

@@ -266,6 +266,8 @@ def _prefill(
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
+            if structure.layout.cross:
+                raise Unsupported("its decoder's prompts need an encoder's output, which generate computes too")
             check_states(structure)
             check_state(structure.walk)
         input_ids, mask = padded_ids(inputs)

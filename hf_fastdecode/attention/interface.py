@@ -97,6 +97,14 @@ class SharedKV(_NotATensor, ABC):
         """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
 
 
+class CrossKV(SharedKV):
+    """Keys and values of an encoder's output, returned by layers of a cache for cross-attention."""
+
+    @abstractmethod
+    def show(self, mask: Tensor | None) -> None:
+        """Set the tokens of each input that queries see, ``[inputs, tokens]`` bool; all of them when None."""
+
+
 @dataclass(frozen=True)
 class SlidingWindow(_NotATensor):
     """Returned by `shared_context_mask` instead of a sliding-window mask tensor."""
@@ -116,13 +124,18 @@ class CausalMask(_NotATensor):
         return self
 
 
+@dataclass(frozen=True)
 class BidirectionalMask(_NotATensor):
-    """Returned by `shared_context_mask` for attention that hides nothing, which no layer over the cache may compute.
+    """Returned by `shared_context_mask` for attention without a causal rule, which cross-attention alone may compute.
 
     Decoders of the BART family make such a mask for an encoder also where they have none.
+
+    Attributes:
+        shown: ``[inputs, tokens]`` bool: the tokens that it shows; all of them when None.
     """
 
-    _what = "masks"
+    _what: ClassVar[str] = "masks"
+    shown: Tensor | None
 
 
 @dataclass
@@ -247,13 +260,14 @@ def shared_context_attention(
     query: Tensor,
     key: Tensor | SharedKV,
     value: Tensor | SharedKV,
-    attention_mask: Tensor | SlidingWindow | None,
+    attention_mask: Tensor | SlidingWindow | BidirectionalMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    distances: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function: calls `SharedKV.attend` of the cache layer.
@@ -266,7 +280,8 @@ def shared_context_attention(
         dropout: Must be 0.
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
-        is_causal: Must be True; the module's attribute of that name, if any, when None.
+        is_causal: Must be True for several queries of a row; the module's attribute of that name, if any, when None.
+        distances: Biases by distance, of stand-ins alone; see `Scoring.distances`.
         kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
 
     Returns:
@@ -283,13 +298,15 @@ def shared_context_attention(
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
         raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
-    if isinstance(attention_mask, BidirectionalMask):
+    cross = isinstance(key, CrossKV)
+    if isinstance(attention_mask, BidirectionalMask) and not cross:
         raise Unsupported(_NOT_CAUSAL)
-    if attention_mask is not None and not isinstance(attention_mask, SlidingWindow):
+    if attention_mask is not None and not isinstance(attention_mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
@@ -300,7 +317,7 @@ def shared_context_attention(
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
         window = lengths.keep_if_binding(window)
-    masked = None if attention_mask is None else attention_mask.size
+    masked = attention_mask.size if isinstance(attention_mask, SlidingWindow) else None
     if window != masked:
         raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
@@ -318,7 +335,11 @@ def shared_context_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
-    scoring = Scoring(scale, softcap, window, sinks)
+    scoring = Scoring(scale, softcap, window, sinks, distances)
+    if isinstance(key, CrossKV):
+        if sinks is not None:
+            raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
+        key.show(attention_mask.shown if isinstance(attention_mask, BidirectionalMask) else None)
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
@@ -355,8 +376,8 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None. For attention that hides nothing, a
-        `BidirectionalMask`, which layers over the cache refuse.
+        with code that reads masks, a `CausalMask` in place of None. For attention without a causal rule a
+        `BidirectionalMask`, which layers over the cache refuse, but for cross-attention.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -380,7 +401,7 @@ def shared_context_mask(
     own = own_code_of(type(kwargs.get("config")))
     added_in_stand_ins = own is not None and own.reads_masks
     if mask_function is bidirectional_mask_function and not added_in_stand_ins:  # which would not see it
-        return BidirectionalMask()
+        return BidirectionalMask(kwargs.get("attention_mask"))
     if (not allow_is_causal_skip and not added_in_stand_ins) or (
         local_size is None and mask_function is not causal_mask_function
     ):

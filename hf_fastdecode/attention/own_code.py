@@ -23,8 +23,8 @@ _HOME: Final = "transformers.models."
 class OwnStates:
     """States that an architecture keeps outside of transformers' caches.
 
-    Stand-ins take them from the layer of the shared cache (`StateLayer.kept_states`), run the architecture's own code
-    on them, and give back those after the pass (`StateLayer.keep_states`).
+    Stand-ins take them from a layer of the cache (`kept_states` of `cache.layers.state.LayerOfOwnStates`), run the
+    architecture's own code on them, and give back those after the pass (`keep_states`).
 
     Attributes:
         count: States of each layer that has any.
@@ -57,6 +57,7 @@ class OwnCode:
         compares_name: Whether its attention code compares the attention implementation that its config names, which
             passes of another thread switch.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
+        adds_biases: Whether scores are biased by distance, as `Scoring.distances` says.
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
         repeats_heads: By config, whether it caches a KV head once for each of its query heads.
@@ -73,6 +74,7 @@ class OwnCode:
     scales_from: Callable[[Any], int | None] = lambda config: None
     compares_name: bool = False
     counts_hidden: bool = False
+    adds_biases: bool = False
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
     repeats_heads: Callable[[Any], bool] = lambda config: False

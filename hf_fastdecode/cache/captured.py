@@ -15,8 +15,10 @@ from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
 from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
+from ..errors import Unsupported
 from .captured_states import StatesOfACapture
 from .layers.attention import SharedContextLayer, require_dtype
+from .layers.cross import CrossView, EncodedInputs
 from .layers.of_model import CacheLayer
 from .layers.state import StateLayer
 from .shared import SharedContextCache
@@ -33,6 +35,7 @@ class CapturedCache(Cache):
         cache: The cache, whose layers' storage decides what is kept of a token.
         origins: ``[rows, capacity]`` int32: when given, the storage row of each token of each suffix, see
             `SuffixOrigins`; of suffixes that are not captured in place.
+        cross: The same of the inputs that cross-attention reads, if there are any.
         states: Where layers with states have them, as many rows' as the step has.
 
     Attributes:
@@ -51,6 +54,7 @@ class CapturedCache(Cache):
         cache: SharedContextCache,
         origins: Tensor | None = None,
         states: Sequence[StatesOfACapture] = (),
+        cross: TablesByShape | None = None,
     ):
         of_states = iter(states)
         layers = [
@@ -62,6 +66,8 @@ class CapturedCache(Cache):
         self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
         self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
+        self.inputs = None if cross is None or cache.inputs is None else CapturedInputs(self, cache.inputs, cross)
+        self.next_slot: Tensor | None = None  # of decoders that count positions by it: [1] int64, on the device
         self._tables = in_place[0].tables if in_place else None  # lengths are the same for all of them
         self._parallel, self._shard = cache.state.parallel, cache.state.suffix_shard
         self.is_divided = self._parallel is not None
@@ -117,9 +123,12 @@ class CapturedCache(Cache):
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return super().update(*args, **kwargs)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0, as `LayerOfACapture`, also where the first layers, or all, keep no keys."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """0, as `LayerOfACapture`, also where the first layers, or all, keep no keys.
+
+        For decoders that count positions by it, the tokens before the step: a tensor, which replays do not bake in.
+        """
+        return 0 if self.next_slot is None else self.next_slot
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
@@ -128,6 +137,34 @@ class CapturedCache(Cache):
         found = self.layers[layer]
         assert isinstance(found, InPlaceLayer)
         return found
+
+
+class CapturedInputs:
+    """Replaces `EncodedInputs` while a decode step is captured: cross-attention reads tables.
+
+    Attributes:
+        arguments: Model arguments of the step; the encoder's output is a placeholder, as no layer projects it again.
+        view: The cache as decoders take it.
+        tokens: Tokens of an input, of which there is a placeholder.
+        layers: The layers that hold keys and values of inputs.
+    """
+
+    tokens = 1
+
+    def __init__(self, cache: CapturedCache, inputs: EncodedInputs, tables: TablesByShape):
+        kv_heads = {layer: segment.keys.shape[0] for layer, segment in inputs.segments.items()}
+
+        def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+            options: dict[str, Any] = {"kv_heads": kv_heads[layer], "soft_cap": scoring.softcap}
+            part = tables.of(layer).attend_nodes(layer, query, scoring.scale, **options)
+            return part.out.to(query.dtype).transpose(1, 2)
+
+        self.arguments, self.layers = inputs.placeholders, tuple(inputs.segments)
+        self.view = CrossView(cache, self, attend)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Refuse: a captured step comes after the pass that stored what inputs have."""
+        raise Unsupported(f"layer {layer} projects the encoder's output again")
 
 
 class LayerOfACapture(CacheLayerMixin):

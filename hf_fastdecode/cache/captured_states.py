@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import Unsupported
-from .layers.state import StateLayer, States
+from .layers.state import LayerOfOwnStates, StateLayer, States
 from .shared import SharedContextCache
 
 
@@ -82,13 +82,13 @@ class CapturedStates:
         )
 
 
-class StatesOfACapture(LinearAttentionLayer):
+class StatesOfACapture(LayerOfOwnStates):
     """A layer whose states are always there, for any prompt, and are updated in place."""
 
     is_compileable = False
 
     def __init__(self, states: States):
-        numbers = len(states.conv) or len(states.recurrent)
+        numbers = 1 + max((*states.conv, *states.recurrent))
         LinearAttentionLayer.__init__(self, number_of_states=numbers)
         self.conv_states.update(states.conv)
         self.recurrent_states.update(states.recurrent)

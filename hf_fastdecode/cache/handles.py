@@ -19,6 +19,7 @@ from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.decode_ops import nodes_attention
+from ..attention.torch_operators.distance_bias import biased_causal_attention, biased_forest_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
@@ -173,11 +174,16 @@ class DecodeKV(SharedKV):
         kv = self.append()
         backend = self.layer.state.torch_backend
         if self._is_new("pytorch"):
-            did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
+            did = "products over each node and the suffixes"
+            if scoring.distances is None:
+                did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
         sinks = scoring.sinks if self.layer.state.suffix_shard.counts_sinks else None
         scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
-        part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
+        if scoring.distances is not None:
+            part = biased_forest_attention(query, kv, scoring.scale, scoring.distances)
+        else:
+            part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
         return self.layer.of_all_processes(part).out.to(query.dtype)
 
     def _is_new(self, by: str) -> bool:
@@ -250,7 +256,13 @@ class PrefillKV(SharedKV):
         assert state.runs is not None  # inside `prefilling`
         out, by = None, "triton"
         # The kernel looks at all contexts first; those that are divided between processes are gathered once each.
-        if state.torch_backend == "auto" and (parallel is None or len(state.contexts) <= 1):
+        if scoring.distances is not None:
+            runs = state.runs.runs
+            out = biased_causal_attention(
+                query[0], self.keys, self.values, scoring.scale, scoring.distances, runs=runs
+            )
+            by = "PyTorch"
+        elif state.torch_backend == "auto" and (parallel is None or len(state.contexts) <= 1):
             out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
         if out is None:
             by = "PyTorch"

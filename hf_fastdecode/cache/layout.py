@@ -103,6 +103,7 @@ class Store:
         head_dim: Numbers of a head's key; of latents, those of a token, which are all heads' key.
         value_dim: Numbers of a head's value; of latents, the first of those of the key.
         window: Tokens that a query reads at most; None for all.
+        biased: Whether scores are biased by distance.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
         stock_numbers: Numbers of a token in transformers' cache, where these are other than `numbers`.
@@ -116,6 +117,7 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+    biased: bool = False
     stock_numbers: int = 0
 
     @property
@@ -173,8 +175,13 @@ class ModelLayout:
     @classmethod
     def from_config(cls, config: Any) -> ModelLayout:
         """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
-        text = config.get_text_config(decoder=True)
-        count = _number(text, _OF_DECODERS["num_hidden_layers"]) or _number(text, "num_hidden_layers")
+        text, encoded = config.get_text_config(decoder=True), bool(_field(config, "is_encoder_decoder"))
+        if encoded and text is not config and type(text) is type(config):
+            for name in _OF_DECODERS.values():  # in the copy for a decoder they have defaults
+                if (value := _field(config, name)) is not None:
+                    setattr(text, name, value)
+        count = _number(config, "num_decoder_layers") if encoded else 0
+        count = count or _number(text, _OF_DECODERS["num_hidden_layers"]) or _number(text, "num_hidden_layers")
         differ = getattr(text, "is_heterogeneous", False)  # layers have configs of their own
         each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
@@ -191,6 +198,8 @@ class ModelLayout:
             layers[count - borrowing :] = [()] * borrowing
         for index in _field(text, "layers_that_attend_by_themselves") or ():
             layers[index] = tuple(map(_own, layers[index]))
+        if encoded:
+            layers = [_with_cross(stores) for stores in layers]
         again = _run_again(text)
         layers, types = layers + [layers[index] for index in again], (*types, *(types[index] for index in again))
         return cls(config.model_type, tuple(layers), types, borrowing)
@@ -206,6 +215,8 @@ class ModelLayout:
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         every: Iterable[Any] = model.modules() if modules is None else modules
+        if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
+            every = decoder.modules()  # an encoder's layers have the same indices
         for module in [module for module in every if "layer_idx" in module.__dict__]:
             index = module.__dict__["layer_idx"]
             if not isinstance(index, int) or not 0 <= index < len(layers):
@@ -245,6 +256,16 @@ class ModelLayout:
     def states(self) -> dict[int, Store]:
         """By layer, the stores with a state per row."""
         return {index: store for index, store in self if store.kind is Kind.STATE}
+
+    @cached_property
+    def cross(self) -> dict[int, Store]:
+        """By layer, the stores with keys and values of another sequence."""
+        return {index: store for index, store in self if store.kind is Kind.CROSS}
+
+    @property
+    def prefills_by_rows(self) -> bool:
+        """Whether what layers store is computed for whole prompts only, each a row of its own."""
+        return bool(self.states) or bool(self.cross)
 
     @property
     def continues_states(self) -> bool:
@@ -359,8 +380,15 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
     stock = store.numbers * (store.group_size if code.repeats_heads(config) else 1)
-    stored = replace(store, head_dim=key, value_dim=value)
+    stored = replace(store, head_dim=key, value_dim=value, biased=code.adds_biases)
     return stored if stock == stored.numbers else replace(stored, stock_numbers=stock)
+
+
+def _with_cross(stores: tuple[Store, ...]) -> tuple[Store, ...]:
+    """The stores of a decoder layer with those of its cross attention, whose heads are those of its self-attention."""
+    if not stores or stores[-1].kind is Kind.CROSS:
+        return stores
+    return (*stores, replace(stores[0], kind=Kind.CROSS, window=None))
 
 
 def _own(store: Store) -> Store:

@@ -18,6 +18,7 @@ from ..errors import Unsupported
 from .accounting import CacheBytes, within
 from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
+from .layers.cross import EncodedInputs
 from .layers.of_model import layers_of
 from .layers.state import StateLayer, end_of
 from .layout import ModelLayout, Store
@@ -81,6 +82,7 @@ class SharedContextCache(ForestCache):
         self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.later_passes: LaterPasses | None = None  # until the end of the call
         self.checks_masks = True  # whether masks of direct passes need checking
+        self.inputs: EncodedInputs | None = None  # of an encoder-decoder
         self.gaps = False  # whether masks hid places between tokens of its prompts, which states depend on
 
     def longest_row(self, queries: int) -> int:
@@ -153,6 +155,7 @@ class SharedContextCache(ForestCache):
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
+        twin.inputs = self.inputs
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:
             paths = dict.fromkeys(forest.paths if forest is not None else ())
@@ -354,6 +357,7 @@ class SharedContextCache(ForestCache):
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.state.segment_runs = {}
         self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
+        self.inputs = None
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""

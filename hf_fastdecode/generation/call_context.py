@@ -18,6 +18,7 @@ from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
+from .encoded import PromptNames, prompt_names
 from .identity import Fingerprint
 from .model_state import ModelState
 from .options import Options
@@ -136,7 +137,18 @@ class CallContext:
     @cached_property
     def positions(self) -> Positions:
         """Positions of the prompts, as `generate` was given or prepared them."""
-        return reduced(self.arguments.get("position_ids"), self.arguments.get("attention_mask"))
+        return reduced(self.arguments.get(self.names.positions), self.mask)
+
+    @cached_property
+    def names(self) -> PromptNames:
+        """The names of the prompts among `arguments`."""
+        return prompt_names(self.model)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The attention mask of the prompts ``[rows, width]``, if there is one."""
+        mask: Tensor | None = self.arguments.get(self.names.mask)
+        return mask
 
     @property
     def ranks(self) -> Ranks:

@@ -8,6 +8,7 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
+- `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -32,9 +33,11 @@ from transformers import (
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.utils import ModelOutput
 
 from .._compat import (
     CACHE,
+    ENCODE,
     TRANSFORMERS,
     cache_in,
     ignored_cache,
@@ -45,6 +48,8 @@ from .._compat import (
 from ..attention.interface import RowLengths
 from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
+from ..cache.encoder_decoders import ENCODER_DECODERS
+from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
@@ -52,8 +57,17 @@ from ..parallel.unwatched import UNWATCHED, Unwatched
 from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
-from .forward_pass import takes_positions
-from .loop_argument import hands_generate_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from .encoded import encode_distinct, prompt_names
+from .forward_pass import input_device, takes_positions
+from .loop_argument import (
+    hands_generate_on,
+    name_of,
+    pass_loop_on,
+    reads_its_cache,
+    signature_of,
+    takes_any,
+    takes_loop,
+)
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
@@ -116,17 +130,22 @@ def _forward_shared(
     given = named_arguments(names, args, kwargs)
     if cache.first_pass is not None:
         return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
-    input_ids = given.get("input_ids")
-    inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
+    called = prompt_names(model)
+    input_ids = given.get(called.ids)
+    inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
     if not cache.state.packed:
         if cache.checks_masks:
-            check_mask(cache, given.get("attention_mask"), queries)
-        unplaced = given.get("position_ids") is None and takes_positions(model)
+            check_mask(cache, given.get(called.mask), queries)
+        unplaced = given.get(called.positions) is None and takes_positions(model)
         if isinstance(inputs, Tensor) and len(inputs) == cache.rows and unplaced:
             # The model would count from the longest row, padding included.
-            given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
+            given |= {called.positions: next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
+    if cache.inputs is not None:  # in the place of as many rows as the decoder has
+        given |= cache.inputs.arguments
+    elif model.config.is_encoder_decoder:
+        raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = _structure(model_state, model)
     active_call = _active_call.get()
     if active_call is not None and active_call.loop is not None:
@@ -143,8 +162,16 @@ def _forward_shared(
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
-            with at_positions(given.get("position_ids")):
-                output = model_state.methods.original(model, "forward")(*args, **kwargs)
+            forward = model_state.methods.original(model, "forward")
+            positions = given.get(called.positions)
+            if positions is None and cache.inputs is not None:  # counted by the slots of the cache
+                positions = torch.arange(queries, device=input_device(model))[None] + cache.get_seq_length()
+            with at_positions(positions):
+                if cache.inputs is None:
+                    output = forward(*args, **kwargs)
+                else:
+                    output = forward(**with_cache(given, cache.inputs.view(cache, cache.state)))
+                    output[CACHE] = cache
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
     report = model_state.last_call
@@ -284,7 +311,7 @@ def _begin_prefill(
 
 def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
     """Why `generate` could not be given this package's decoding loop."""
-    if not model_state.methods.wraps("generate"):
+    if not (model_state.methods.wraps("generate") or hands_generate_on(type(model), {})):
         return "the model's class has a generate of its own"
     name = name_of(model_state.methods.original(model, "generate"))
     return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
@@ -341,8 +368,11 @@ def _decode(
                         "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                     )
                 call.ranks.watch.at("decoding")
-                return decode_shared(
-                    call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
+                return _for_callers(
+                    model,
+                    decode_shared(
+                        call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
+                    ),
                 )
         require_same_draws(call, "transformers")
         call.ranks.watch.enter_foreign_loop()
@@ -360,7 +390,7 @@ def _decode(
         stopping_criteria = agreed_criteria(ranks, stopping_criteria, input_ids.device)
         if ranks.count > 1:  # the criteria have it; a draft that ended by it would be shorter on one of them
             generation_config.max_time = None
-    return stock(
+    output = stock(
         model,
         input_ids,
         logits_processor=logits_processor,
@@ -370,10 +400,31 @@ def _decode(
         streamer=streamer,
         **model_kwargs,
     )
+    return _for_callers(model, output)
+
+
+def _for_callers(model: PreTrainedModel, output: Any) -> Any:
+    """An output without a shared cache where a class's own `generate` would read each row's tensors in it."""
+    if not reads_its_cache(type(model)) or not isinstance(output, ModelOutput):
+        return output
+    if not isinstance(output.get(CACHE), SharedContextCache):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})
 
 
 def _synced() -> Unsupported:
     return Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
+
+
+def _encode(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    encode = model_state.methods.original(model, ENCODE)
+    encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
+    if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
+        found: dict[str, Any] = encode(inputs_tensor, model_kwargs, *args)
+        return found
+    return encode_distinct(lambda inputs, arguments: encode(inputs, arguments, *args), inputs_tensor, model_kwargs)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -382,5 +433,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
+    ENCODE: _encode,
 }
 """Overrides by method name."""

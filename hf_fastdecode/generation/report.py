@@ -77,6 +77,8 @@ class CallReport:
         compactions: Number of times finished rows were compacted away.
         waves: Number of parts the batch was split into to fit in memory; 0 if not split.
         ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
+        inputs: Distinct inputs of the model's encoder, whose keys and values decoders read; 0 without an encoder.
+        input_bytes: Bytes of these in all layers.
         parallel: How they computed it, if it was shared; None for a process of its own.
     """
 
@@ -109,6 +111,8 @@ class CallReport:
     compactions: int = 0
     waves: int = 0
     ranks: int = 1
+    inputs: int = 0
+    input_bytes: int = 0
     parallel: ParallelReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,6 +146,8 @@ class CallReport:
     def observe_nodes(self, cache: SharedContextCache) -> None:
         """Record the nodes that were prefilled, and how processes divided them."""
         self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
+        if cache.inputs is not None:
+            self.inputs, self.input_bytes = cache.inputs.count, cache.inputs.nbytes
         if self.ranks > 1:
             divided = cache.state.parallel
             kind, ranks, layers = "tensor", self.ranks, 0
@@ -185,6 +191,7 @@ class CallReport:
                 *self._given(),
                 f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
+                *([f"  encoder inputs: {self.inputs}, KV bytes: {self.input_bytes:,}"] if self.inputs else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  {self.parallel}"] if self.parallel else []),
                 *([f"  as kernels: {self.fused}"] if self.fused else []),

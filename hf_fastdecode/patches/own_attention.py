@@ -10,6 +10,7 @@ from typing import Final
 from ..attention.own_code import OwnCode, register
 from .architectures.bart import BART_FAMILY
 from .architectures.bert import BERT_FAMILY
+from .architectures.beside_encoder import LED, SPEECHT5
 from .architectures.bloom import BLOOM
 from .architectures.diffllama import DIFFLLAMA
 from .architectures.doge import DOGE
@@ -25,6 +26,7 @@ from .architectures.minimax import MINIMAX
 from .architectures.mllama import MLLAMA
 from .architectures.mpt import MPT
 from .architectures.recurrent_gemma import RECURRENT_GEMMA
+from .architectures.t5 import T5_FAMILY
 from .architectures.xlstm import XLSTM
 
 _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audio", "stablelm")
@@ -72,11 +74,14 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,
     "jetmoe": JETMOE,
+    "led": LED,
     "llama4": LLAMA4,
     "minimax": MINIMAX,
     "mllama": MLLAMA,
     "mpt": MPT,
     "recurrent_gemma": RECURRENT_GEMMA,
+    "speecht5": SPEECHT5,
+    **T5_FAMILY,
     "xlstm": XLSTM,
 }
 

@@ -30,7 +30,10 @@ def with_states_alone():
     return tiny_model_of("Mamba2ForCausalLM")
 
 
-@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM"])
+IN_MODULES = [] if CACHE == "past_key_values" else ["RecurrentGemmaForCausalLM"]
+
+
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", "MiniMaxForCausalLM", *IN_MODULES])
 def test_tokens_are_stocks(name, uncaptured, monkeypatch):
     """States beside attention, and both in one layer; rows leave for a smaller capture, and beams are reordered."""
     monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture

@@ -269,6 +269,17 @@ def test_passes_of_several_tokens_continue_states_or_raise(each):
                 each(ids[:, 30:], **{CACHE: cache})
 
 
+@pytest.mark.skipif(CACHE == "past_key_values", reason="models with states alone need transformers 5.24")
+def test_states_are_of_one_dtype():
+    """Of a model without keys, whose dtype would tell."""
+    each = tiny_model_of("Mamba2ForCausalLM")
+    with fd.enabled(each), torch.no_grad():
+        cache = fd.prefill(each, PROMPTS["input_ids"][1:2, :30])
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="the cache holds states in"):
+            run(each, GREEDY, **{CACHE: cache})
+        assert torch.equal(run(each, GREEDY, **{CACHE: cache}), run(each, GREEDY))
+
+
 def test_states_that_no_row_reaches_are_dropped(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPTS)
@@ -293,3 +304,8 @@ def test_states_cannot_go_back(model):
             model(ids[:, :1] + 1000, **{CACHE: cache})
         with pytest.raises(ValueError, match="has left rows of this cache without their states"):
             model(ids[:, :1], **{CACHE: cache})
+
+
+def test_layers_with_states_are_not_compiled(model, uncaptured):
+    with fd.enabled(model, mode="compile"), pytest.raises(ValueError, match="layers with states are not compiled"):
+        run(model, SAMPLING)

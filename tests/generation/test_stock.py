@@ -204,20 +204,6 @@ def test_a_stock_cache_runs_stock(model):
     assert torch.equal(shared, stock)
 
 
-def test_encoder_decoder_runs_stock():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
-    )
-    model = T5ForConditionalGeneration(config).eval()
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "encoder-decoder" in call.reason
-    assert torch.equal(shared, stock)
-
-
 def test_latents_that_other_code_reads_run_stock():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention

@@ -30,6 +30,7 @@ def decode(
     capacity: Capacity | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    biases: Tensor | None = None,
     fewer_programs: bool = True,
     origins: Tensor | None = None,
     other: Partial | None = None,
@@ -73,7 +74,7 @@ def decode(
         kv_heads=kv_heads,
         overlap=query.is_cuda and compute_capability(query.device) >= (9, 0),
         shared_memory=shared_memory(query.device),
-        windowed=window is not None,
+        windowed=window is not None or biases is not None,
         latents=widths[0] != head_dim,
     )
     grid = config.per_sm * multiprocessors(query.device)
@@ -103,6 +104,7 @@ def decode(
         soft_cap=softcap,
         window=window,
         sinks=sinks,
+        biases=biases,
         origins=origins,
         other=other,
         into=into,

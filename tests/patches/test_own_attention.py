@@ -18,7 +18,7 @@ from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.falcon import FALCON
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
 from hf_fastdecode.patches.layers import key_bias
-from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
+from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_query_positions
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -312,12 +312,13 @@ def test_llama4_scales_with_the_padding_of_prompts():
 def test_position_bias_is_exact_in_any_dtype(dtype):
     slopes, scale = (0.84089642, 2.0**-8), 128**-0.5
     positions = torch.tensor([[0, 1, 255, 256, 4095, 50_001, MOST_POSITIONS - 1]])
-    key = with_key_positions(torch.zeros(1, 2, positions.shape[1], 128, dtype=dtype), positions)
-    query = with_slopes(torch.zeros(1, 2, 1, 128, dtype=dtype), slopes, scale)
-    assert key.shape[-1] == query.shape[-1] == 128 + WIDTH
-    bias = (query.double() @ key.double().mT)[0, :, 0] * scale
-    exact = torch.tensor(slopes, dtype=torch.float64)[:, None] * positions
-    assert torch.allclose(bias, exact, rtol=2.0**-20, atol=0)
+    key = with_key_positions(torch.zeros(1, 2, positions.shape[1], 128, dtype=dtype), positions, slopes, scale)
+    for at in (50_001, MOST_POSITIONS - 1):
+        query = with_query_positions(torch.zeros(1, 2, 1, 128, dtype=dtype), torch.tensor([[at]]), slopes, scale)
+        assert key.shape[-1] == query.shape[-1] == 128 + WIDTH
+        bias = (query.double() @ key.double().mT)[0, :, 0] * scale
+        exact = torch.tensor(slopes, dtype=torch.float64)[:, None] * (positions - at)
+        assert torch.allclose(bias, exact, rtol=2.0**-20, atol=0)
 
 
 def test_a_name_is_registered_once():

@@ -141,6 +141,7 @@ def run_kernels(
         soft_cap=scoring.softcap,
         window=scoring.window,
         sinks=scoring.sinks,
+        biases=scoring.distances,
         origins=origins,
         other=other,
         into=into,

@@ -38,7 +38,7 @@ class HeadShape(NamedTuple):
 
     Attributes:
         queries_per_kv_head: Packed queries of one row per KV head.
-        windowed: Whether a sliding window binds.
+        windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
         latents: Whether keys are latents, of which `head_dim` numbers are read.
     """
 
@@ -53,8 +53,9 @@ class HeadShape(NamedTuple):
         """The shape of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
         _, heads, queries, head_dim = query.shape
         kv_heads = keys.shape[1]
+        windowed = scoring.window is not None or scoring.distances is not None
         latents = keys.shape[-1] != head_dim
-        return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None, latents)
+        return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents)
 
 
 class LaunchPlan:

@@ -21,7 +21,7 @@ from ...attention.forest import Path
 from ..layout import Store
 from ..state import SharedState
 from ..storage import TokenStorage
-from .attention import SharedContextLayer
+from .attention import SharedContextLayer, require_dtype
 
 End = tuple[int, int]
 """Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
@@ -127,7 +127,25 @@ class KeepsStates(Protocol):
         ...
 
 
-class StateLayer(LinearAttentionLayer):
+class LayerOfOwnStates(LinearAttentionLayer):
+    """Adds how code that keeps states elsewhere (`OwnStates`) has them in a layer, as states of recurrences."""
+
+    @property
+    def kept_states(self) -> tuple[Tensor, ...] | None:
+        """The rows' states that `keep_states` was given, in its order; None where rows have none yet."""
+        if not all(self.is_recurrent_states_initialized.values()):
+            return None
+        return tuple(self.recurrent_states[number] for number in range(self.number_of_states))
+
+    def keep_states(self, states: Sequence[Tensor]) -> None:
+        """Store the rows' states after a pass, ``[rows, ...]`` each; copied, in place of those that rows have."""
+        for number, one in enumerate(states):
+            if self.recurrent_states[number] is not one:
+                self.update_recurrent_state(one, number)
+        self.dtype, self.device = states[0].dtype, states[0].device
+
+
+class StateLayer(LayerOfOwnStates):
     """A layer that stores a state per row, and nothing per token."""
 
     is_compileable: ClassVar[bool] = False
@@ -148,21 +166,12 @@ class StateLayer(LinearAttentionLayer):
         parts = (self.conv_states, self.recurrent_states)
         return States(*({number: one for number, one in part.items() if one is not None} for part in parts))
 
-    @property
-    def kept_states(self) -> tuple[Tensor, ...] | None:
-        """The rows' states that `keep_states` was given, in its order; None where rows have none yet."""
-        states = self.states
-        return None if states is None else tuple(states.recurrent[number] for number in sorted(states.recurrent))
-
-    def keep_states(self, states: Sequence[Tensor]) -> None:
-        """Store the rows' states after a pass, ``[rows, ...]`` each, of code that keeps them elsewhere (`OwnStates`).
-
-        They are copied, in place of those that rows have.
-        """
-        for number, one in enumerate(states):
-            if self.recurrent_states[number] is not one:
-                self.update_recurrent_state(one, number)
-            self.dtype, self.device = states[0].dtype, states[0].device
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As `LinearAttentionLayer.update_conv_state`; raises ValueError for inputs in another dtype than before."""
+        if (states := self.states) is not None and states.conv:
+            require_dtype(conv_states.dtype, list(states.conv.values()), "states")
+        updated: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()

@@ -1,10 +1,11 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
 It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
-that count the padding of prompts, and layers with a state per row. Every prompt is a node, shared by its samples and
-beams. What different prompts of text begin with is a node of its own where layers continue from its state. It runs
-first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it: without padding,
-which would come between the state and the next token, hence together with rests of the same length only.
+that count the padding of prompts, layers with a state per row, and decoders with an encoder, whose prompts differ
+where its inputs do. Every prompt is a node, shared by its samples and beams. What different prompts of text begin with
+is a node of its own where layers continue from its state. It runs first, and the prompts' rests, as those of prompts
+that continue a path of a given cache, after it: without padding, which would come between the state and the next
+token, hence together with rests of the same length only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
+from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass, input_device
 from .packed import PrefillPass, stacked
@@ -30,19 +32,27 @@ class Rows(NamedTuple):
         inputs: ``[rows, width]`` ids, or ``[rows, width, hidden]`` embeddings.
         attention_mask: ``[rows, width]``, or None.
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     inputs: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor
+    inputs_of: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Rows:
+    def of(
+        cls,
+        inputs: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        inputs_of: Tensor | None = None,
+    ) -> Rows:
         """Rows whose positions, where none are given, count the tokens that the mask shows."""
         if position_ids is None:
             shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
             position_ids = (shown.cumsum(1) - 1).clamp_min(0)
-        return cls(inputs, attention_mask, position_ids)
+        return cls(inputs, attention_mask, position_ids, inputs_of)
 
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
@@ -55,7 +65,10 @@ class Rows(NamedTuple):
         places = self.position_ids
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         here = rows.to(places.device) if isinstance(rows, Tensor) else rows
-        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :])
+        inputs_of = self.inputs_of
+        if inputs_of is not None:
+            inputs_of = inputs_of[rows.cpu() if isinstance(rows, Tensor) else rows]
+        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :], inputs_of)
 
     def tokens(self, firsts: Sequence[int], count: int) -> Rows:
         """So many tokens of each row, from its token ``firsts[row]`` on; of rows with padding at the left alone."""
@@ -93,8 +106,11 @@ def row_passes(
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
     """
     cache.add_segment(plan.new_tokens)
-    width, device = rows.inputs.shape[1], input_device(model)
-    for run, whole in _passes(plan, width, max_tokens):
+    device, runs = input_device(model), _passes(plan, rows.inputs.shape[1], max_tokens)
+    if rows.inputs_of is not None and cache.inputs is not None:
+        cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
+    for run, whole in runs:
         items = [plan.items[number] for number in run]
         part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
         if not whole:
@@ -122,7 +138,7 @@ def row_passes(
             for token in range(item.span.stop - count, item.span.stop)
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
-    cache.set_forest(plan.forest, width)
+    cache.set_forest(plan.forest, rows.inputs.shape[1])
 
 
 def counted_with_padding(width: int) -> Tensor:
@@ -133,6 +149,16 @@ def counted_with_padding(width: int) -> Tensor:
 def _all_shown(inputs: Tensor) -> Tensor:
     """The mask ``[rows, width]`` of inputs without padding, bool, on the CPU."""
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
+
+
+def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[tuple[list[int], bool]]:
+    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
+    firsts = dict[int, int]()
+    for index, number in enumerate(inputs_of.tolist()):
+        firsts.setdefault(number, index)
+    yield list(firsts.values()), True
+    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
+    yield from ((others[start : start + at_once], True) for start in range(0, len(others), at_once))
 
 
 def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[list[int], bool]]:

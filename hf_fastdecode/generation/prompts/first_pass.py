@@ -20,12 +20,14 @@ from transformers import Cache
 
 from ..._compat import CACHE, with_cache
 from ...attention.forest import path_slice
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
+from ..encoded import find_inputs
 from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts
+from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -57,6 +59,7 @@ class _PlannedFirstPass(NamedTuple):
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
         wanted: Number of last positions to return logits for.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     ids: Tensor
@@ -71,6 +74,7 @@ class _PlannedFirstPass(NamedTuple):
     groups: list[PromptGroup]
     found: Shared
     plan: PromptPlan
+    inputs_of: Tensor | None
 
     @property
     def reuses(self) -> bool:
@@ -116,7 +120,9 @@ class FirstPassPrompts:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        ids, mask, positions, padded, _, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
+        *(ids, mask, positions, padded, _, by_rows, embeddings, hidden, wanted, groups, found, plan), inputs_of = (
+            planned
+        )
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
@@ -141,9 +147,9 @@ class FirstPassPrompts:
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows:
-            inputs = ids if embeddings is None else arguments["inputs_embeds"]
+            inputs = ids if embeddings is None else arguments[call.names.embeddings]
             given = counted_with_padding(width) if padded else positions.ids
-            distinct = Rows.of(inputs, mask, given).distinct(groups)
+            distinct = Rows.of(inputs, mask, given, inputs_of).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -176,42 +182,48 @@ class FirstPassPrompts:
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
-        check_arguments(arguments, _KNOWN_ARGUMENTS)
+        names, cross = call.names, bool(call.structure.layout.cross)
+        check_arguments(arguments, _KNOWN_ARGUMENTS | ({*names, ENCODER_OUTPUTS} if cross else set()))
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
-        ids, embeddings = arguments.get("input_ids"), None
+        ids, embeddings = arguments.get(names.ids), None
         if ids is None:
-            ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
+            ids, embeddings = _ids_of_embeddings(arguments[names.embeddings])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width = arguments.get("attention_mask"), ids.shape[1]
-        positions = reduced(arguments.get("position_ids"), mask)
+        mask, width = arguments.get(names.mask), ids.shape[1]
+        positions = reduced(arguments.get(names.positions), mask)
         check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
+        inputs = find_inputs(arguments) if cross else None
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         padded = mask is not None and counts and not bool(mask.all())
         apart = padded or places_tokens(model)
+        if inputs is not None:
+            require_counted(model, mask, positions)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        states = bool(call.structure.layout.states)
-        by_rows = positions.differ or apart or states
+        by_rows = positions.differ or apart or call.structure.layout.prefills_by_rows
         if positions.differ:
             self._check_planes(hidden)
-        if apart and (self.checks_masks or hidden):
+        if apart and (self.checks_masks or hidden) and inputs is None:
             what = "hidden states are asked for" if hidden else "the call's cache would be kept"
             raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
-        if states and hidden:
-            raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
-        groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
+        if by_rows and hidden:
+            raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
+        of_rows = None if inputs is None else inputs.of_rows
+        groups = group_prompts(ids, mask, positions.ids if positions.differ else None, of_rows)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        alike = not positions.differ and not apart
+        alike = not positions.differ and not apart and inputs is None
         reuse = embeddings is None and alike
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
+        if inputs is not None:
+            found.cache.inputs = inputs.inputs
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(
-            ids, mask, positions, padded, apart, by_rows, embeddings, hidden, wanted, groups, found, plan
+            *(ids, mask, positions, padded, apart, by_rows, embeddings, hidden, wanted, groups, found, plan, of_rows)
         )
 
     def _check_planes(self, hidden: bool) -> None:

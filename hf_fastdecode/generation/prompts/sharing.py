@@ -74,7 +74,8 @@ def find_shared(
     options, given, layout = call.options, call.given, call.structure.layout
     base, states, keeps = given, bool(layout.states), keeps_prompts(call)
     if options.reuse_prefix and not keeps:
-        call.state.log_once("reuse_prefix is not used: scans of this model's layers do not continue states")
+        why = "prompts of decoders are of one input" if layout.cross else "its layers' scans do not continue states"
+        call.state.log_once(f"reuse_prefix is not used: {why}")
     if given is not None:
         _check_cache(call, given)
     elif keeps and reuse:
@@ -82,7 +83,7 @@ def find_shared(
         base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
         if not ahead and not numbers_hold(call):
             base = None
-    elif reuse and not states:
+    elif reuse and not layout.prefills_by_rows:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
@@ -174,6 +175,9 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
     options, layout = call.options, call.structure.layout
     in_nodes = sum(plan.forest.context_lengths)
     total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
+    if (inputs := found.cache.inputs) is not None:
+        total += plan.forest.rows * inputs.tokens
+        saved += (plan.forest.rows - inputs.count) * inputs.tokens
     least = max(1, options.min_saved_tokens)
     reuses = found.keeps
     may_save = total if reuses else saved  # later calls may reuse every token
@@ -185,7 +189,7 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
                 _what_helps(found.prompts.groups, reuses),
             )
-        if not reuses and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
+        if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
     report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
@@ -227,7 +231,8 @@ def numbers_hold(call: CallContext, beside: Beside | None = None) -> bool:
 
 def keeps_prompts(call: CallContext) -> bool:
     """Whether prompts of the call are kept for later ones, which could not continue all models' states."""
-    return bool(call.options.reuse_prefix) and call.structure.layout.continues_states
+    layout = call.structure.layout
+    return bool(call.options.reuse_prefix) and layout.continues_states and not layout.cross
 
 
 def merge_returned(call: CallContext, cache: SharedContextCache) -> None:

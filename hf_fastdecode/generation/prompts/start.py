@@ -14,10 +14,11 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
+from ..encoded import FoundInputs, find_inputs
 from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import PLACED_OTHERWISE, check_prompts, why_not_counted
+from ..support import PLACED_OTHERWISE, check_prompts, require_counted, why_not_counted
 from .by_rows import Rows, counted_with_padding, prefill_rows
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -61,16 +62,18 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     with call.ranks.together():
-        groups, padded = _checked_prompts(call, input_ids)
+        inputs = find_inputs(call.arguments) if call.structure.layout.cross else None
+        groups, padded = _checked_prompts(call, input_ids, inputs)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
     ahead, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
     width = input_ids.shape[1]
-    planned = planned_alike(call, partial(_planned, call, groups, width, padded, ahead=ahead))
+    planned = planned_alike(call, partial(_planned, call, groups, width, padded, inputs, ahead=ahead))
     start = _begin(call, passes, planned, input_ids)
     if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
-        start = _begin(call, passes, planned_alike(call, partial(_planned, call, groups, width, padded)), input_ids)
+        again = planned_alike(call, partial(_planned, call, groups, width, padded, inputs))
+        start = _begin(call, passes, again, input_ids)
     if padded:
         call.report.observe_nodes(start.cache)
     else:
@@ -78,15 +81,20 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     return start
 
 
-def _checked_prompts(call: CallContext, input_ids: Tensor) -> tuple[list[PromptGroup], bool]:
+def _checked_prompts(
+    call: CallContext, input_ids: Tensor, inputs: FoundInputs | None
+) -> tuple[list[PromptGroup], bool]:
     """The groups of prompts, and whether their positions count padding."""
-    ids, mask, planar = _on_host(input_ids, call.arguments.get("attention_mask"), call.positions)
+    ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
     check_prompts(call.model, call.structure.layout, ids, mask, planar, longest=int(call.config.max_length))
     if planar.differ:  # this loop gives every step a position per row
         raise Unsupported(why_not_counted(call.model, planar))
     padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
     if places_tokens(call.model):
         raise Unsupported("the model derives positions from the ids of whole prompts")
+    if inputs is not None:
+        require_counted(call.model, mask, planar)
+        return group_prompts(ids, mask, inputs=inputs.of_rows), padded
     if padded and call.returns_cache:
         raise Unsupported(f"{PLACED_OTHERWISE}, and the call's cache would be kept")
     return group_prompts(ids, mask), padded
@@ -100,6 +108,7 @@ class _Planned(NamedTuple):
         rerun_last_token: Whether each prompt's last token is computed as the first decode step.
         padded: Whether positions count the padding of prompts.
         by_rows: Whether prompts run by rows, see `by_rows`.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     found: Shared
@@ -108,15 +117,24 @@ class _Planned(NamedTuple):
     rerun_last_token: bool
     padded: bool
     by_rows: bool
+    inputs_of: Tensor | None
 
 
 def _planned(
-    call: CallContext, groups: list[PromptGroup], width: int, padded: bool, *, ahead: bool = False
+    call: CallContext,
+    groups: list[PromptGroup],
+    width: int,
+    padded: bool,
+    inputs: FoundInputs | None,
+    *,
+    ahead: bool = False,
 ) -> _Planned:
     max_suffix = int(call.config.max_length) - width
-    by_rows = padded or bool(call.structure.layout.states)
-    alike = not padded
+    by_rows = padded or call.structure.layout.prefills_by_rows
+    alike = not padded and inputs is None
     found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
+    if inputs is not None:
+        found.cache.inputs = inputs.inputs
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
@@ -129,12 +147,13 @@ def _planned(
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
-    return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows)
+    inputs_of = None if inputs is None else inputs.of_rows
+    return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
 
 
 def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: Tensor) -> Start:
     """Prefill what is not stored, or queue it on the device."""
-    found, plan, unshared, rerun_last_token, padded, by_rows = planned
+    found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of = planned
     model, width, cache = call.model, input_ids.shape[1], found.cache
     begin_compiling_attention(call, plan.forest)
     if unshared is not None:
@@ -146,9 +165,8 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
     positions, group_of_row = torch.tensor([next_places, numbers], device=input_ids.device)
     limit, length = call.max_prefill_tokens, width - rerun_last_token
     if by_rows:
-        mask = call.arguments.get("attention_mask")
         places = counted_with_padding(width) if padded else call.positions.ids
-        rows = Rows.of(input_ids, mask, places)
+        rows = Rows.of(input_ids, call.mask, places, inputs_of)
         logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])

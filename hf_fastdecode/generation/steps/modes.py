@@ -260,4 +260,6 @@ def _why_not_compiled(model: PreTrainedModel, structure: Structure) -> str | Non
     """Why no layers of a model are compiled; None if they can be."""
     if structure.layout.states:  # whose functions are kernels, which compiled code would leave out
         return "layers with states are not compiled"
+    if structure.layout.cross:
+        return "layers with cross-attention are not compiled"
     return None if decoder_layers(model) else f"{type(model).__name__} has no list of decoder layers to compile"

@@ -36,6 +36,7 @@ def forest_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    biases: Tensor | None = None,
     origins: Tensor | None = None,
     other: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
@@ -77,6 +78,9 @@ def forest_decode(
             depth, suffix and new tokens.
         sinks: ``[heads]`` fp32: when given, attention sinks: one more score per query head, without a value, in the
             softmax's denominator and the log-sum-exp.
+        biases: ``[heads, distances]`` fp32: when given, added to the score of a key by how many tokens it is before
+            the query, counted like a window; the last for all farther keys. Not with a soft cap, `other` or divided
+            suffixes.
         origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
             row's suffix (beam search). New tokens are written to the row's own slot.
         other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
@@ -107,6 +111,12 @@ def forest_decode(
         check_table("sinks", sinks, (heads,), torch.float32)
     if origins is not None:
         check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
+    if biases is not None:
+        check_table("biases", biases, (heads, *biases.shape[1:2]), torch.float32)
+        if divided or other is not None or soft_cap is not None or not biases.shape[1]:
+            raise ValueError(
+                "biases by distance need whole suffixes, all keys here, no soft cap and at least one bias"
+            )
     if divided and window is not None:
         raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
     if other is not None:
@@ -118,7 +128,7 @@ def forest_decode(
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
     queries_per_kv_head = heads // kv_heads * queries
-    scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
+    scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window, "biases": biases}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores, rest=rest)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse: Tensor | None
@@ -173,6 +183,7 @@ def forest_decode(
             *results,
             schedule.overlap_suffix,
             sinks if sinks is not None else out,
+            biases if biases is not None else out,
             origins if origins is not None else slots,
             rows,
             kv_heads,
@@ -193,6 +204,7 @@ def forest_decode(
             MERGE=own_config.merge,
             SOFT_CAP=soft_cap is not None,
             WINDOW=window is not None,
+            DISTANCES=0 if biases is None else biases.shape[1],
             SINKS=sinks is not None,
             OTHER=other is not None,
             ORIGINS=origins is not None,

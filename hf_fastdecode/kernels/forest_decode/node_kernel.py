@@ -55,6 +55,12 @@ def base2_scale(scale, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def distance_biases(biases, head, age, DISTANCES: tl.constexpr):
+    """Biases of a head for keys that are `age` tokens before a query; the last one for all farther keys."""
+    return tl.load(biases + head * DISTANCES + tl.minimum(tl.maximum(age, 0), DISTANCES - 1))
+
+
+@triton.jit
 def online_softmax_step(scores, scale_log2, values, row_max, row_sum, acc, element: tl.constexpr):
     """Online softmax: add scores ``[M, N]`` and values ``[N, D]`` to row max (base 2), row sum and accumulator."""
     new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
@@ -114,12 +120,13 @@ def node_partials(
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
     partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
     chains,  # [nodes, CHAIN, 2] int32: node and first token of each link; only with CHAIN > 1
-    contexts,  # [rows] int32: tokens of a row's nodes; like the next and `window` only with WINDOW
+    contexts,  # [rows] int32: tokens of a row's nodes; like the next only with WINDOW or DISTANCES
     lengths,  # [rows] int32: tokens in a row's suffix before this step
+    biases,  # [heads, DISTANCES] fp32: with DISTANCES, added to the score of a key by how far it is before the query
     node_capacity,
     scale,
     soft_cap,
-    window,  # a query sees the last `window` tokens up to its own
+    window,  # with WINDOW, a query sees the last `window` tokens up to its own
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -134,7 +141,8 @@ def node_partials(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAIN: tl.constexpr,  # most nodes that a query tile reads as one; not with WINDOW
+    DISTANCES: tl.constexpr,  # number of distances with a bias of their own; 0 for no biases
+    CHAIN: tl.constexpr,  # most nodes that a query tile reads as one; not with WINDOW or DISTANCES
     PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
@@ -225,9 +233,12 @@ def node_partials(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         full_tiles = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
-        if WINDOW:  # oldest visible key per query; tiles before the minimum are skipped
+        if WINDOW or DISTANCES > 0:  # the queries' positions, counted from the node's first token
             own = tl.load(contexts + row, mask=in_tile, other=0) + tl.load(lengths + row, mask=in_tile, other=0)
-            oldest = own + within % QUERIES - window + 1 - position
+            stands = own + within % QUERIES - position
+            query_head = head * GROUP + within // QUERIES
+        if WINDOW:  # oldest visible key per query; tiles before the minimum are skipped
+            oldest = stands - window + 1
             first = tl.minimum(last, tl.maximum(first, tl.min(tl.where(in_tile, oldest, length), 0) // BLOCK_N))
         tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
         step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # offsets in a node may exceed 32 bits
@@ -251,6 +262,9 @@ def node_partials(
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
             if REST:
                 v = k
+            if DISTANCES > 0:
+                age = stands[:, None] - (key_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+                scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
             if WINDOW:
                 key = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 scores = tl.where(key[None, :] >= oldest[:, None], scores, -float("inf"))
@@ -273,6 +287,9 @@ def node_partials(
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
             if REST:
                 v = k
+            if DISTANCES > 0:
+                age = stands[:, None] - token[None, :]
+                scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
             if WINDOW:
                 scores = tl.where(token[None, :] >= oldest[:, None], scores, -float("inf"))

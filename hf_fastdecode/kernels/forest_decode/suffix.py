@@ -9,17 +9,43 @@ import triton
 import triton.language as tl
 
 from .merge import locate_depths, merge_depths, merge_partial
-from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
+from .node_kernel import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    aligned,
+    base2_scale,
+    cap_scores,
+    distance_biases,
+    online_softmax_step,
+    qk_scores,
+)
 
 
 @triton.jit
 def online_softmax_step_single_query(
-    q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr
+    q,
+    k,
+    v,
+    seen,
+    row_max,
+    row_sum,
+    acc,
+    scale,
+    soft_cap,
+    biases,
+    head,
+    age,
+    BLOCK_N: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DISTANCES: tl.constexpr,
 ):
     """`online_softmax_step` for one query ``[1, D]``, without tensor cores."""
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :] * scale
     if SOFT_CAP:
         scores = cap_scores(scores, soft_cap)
+    if DISTANCES > 0:
+        scores += distance_biases(biases, head, age, DISTANCES)[None, :]
     scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
     new_row_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_row_max[:, None])
@@ -57,6 +83,7 @@ def attend_suffixes(
     out_lse,  # [rows, heads, queries] fp32
     overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_rows` merges
     sinks,  # [heads] fp32: with SINKS, one more score per head, without a value
+    biases,  # [heads, DISTANCES] fp32, as for `node_partials`
     origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
     kv_heads,
@@ -89,6 +116,7 @@ def attend_suffixes(
     DEPTHS: tl.constexpr,  # levels of nodes
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
     OTHER: tl.constexpr,
     DIVIDED: tl.constexpr,  # whether suffixes are divided between devices: this one may have no key of a row
@@ -179,6 +207,7 @@ def attend_suffixes(
             located = locate_depths(row, head, 0, active, tables, DEPTHS, True)
         else:
             located = locate_depths(row, head, index, active_query, tables, DEPTHS, False)
+    query_head = head * GROUP + within // QUERIES
     # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -197,11 +226,15 @@ def attend_suffixes(
         else:
             v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         if BLOCK_P == 1:  # one query: tensor cores would compute 15 padding rows
+            age = before - token
             row_max, row_sum, acc = online_softmax_step_single_query(
-                q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, BLOCK_N, SOFT_CAP
+                q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, biases, head, age, BLOCK_N, SOFT_CAP, DISTANCES
             )
         else:
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
+            if DISTANCES > 0:
+                age = (before + position)[:, None] - token[None, :]
+                scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
             if REST:
                 v = k
@@ -212,10 +245,27 @@ def attend_suffixes(
     # Attend to the new tokens in registers, and append them to the suffix.
     if BLOCK_P == 1:
         row_max, row_sum, acc = online_softmax_step_single_query(
-            q, new_k, new_v, is_new, row_max, row_sum, acc, scale, soft_cap, 1, SOFT_CAP
+            q,
+            new_k,
+            new_v,
+            is_new,
+            row_max,
+            row_sum,
+            acc,
+            scale,
+            soft_cap,
+            biases,
+            head,
+            -new_token,
+            1,
+            SOFT_CAP,
+            DISTANCES,
         )
     else:
         scores = qk_scores(q, new_k, scale, soft_cap, SOFT_CAP, q_rest, new_v, REST)
+        if DISTANCES > 0:
+            age = position[:, None] - new_token[None, :]
+            scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
         scores = tl.where(new_token[None, :] <= position[:, None], scores, -float("inf"))
         if DIVIDED:
             scores = tl.where(is_new[None, :], scores, -float("inf"))

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import EncoderDecoderCache
 
 from ...attention.own_code import Method, OwnCode
 from ...attention.stand_in_calls import attend_shared, given_positions
 from ...errors import Unsupported
+from . import beside_encoder
 
 
 def embed_positions(module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -35,9 +37,12 @@ def attend(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `forward` of attention layers of their own, without cross attention."""
+    """Stands in for `forward` of attention layers of their own."""
     if attn_prompt is not None:
         raise Unsupported("its layers have keys and values of trained prompts")
+    if isinstance(past_key_values if cache is None else cache, EncoderDecoderCache):
+        given = {"cache": cache, "past_key_values": past_key_values, "attention_mask": attention_mask}
+        return beside_encoder.attend(module, hidden_states, key_value_states, **given)
     query, key, value = (
         projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
         for projection in (module.q_proj, module.k_proj, module.v_proj)

@@ -40,6 +40,9 @@ def attend_everything() -> None:
         (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
     ):
         attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
+    for head_dim, queries in product((64, 128), (1, 3)):
+        biased = Scoring(1.0, distances=torch.empty(32, 129, device=CUDA))
+        attend(torch.bfloat16, head_dim, 1, 32, Forest(32, [Node(Span(0, 0, 4), 0, 32)]), queries, biased)
 
 
 def attend_to_latents() -> None:
@@ -104,7 +107,7 @@ def attend_in_parts(
     """The nodes alone, a step that goes on with their partial and returns its own, and one of divided suffixes."""
     nodes, kv_heads = addresses[0], new[0].shape[1]
     parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
-    if scoring.window is not None:
+    if scoring.window is not None or scoring.distances is not None:
         return
     forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
     other = (
