@@ -285,13 +285,13 @@ def _prefill(
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
-        if by_rows := bool(structure.layout.states) or places_tokens(inner):
-            alike = not places_tokens(inner)
-            least = options.min_shared_tokens if alike else max(len(group.tokens) for group in groups) + 1
-            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least)
-            if structure.layout.states:
-                prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=alike)
+        if by_rows := bool(structure.layout.states):
+            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
+            prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=True)
             plan, rows = prompts.plan(), None
+        elif by_rows := places_tokens(inner):  # no two of them share
+            least = max(len(group.tokens) for group in groups) + 1
+            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
         else:
             plan, rows = _plan(groups, cache, options.min_shared_tokens)
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)

@@ -19,7 +19,7 @@ from .architectures.gemma3n import GEMMA3N
 from .architectures.gpt2_alike import GPT2_ALIKE
 from .architectures.gpt_neo import GPT_NEO
 from .architectures.jetmoe import JETMOE
-from .architectures.kosmos import KOSMOS
+from .architectures.kosmos import KOSMOS_FAMILY
 from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
 from .architectures.minimax import MINIMAX
@@ -35,8 +35,11 @@ _FLAG_ALONE: Final = ("biogpt", "deepseek_vl", "deepseek_vl_hybrid", "qwen2_audi
 _HANDS_GENERATE_ON: Final = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), OwnCode(hands_generate_on=lambda arguments: True)),
     "janus": OwnCode(hands_generate_on=lambda arguments: arguments.get("generation_mode", "text") == "text"),
+    "nemotron3_5_transcribe": OwnCode(
+        hands_generate_on=lambda arguments: not arguments.get("return_word_timestamp_logits", False)
+    ),
 }
-"""Their ``generate`` chooses an adapter, or whether to make text or images."""
+"""Their ``generate`` chooses an adapter, or what to make beside text."""
 
 _HANDS_POSITIONS_ON: Final = ("evolla", "moss_transcribe_diarize")
 """Their ``forward`` names no ``position_ids``, but hands them on to a decoder, which counts padding if given none."""
@@ -63,6 +66,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **BART_FAMILY,
     **BERT_FAMILY,
     **GPT2_ALIKE,
+    **KOSMOS_FAMILY,
     "bloom": BLOOM,
     "diffllama": DIFFLLAMA,
     "doge": DOGE,
@@ -70,8 +74,6 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "gemma3n": GEMMA3N,
     "gpt_neo": GPT_NEO,
     "jetmoe": JETMOE,
-    "kosmos2": KOSMOS,
-    "kosmos2_5": OwnCode(places_tokens=True),
     "led": LED,
     "llama4": LLAMA4,
     "minimax": MINIMAX,

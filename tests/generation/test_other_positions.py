@@ -42,6 +42,12 @@ def test_tokens_equal_stock(name):
             assert torch.equal(seeded(lambda call=call: model.generate(**RAGGED, **call, **kept)), expected)
 
 
+def test_positions_from_the_cache_are_not_captured():
+    model = tiny_model_of("Kosmos2TextForCausalLM")
+    with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="derives positions from the length of"):
+        model.generate(**RAGGED, **SAMPLES)
+
+
 @pytest.fixture(scope="module")
 def bart():
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
