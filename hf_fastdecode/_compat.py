@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -169,6 +169,14 @@ def free_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces of all streams; remove it when ``torch.cuda.empty_cache`` does."""
     torch._C._cuda_clearCublasWorkspaces()
 
+
+ENCODE: Final = next(
+    (name for name in ("_maybe_prepare_encoder_kwargs_for_generation",) if hasattr(GenerationMixin, name)), None
+)
+"""Method of `GenerationMixin` that encodes images before they are expanded; None before transformers 5.24.
+
+Inline it when that is the oldest supported.
+"""
 
 LOOP_METHODS: Final = (
     "_sample",

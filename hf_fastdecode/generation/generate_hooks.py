@@ -8,6 +8,8 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
+- ``_expand_inputs_for_generation``, and where transformers encodes images before it, `ENCODE`: hold back the images,
+  video or audio of a call (`given_inputs`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +38,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from .._compat import (
     CACHE,
+    ENCODE,
     TRANSFORMERS,
     cache_in,
     ignored_cache,
@@ -53,6 +57,7 @@ from .call_context import CallContext, CallScope
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .forward_pass import takes_positions
+from .given_inputs import GivenInputs
 from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
@@ -62,7 +67,7 @@ from .same_calls import require_same_call, require_same_draws, require_same_pass
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
-from .support import check_call, check_sequence_parallel, other_loop
+from .support import check_call, check_inputs, check_sequence_parallel, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
@@ -74,20 +79,37 @@ class _ActiveCall:
 
     Attributes:
         loop_is_ours: Whether this package's decoding loop was passed.
+        may_hold: Whether `generate` has got it, so that what was held back comes to it.
         loop: The user's ``custom_generate``, if any.
         given: Tensors that `generate` was given, by name.
+        inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
         scope: Ends with the call.
     """
 
     model: PreTrainedModel
     loop_is_ours: bool
+    may_hold: bool = field(default=False, init=False)
     loop: Callable[..., Any] | None = None
     given: dict[str, Tensor] = field(default_factory=dict)
     report: CallReport | None = None
     structure: Structure | None = None
+    inputs: GivenInputs | None = None
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
+
+    def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Take images, videos or audio out of these model arguments, until `give_back`."""
+        if self.inputs is None and (inputs := GivenInputs.among(arguments, encode)) is not None:
+            self.inputs = inputs
+            for name in inputs.arguments:
+                del arguments[name]
+
+    def give_back(self, arguments: dict[str, Any]) -> None:
+        """Add what was held back to these model arguments, as stock passes it on."""
+        if self.inputs is not None:
+            arguments.update(self.inputs.expanded())
+            self.inputs = None
 
 
 # The innermost active call of this thread.
@@ -135,7 +157,8 @@ def _forward_shared(
             require_same_pass(model, structure.ranks, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
-        passing = structure.passing(RowLengths(cache.longest_row(queries)))
+        own = cache.state.tensors_of_pass is not None  # by transformers' own attention
+        passing = nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries)))
         alike = cache.all_or_nothing(rows, queries)
         with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, alike:
             if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
@@ -161,6 +184,31 @@ def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     if call.structure is None:
         call.structure = model_state.structure_of(model)
     return call.structure
+
+
+def _encode(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    """`ENCODE`: is called with model arguments that hold raw images, and returns them with encoded ones."""
+    assert ENCODE is not None
+    original, call = model_state.methods.original(model, ENCODE), _active_call.get()
+    if call is None or call.model is not model or not call.may_hold:
+        return original(*args, **kwargs)
+    given = signature_of(partial(getattr(GenerationMixin, ENCODE), model)).bind(*args, **kwargs).arguments
+    arguments: dict[str, Any] = given["model_kwargs"]
+    whole = given | {"model_kwargs": dict(arguments)}
+    call.hold(arguments, partial(original, **whole))
+    return arguments if call.inputs is not None else original(*args, **kwargs)
+
+
+def _expand_inputs_for_generation(
+    model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
+) -> Any:
+    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), _active_call.get()
+    if call is None or call.model is not model or args or not call.may_hold:
+        return original(*args, **kwargs)
+    call.hold(kwargs)
+    if call.inputs is not None:
+        call.inputs.expand(original, kwargs["input_ids"], kwargs.get("expand_size", 1))
+    return original(**kwargs)
 
 
 def _prepare_cache_for_generation(
@@ -190,10 +238,13 @@ def _prepare_cache_for_generation(
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given
+        held = active_call.inputs
+        call.inputs = None if held is None or held.says_nothing else held
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
+        check_inputs(call, generation_mode)
         check_sequence_parallel(model, structure, longest=max_cache_length + 1)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
@@ -293,6 +344,9 @@ def _extract_generation_mode_kwargs(
     model_state: ModelState, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
+    call = _active_call.get()
+    if call is not None and call.model is model:
+        call.may_hold = custom_generate is _decode and not model.config.is_encoder_decoder
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 
@@ -350,6 +404,8 @@ def _decode(
         cache.first_pass.call.refuse(_synced())
         cache.first_pass.call.ranks.watch.enter_foreign_loop()
         model_kwargs[CACHE] = cache.first_pass.stock
+    if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
+        active_call.give_back(model_kwargs)
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
@@ -381,5 +437,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
+    "_expand_inputs_for_generation": _expand_inputs_for_generation,
+    **({} if ENCODE is None else {ENCODE: _encode}),
 }
 """Overrides by method name."""

@@ -175,6 +175,36 @@ def check_call(
         )
 
 
+def check_inputs(call: CallContext, mode: GenerationMode) -> None:
+    """Raise `Unsupported` where the prompts of a call come with images, video or audio that it cannot share."""
+    if (inputs := call.inputs) is None:
+        return
+    name, structure = next(iter(inputs.arguments)), call.structure
+    if mode is GenerationMode.ASSISTED_GENERATION:
+        raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
+    if structure.layout.own or own_code_of(type(call.model)) is not None:
+        raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
+    if structure.parallel is not None or structure.ranks.count > 1:
+        raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
+    inputs.check_steps(call.model)
+
+
+def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False) -> None:
+    """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
+
+    Or for hidden states, which are spread to rows by tokens.
+    """
+    what = "the planes of position_ids differ"
+    if call.inputs is not None:
+        what = f"prompts come with {next(iter(call.inputs.arguments))}"
+    if call.must_share:
+        raise Unsupported(f"a SharedContextCache is for positions of text, and {what}")
+    if hidden:
+        raise Unsupported(f"output_hidden_states is for positions of text, and {what}")
+    if kept:
+        raise Unsupported(f"{what}, and the call's cache would be kept")
+
+
 def check_states(structure: Structure) -> None:
     """Raise `Unsupported` where layers have states, and several processes compute the model."""
     if structure.layout.states and (structure.parallel is not None or structure.ranks.count > 1):
@@ -211,8 +241,8 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
         return "output_hidden_states=True"
     if not is_nothing(call.arguments.get("inputs_embeds")):
         return "the prompts are inputs_embeds"
-    if call.positions.differ:
-        return "position_ids whose planes differ"
+    if call.positions.differ and call.positions.after is None:
+        return "position_ids whose planes differ at the end of a prompt"
     return None
 
 

@@ -1,9 +1,10 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, and
-layers with a state per row. Every prompt is a node, shared by its samples and beams; common beginnings of different
-prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its own, without padding,
-which would otherwise come between the state at the path's end and the prompt's next token.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ,
+layers with a state per row, and prompts that come with images, video or audio. These run as in stock, with its own
+masks and attention, once for each distinct input. Every prompt is a node, shared by its samples and beams; common
+beginnings of different prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its
+own, without padding, which would otherwise come between the state at the path's end and the prompt's next token.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._compat import keeps_logits
+from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.shared import SharedContextCache
-from ..forward_pass import forward_pass, input_device
+from ..forward_pass import forward_pass, input_device, takes_positions
+from ..input_rows import InputRows
 from .packed import PrefillPass
 from .prompt_plan import PromptGroup, PromptPlan
 
@@ -29,19 +31,30 @@ class Rows(NamedTuple):
         inputs: ``[rows, width]`` ids, or ``[rows, width, hidden]`` embeddings.
         attention_mask: ``[rows, width]``, or None.
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
+        numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
+        images: The images, videos or audio of the call's rows.
     """
 
     inputs: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor
+    numbers: Tensor | None = None
+    images: InputRows | None = None
 
     @classmethod
-    def of(cls, inputs: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Rows:
+    def of(
+        cls,
+        inputs: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        images: InputRows | None = None,
+    ) -> Rows:
         """Rows whose positions, where none are given, count the tokens that the mask shows."""
         if position_ids is None:
             shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
             position_ids = (shown.cumsum(1) - 1).clamp_min(0)
-        return cls(inputs, attention_mask, position_ids)
+        numbers = None if images is None else torch.arange(len(inputs), device="cpu")
+        return cls(inputs, attention_mask, position_ids, numbers, images)
 
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
@@ -54,7 +67,11 @@ class Rows(NamedTuple):
         places = self.position_ids
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         here = rows.to(places.device) if isinstance(rows, Tensor) else rows
-        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :])
+        places = places if places.shape[-2] == 1 else places[..., here, :]
+        numbers = self.numbers
+        if numbers is not None:
+            numbers = numbers[rows.cpu() if isinstance(rows, Tensor) else rows]
+        return Rows(self.inputs[rows], mask, places, numbers, self.images)
 
     def last_tokens(self, count: int) -> Rows:
         """The last tokens of one row, without padding."""
@@ -86,25 +103,19 @@ def row_passes(
     """
     cache.add_segment(plan.new_tokens)
     width, device = rows.inputs.shape[1], input_device(model)
-    for run in _passes(plan, max(1, max_tokens // width)):
+    at_once = max(1, max_tokens // width)
+    if rows.images is not None and not rows.images.apart:
+        at_once = len(plan.items)
+    for run in _passes(plan, at_once):
         part, items = rows.part(run), plan.items[run]
         if items[0].context:
             part = part.last_tokens(items[0].span.length)
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
-        name = "input_ids" if part.inputs.dim() == 2 else "inputs_embeds"
-        with cache.prefilling(items, real.to(device)):
-            output = forward_pass(
-                model,
-                cache,
-                part.position_ids.to(device),
-                **{name: part.inputs.to(device)},
-                attention_mask=None if mask is None else mask.to(device),
-                use_cache=True,
-                return_dict=True,
-                **({"logits_to_keep": keep} if keeps_logits(model) else {}),
-                **arguments,
-            )
+        if keeps_logits(model):
+            arguments["logits_to_keep"] = keep
+        with cache.prefilling(items, real.to(device), tensors=part.images is not None):
+            output = _pass(model, cache, part, device, arguments)
         kept = real[:, -keep:].to(output.logits.device)
         # In the order of the tokens, row by row.
         wanted = [
@@ -114,6 +125,31 @@ def row_passes(
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
     cache.set_forest(plan.forest, width)
+
+
+def _pass(
+    model: PreTrainedModel, cache: SharedContextCache, rows: Rows, device: torch.device, arguments: dict[str, Any]
+) -> Any:
+    """The model's output for these rows."""
+    mask = None if rows.attention_mask is None else rows.attention_mask.to(device)
+    inputs, positions = rows.inputs.to(device), rows.position_ids.to(device)
+    if rows.images is None or rows.numbers is None:
+        arguments = arguments | {"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs}
+        return forward_pass(
+            model, cache, positions, attention_mask=mask, use_cache=True, return_dict=True, **arguments
+        )
+    if takes_positions(model):
+        arguments = arguments | {"position_ids": positions}
+    prepared = model.prepare_inputs_for_generation(
+        inputs,
+        attention_mask=mask,
+        use_cache=True,
+        is_first_iteration=True,
+        **{CACHE: cache},
+        **rows.images.of(rows.numbers.tolist()),
+        **arguments,
+    )
+    return uncompiled_call(model, **prepared, return_dict=True)
 
 
 def _all_shown(inputs: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
 from ..forward_pass import counts_positions
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, check_arguments, check_prompts
+from ..support import OWN_METHOD, check_arguments, check_prompts, check_unkept
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -62,6 +62,7 @@ class _PlannedFirstPass(NamedTuple):
     mask: Tensor | None
     positions: Positions
     by_rows: bool
+    tokens_say_all: bool
     embeddings: Callable[[Tensor], Tensor] | None
     hidden: bool
     wanted: int
@@ -72,7 +73,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and not self.positions.differ
+        return self.embeddings is None and self.tokens_say_all
 
 
 @dataclass
@@ -105,13 +106,13 @@ class FirstPassPrompts:
             return output
         cache.become(self.stock)  # the loop may go on with the object that it was given
         self.call.ranks.watch.enter_foreign_loop()
-        return forward(**arguments | {CACHE: cache})
+        return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan = planned
+        ids, mask, positions, by_rows, _, embeddings, hidden, wanted, groups, found, plan = planned
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
@@ -136,7 +137,8 @@ class FirstPassPrompts:
         limit = call.max_prefill_tokens
         if by_rows:
             inputs = ids if embeddings is None else arguments["inputs_embeds"]
-            distinct = Rows.of(inputs, mask, positions.ids).distinct(groups)
+            prepared = positions.ids if call.inputs is None else call.arguments.get("position_ids")
+            distinct = Rows.of(inputs, mask, prepared, call.input_rows).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -177,36 +179,49 @@ class FirstPassPrompts:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get("attention_mask"), ids.shape[1]
         positions = reduced(arguments.get("position_ids"), mask)
-        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
+        text = call.inputs is None
+        check_prompts(
+            model, call.structure.layout, ids, mask, positions if text else Positions(None), longest=self.longest
+        )
         counts = counts_positions(model) and positions.ids is None
         if mask is not None and counts and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
         states = bool(call.structure.layout.states)
-        by_rows = positions.differ or states
-        if positions.differ:
-            self._check_planes(hidden)
+        tokens_say_all = text and not positions.differ
+        by_rows = states or not tokens_say_all
+        if not tokens_say_all:
+            check_unkept(call, kept=self.checks_masks, hidden=hidden)
         if states and hidden:
             raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
-        groups = group_prompts(ids, mask, positions.ids if positions.differ else None)
+        numbers = None if call.input_rows is None else call.input_rows.numbers()
+        groups = group_prompts(ids, mask, positions.ids if positions.differ else None, numbers)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and not positions.differ
+        reuse = embeddings is None and tokens_say_all
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
-        return _PlannedFirstPass(ids, mask, positions, by_rows, embeddings, hidden, wanted, groups, found, plan)
+        return _PlannedFirstPass(
+            ids, mask, positions, by_rows, tokens_say_all, embeddings, hidden, wanted, groups, found, plan
+        )
 
-    def _check_planes(self, hidden: bool) -> None:
-        """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""
-        if self.call.must_share:
-            raise Unsupported("a SharedContextCache is for positions of text, and the planes of position_ids differ")
-        if hidden:
-            raise Unsupported("output_hidden_states is for positions of text, and the planes of position_ids differ")
-        if self.checks_masks:
-            raise Unsupported("the planes of position_ids differ, and the call's cache would be kept")
+    def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The pass's arguments with the images, videos or audio that stock would have given it."""
+        call = self.call
+        if call.inputs is None:
+            return arguments
+        plain = {name: value for name, value in call.arguments.items() if name != CACHE}
+        prepared = call.model.prepare_inputs_for_generation(
+            arguments["input_ids"],
+            is_first_iteration=True,
+            **{CACHE: cache},
+            **plain | {"use_cache": True},
+            **call.inputs.expanded(),
+        )
+        return arguments | prepared
 
 
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:

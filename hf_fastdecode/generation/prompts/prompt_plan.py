@@ -38,17 +38,22 @@ class PromptGroup:
     gaps: bool = False
 
 
-def group_prompts(input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None) -> list[PromptGroup]:
+def group_prompts(
+    input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None, inputs: Tensor | None = None
+) -> list[PromptGroup]:
     """Group neighbouring rows with equal prompts and drop the padding.
 
     Args:
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
         planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
+        inputs: ``[rows]`` on the CPU: numbers in which they must agree too, see `InputRows.numbers`.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
     if planes is not None and planes.shape[1] > 1:
         same &= (planes[:, 1:] == planes[:, :-1]).all(0).all(1)
+    if inputs is not None:
+        same &= (inputs[1:] == inputs[:-1]).to(same.device)
     if attention_mask is not None:
         attention_mask = attention_mask.bool()
         same &= (attention_mask[1:] == attention_mask[:-1]).all(1)

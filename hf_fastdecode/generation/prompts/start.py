@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
 from ..forward_pass import forward_pass, input_device
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import check_prompts, why_not_counted
+from ..support import check_prompts, check_unkept
 from .by_rows import Rows, prefill_rows
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -71,16 +70,23 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
         start = _begin(call, passes, planned_alike(call, partial(_planned, call, groups, width)), input_ids)
-    keep_nodes(call, start.cache)
+    if call.tokens_say_all:
+        keep_nodes(call, start.cache)
+    else:
+        call.report.observe_nodes(start.cache)
     return start
 
 
 def _checked_prompts(call: CallContext, input_ids: Tensor) -> list[PromptGroup]:
     ids, mask, planar = _on_host(input_ids, call.arguments.get("attention_mask"), call.positions)
-    check_prompts(call.model, call.structure.layout, ids, mask, planar, longest=int(call.config.max_length))
-    if planar.differ:  # this loop gives every step a position per row
-        raise Unsupported(why_not_counted(call.model, planar))
-    return group_prompts(ids, mask)
+    layout, longest = call.structure.layout, int(call.config.max_length)
+    if call.tokens_say_all:
+        check_prompts(call.model, layout, ids, mask, planar, longest=longest)
+        return group_prompts(ids, mask)
+    check_unkept(call, kept=call.returns_cache)
+    check_prompts(call.model, layout, ids, mask, longest=longest)
+    planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
+    return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers())
 
 
 class _Planned(NamedTuple):
@@ -99,8 +105,8 @@ class _Planned(NamedTuple):
 
 def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
     max_suffix = int(call.config.max_length) - width
-    by_rows = bool(call.structure.layout.states)
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, ahead=ahead)
+    by_rows = call.by_rows
+    found = find_shared(call, groups, max_suffix, by_rows=by_rows, reuse=call.tokens_say_all, ahead=ahead)
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
@@ -128,8 +134,11 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
     numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
     positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
     limit, length = call.max_prefill_tokens, width - rerun_last_token
-    if call.structure.layout.states:
-        rows = Rows.of(input_ids, call.arguments.get("attention_mask"), call.positions.ids)
+    if call.by_rows:
+        places = call.arguments.get("position_ids") if call.inputs is not None else call.positions.ids
+        if not call.tokens_say_all and (after := call.positions.after) is not None:
+            positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
+        rows = Rows.of(input_ids, call.arguments.get("attention_mask"), places, call.input_rows)
         logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])

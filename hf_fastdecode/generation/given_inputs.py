@@ -1,0 +1,99 @@
+"""What a call gives with its prompts: images, videos or audio, and what says where in a prompt they belong.
+
+`generate` encodes these arguments, in some transformers releases, and repeats them for every sample and beam, both
+before it asks for a cache. They are held back before that, so that prefill by rows encodes those of distinct inputs
+alone. A call that turns out to run stock gets what it would have had (`GivenInputs.expanded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .._compat import CACHE
+from ..errors import Unsupported
+
+PLAIN: Final = frozenset(
+    {"attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+)
+"""Model arguments of `generate` that are no inputs in this sense."""
+
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""Arguments of a number per token, 0 of text, which say nothing of tokens that follow a prompt."""
+
+
+class GivenInputs:
+    """The images, videos or audio of one call.
+
+    Attributes:
+        arguments: By name, as `generate` was given them.
+        ids: ``[given rows, width]``: the prompts that they belong to; None until `expand`.
+        copies: Rows of the call for each given one.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], encode: Callable[[], dict[str, Any]] | None = None):
+        self.arguments, self.copies = dict(arguments), 1
+        self.ids: Tensor | None = None
+        self._encode = encode
+        self._expand: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+
+    @classmethod
+    def among(
+        cls, arguments: Mapping[str, Any], encode: Callable[[], dict[str, Any]] | None = None
+    ) -> GivenInputs | None:
+        """Those among the model arguments of a call; None if there are none, or prompts are embeddings.
+
+        Args:
+            encode: Returns the arguments after transformers has encoded them, if it does before it expands them.
+        """
+        if arguments.get("inputs_embeds") is not None:
+            return None
+        found = {name: value for name, value in arguments.items() if name not in PLAIN and _holds_tensors(value)}
+        return cls(found, encode) if found else None
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether this is text alone, as the numbers of its tokens say."""
+        return set(self.arguments) == {"mm_token_type_ids"} and not bool(self.arguments["mm_token_type_ids"].any())
+
+    def expand(self, expand: Callable[..., tuple[Any, dict[str, Any]]], ids: Tensor, copies: int) -> None:
+        """Remember how transformers expands arguments of these prompts for so many samples or beams."""
+        self._expand, self.ids, self.copies = expand, ids, copies
+
+    def expanded(self) -> dict[str, Any]:
+        """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
+        arguments = self.arguments
+        if self._encode is not None:
+            arguments = {name: value for name, value in self._encode().items() if name not in PLAIN}
+        if self._expand is None:
+            return dict(arguments)
+        return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
+
+    def check_steps(self, model: PreTrainedModel) -> None:
+        """Raise `Unsupported` for an argument that steps may depend on: one that belongs to tokens, or of features,
+        and that the model's own loop passes on to steps of one token."""
+        assert self.ids is not None
+        prepared = model.prepare_inputs_for_generation(
+            self.ids[:, -1:], use_cache=True, is_first_iteration=False, **self.arguments
+        )
+        rows, width = self.ids.shape
+        for name in self.arguments:
+            value = prepared.get(name)
+            if value is None or name in _TOKEN_TYPES:
+                continue
+            of_tokens = isinstance(value, Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (rows, width)
+            if of_tokens or not isinstance(value, Tensor) or value.is_floating_point():
+                raise Unsupported(f"every step takes the argument {name!r}, which is not accelerated yet")
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping | ModelOutput):
+        return any(_holds_tensors(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(part, torch.Tensor) for part in value)
+    return isinstance(value, torch.Tensor)
