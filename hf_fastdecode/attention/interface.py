@@ -70,11 +70,14 @@ class SharedKV(_NotATensor, ABC):
 
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
+        of_steps: Whether new tokens follow all others of their row, so that one of them attends to all that there is,
+            causally or not.
         device: Where keys and values are.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
+    of_steps: ClassVar[bool] = False
     device: torch.device
 
     def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
@@ -269,7 +272,10 @@ def shared_context_attention(
         raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) or (
+        key.of_steps and query.shape[2] == 1
+    )
+    if not causal:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:

@@ -174,6 +174,8 @@ def _captured_layer(tables: TablesByShape, layer: CacheLayer, origins: Tensor | 
 
 
 class _CapturedKV(SharedKV):
+    of_steps = True
+
     def __init__(self, layer: _CapturedLayer, new: Segment):
         self.layer, self.new, self.stored_window = layer, new, layer.stored_window
         self.device = new.keys.device

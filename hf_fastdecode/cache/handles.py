@@ -118,6 +118,8 @@ class StoredLayer:
 class DecodeKV(SharedKV):
     """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix."""
 
+    of_steps = True
+
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer, self.parts = layer, parts
         self.keys, self.values = layer.storage.keys_and_values(parts)

@@ -8,8 +8,8 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
-- ``_expand_inputs_for_generation``, and where transformers encodes images before it, `ENCODE`: hold back the images,
-  video or audio of a call (`given_inputs`).
+- ``_expand_inputs_for_generation``, and what encodes images before it: hold back images, video or audio of a call
+  (`input_hooks`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -18,8 +18,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -38,7 +36,6 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from .._compat import (
     CACHE,
-    ENCODE,
     TRANSFORMERS,
     cache_in,
     ignored_cache,
@@ -53,11 +50,12 @@ from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
 from ..parallel.unwatched import UNWATCHED, Unwatched
-from .call_context import CallContext, CallScope
+from .active_call import ActiveCall, active_call_of_thread
+from .call_context import CallContext
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .forward_pass import takes_positions
-from .given_inputs import GivenInputs
+from .input_hooks import INPUT_METHODS
 from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
@@ -67,53 +65,10 @@ from .same_calls import require_same_call, require_same_draws, require_same_pass
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
-from .support import check_call, check_inputs, check_sequence_parallel, other_loop
+from .support import check_call, check_sequence_parallel, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
-
-
-@dataclass
-class _ActiveCall:
-    """A `generate` call in progress.
-
-    Attributes:
-        loop_is_ours: Whether this package's decoding loop was passed.
-        may_hold: Whether `generate` has got it, so that what was held back comes to it.
-        loop: The user's ``custom_generate``, if any.
-        given: Tensors that `generate` was given, by name.
-        inputs: Images, videos or audio that are held back.
-        context: What our loop decodes; None for a call that it hands over to transformers' loops.
-        scope: Ends with the call.
-    """
-
-    model: PreTrainedModel
-    loop_is_ours: bool
-    may_hold: bool = field(default=False, init=False)
-    loop: Callable[..., Any] | None = None
-    given: dict[str, Tensor] = field(default_factory=dict)
-    report: CallReport | None = None
-    structure: Structure | None = None
-    inputs: GivenInputs | None = None
-    context: CallContext | None = None
-    scope: CallScope = field(default_factory=CallScope)
-
-    def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Take images, videos or audio out of these model arguments, until `give_back`."""
-        if self.inputs is None and (inputs := GivenInputs.among(arguments, encode)) is not None:
-            self.inputs = inputs
-            for name in inputs.arguments:
-                del arguments[name]
-
-    def give_back(self, arguments: dict[str, Any]) -> None:
-        """Add what was held back to these model arguments, as stock passes it on."""
-        if self.inputs is not None:
-            arguments.update(self.inputs.expanded())
-            self.inputs = None
-
-
-# The innermost active call of this thread.
-_active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
 def _forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +105,7 @@ def _forward_shared(
             given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
     structure = _structure(model_state, model)
-    active_call = _active_call.get()
+    active_call = active_call_of_thread.get()
     if active_call is not None and active_call.loop is not None:
         structure.forget()  # the user's loop may have changed the model since the last pass
         if not cache.state.packed:
@@ -178,7 +133,7 @@ def _forward_shared(
 
 def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
-    call = _active_call.get()
+    call = active_call_of_thread.get()
     if call is None or call.model is not model:
         return model_state.structure_of(model)
     if call.structure is None:
@@ -186,36 +141,11 @@ def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     return call.structure
 
 
-def _encode(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
-    """`ENCODE`: is called with model arguments that hold raw images, and returns them with encoded ones."""
-    assert ENCODE is not None
-    original, call = model_state.methods.original(model, ENCODE), _active_call.get()
-    if call is None or call.model is not model or not call.may_hold:
-        return original(*args, **kwargs)
-    given = signature_of(partial(getattr(GenerationMixin, ENCODE), model)).bind(*args, **kwargs).arguments
-    arguments: dict[str, Any] = given["model_kwargs"]
-    whole = given | {"model_kwargs": dict(arguments)}
-    call.hold(arguments, partial(original, **whole))
-    return arguments if call.inputs is not None else original(*args, **kwargs)
-
-
-def _expand_inputs_for_generation(
-    model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
-) -> Any:
-    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), _active_call.get()
-    if call is None or call.model is not model or args or not call.may_hold:
-        return original(*args, **kwargs)
-    call.hold(kwargs)
-    if call.inputs is not None:
-        call.inputs.expand(original, kwargs["input_ids"], kwargs.get("expand_size", 1))
-    return original(**kwargs)
-
-
 def _prepare_cache_for_generation(
     model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
 ) -> Any:
     prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
-    active_call = _active_call.get()
+    active_call = active_call_of_thread.get()
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
     if active_call is not None and active_call.model is model:
@@ -244,7 +174,8 @@ def _prepare_cache_for_generation(
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
-        check_inputs(call, generation_mode)
+        if call.inputs is not None:
+            call.inputs.check(model, structure, generation_mode)
         check_sequence_parallel(model, structure, longest=max_cache_length + 1)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
@@ -285,8 +216,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
     with model_state.call(model) as may_share:
         ours = may_share and takes and loop is None
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
-        call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
-        token = _active_call.set(call)
+        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
+        token = active_call_of_thread.set(call)
         try:
             with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
                 if ours:
@@ -303,7 +234,7 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             raise
         finally:
             call.scope.close()
-            _active_call.reset(token)
+            active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
 
@@ -318,7 +249,7 @@ def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> 
 
 
 def _begin_prefill(
-    model_state: ModelState, model: PreTrainedModel, call: _ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model_state: ModelState, model: PreTrainedModel, call: ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
     if in_several_processes() and _structure(model_state, model).ranks.count > 1:
@@ -344,7 +275,7 @@ def _extract_generation_mode_kwargs(
     model_state: ModelState, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
-    call = _active_call.get()
+    call = active_call_of_thread.get()
     if call is not None and call.model is model:
         call.may_hold = custom_generate is _decode and not model.config.is_encoder_decoder
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
@@ -373,7 +304,7 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
-    call, active_call = None, _active_call.get()
+    call, active_call = None, active_call_of_thread.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
     if call is not None and call.model is model:
@@ -437,7 +368,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
-    "_expand_inputs_for_generation": _expand_inputs_for_generation,
-    **({} if ENCODE is None else {ENCODE: _encode}),
+    **INPUT_METHODS,
 }
 """Overrides by method name."""

@@ -13,10 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from .._compat import CACHE
+from ..attention.own_code import OwnCode, own_code_of
 from ..errors import Unsupported
+from .structure import Structure
 
 PLAIN: Final = frozenset(
     {"attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"}
@@ -74,7 +77,18 @@ class GivenInputs:
             return dict(arguments)
         return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
 
-    def check_steps(self, model: PreTrainedModel) -> None:
+    def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
+        """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
+        name = next(iter(self.arguments))
+        if mode is GenerationMode.ASSISTED_GENERATION:
+            raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
+        if structure.layout.own or own_code_of(type(model)) not in (None, OwnCode()):
+            raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
+        if structure.parallel is not None or structure.ranks.count > 1:
+            raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
+        self._check_steps(model)
+
+    def _check_steps(self, model: PreTrainedModel) -> None:
         """Raise `Unsupported` for an argument that steps may depend on: one that belongs to tokens, or of features,
         and that the model's own loop passes on to steps of one token."""
         assert self.ids is not None

@@ -31,13 +31,14 @@ from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
 # Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
-# position embedding changes (see `rope_limit`), pass logits_to_keep, or leave the mask out of steps.
+# position embedding changes (see `rope_limit`), pass logits_to_keep, or leave the mask or token types out of steps.
 _HARMLESS = {
     f"transformers.models.{name}.modeling_{name}"
     for name in (
         *("phi3", "phimoe"),
         *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
         *("falcon_mamba", "mamba", "mamba2"),
+        *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "molmo2"),
     )
 }
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -173,20 +174,6 @@ def check_call(
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
         )
-
-
-def check_inputs(call: CallContext, mode: GenerationMode) -> None:
-    """Raise `Unsupported` where the prompts of a call come with images, video or audio that it cannot share."""
-    if (inputs := call.inputs) is None:
-        return
-    name, structure = next(iter(inputs.arguments)), call.structure
-    if mode is GenerationMode.ASSISTED_GENERATION:
-        raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
-    if structure.layout.own or own_code_of(type(call.model)) is not None:
-        raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
-    if structure.parallel is not None or structure.ranks.count > 1:
-        raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
-    inputs.check_steps(call.model)
 
 
 def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False) -> None:

@@ -23,6 +23,13 @@ CALLS = {
     "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3},
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
 }
+OTHERS = {
+    "LlavaForConditionalGeneration": "image",
+    "Gemma3ForConditionalGeneration": "image",  # tokens of an image see each other, and windows end in prompts
+    "PaliGemmaForConditionalGeneration": "image",  # so do those of a prompt; positions begin at 1
+    "Idefics3ForConditionalGeneration": "image",  # a row of images for each prompt
+    "Qwen2AudioForConditionalGeneration": "audio",
+}
 SMALL, TALL, WIDE = (4, 4), (8, 4, 1), (4, 6, 2)
 SEVERAL = [(5, SMALL, 9), (3, TALL, 4, WIDE, 7), (12,)]
 
@@ -58,6 +65,25 @@ def test_different_images(model, call):
     assert report.path == "shared", report.reason
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
     assert counted == [16 + 32 + 24]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_forms(name):
+    """The vision tower, or the audio encoder, sees each distinct input once."""
+    model = tiny_model_of(name)
+    inputs = prompts_with_images(model, (5, SMALL, 9), (3, TALL, 12), kind=OTHERS[name])
+    stock = {call: run(model, inputs, call) for call in CALLS}
+    other = {key: part.flip(-1) * 2 if part.is_floating_point() else part for key, part in inputs.items()}
+    assert not torch.equal(run(model, other, "samples"), stock["samples"])  # else this would show nothing
+    twice = {key: part.repeat_interleave(2, 0) for key, part in inputs.items()}
+    with fd.enabled(model, min_saved_tokens=1):
+        for call in ("samples", "beams"):
+            assert torch.equal(run(model, inputs, call), stock[call])
+            report = fd.explain(model).last_call
+            assert report.path == "shared", report.reason
+            assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+        assert torch.equal(run(model, twice, "greedy"), stock["greedy"].repeat_interleave(2, 0))
+        assert fd.explain(model).last_call.prefilled_tokens == report.prefilled_tokens
 
 
 @pytest.mark.parametrize("call", ["greedy", "samples", "beams"])

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.shared import SharedContextCache
+from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..input_rows import InputRows
 from .packed import PrefillPass
@@ -150,6 +151,23 @@ def _pass(
         **arguments,
     )
     return uncompiled_call(model, **prepared, return_dict=True)
+
+
+@torch.no_grad()
+def try_step(call: CallContext, cache: SharedContextCache, rows: Rows) -> None:
+    """Run a step of one row, once per model: prefill with images does not show whether steps can share context.
+
+    Raises `Unsupported` where they cannot.
+    """
+    model, device = call.model, input_device(call.model)
+
+    def run() -> None:
+        twin = cache.nodes_only(cache.forest.select_rows([0]), max_suffix=1)
+        position = rows.position_ids[..., :1, -1:] + 1
+        forward_pass(model, twin, position.to(device), input_ids=rows.inputs[:1, -1:].to(device), use_cache=True)
+
+    if rows.images is not None:
+        call.structure.kept("a step behind images", run)
 
 
 def _all_shown(inputs: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ..call_context import CallContext, Positions, reduced
 from ..forward_pass import counts_positions
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, check_arguments, check_prompts, check_unkept
-from .by_rows import Rows, row_passes
+from .by_rows import Rows, row_passes, try_step
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
@@ -140,6 +140,7 @@ class FirstPassPrompts:
             prepared = positions.ids if call.inputs is None else call.arguments.get("position_ids")
             distinct = Rows.of(inputs, mask, prepared, call.input_rows).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
+            try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
             packed = partial(prefill_passes, model, cache, plan, tokens, max_tokens=limit, length=width)

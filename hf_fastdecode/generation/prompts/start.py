@@ -17,7 +17,7 @@ from ..forward_pass import forward_pass, input_device
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support import check_prompts, check_unkept
-from .by_rows import Rows, prefill_rows
+from .by_rows import Rows, prefill_rows, try_step
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -140,6 +140,7 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
             positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
         rows = Rows.of(input_ids, call.arguments.get("attention_mask"), places, call.input_rows)
         logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
+        try_step(call, cache, rows)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])
     known = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)
