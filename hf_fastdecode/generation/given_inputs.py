@@ -26,8 +26,8 @@ PLAIN: Final = frozenset(
 )
 """Model arguments of `generate` that are no inputs in this sense."""
 
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-"""Arguments of a number per token, 0 of text, which say nothing of tokens that follow a prompt."""
+_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+"""Arguments that say which tokens stand for images, which no token that follows a prompt does."""
 
 
 class GivenInputs:
@@ -95,13 +95,16 @@ class GivenInputs:
         prepared = model.prepare_inputs_for_generation(
             self.ids[:, -1:], use_cache=True, is_first_iteration=False, **self.arguments
         )
+        forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
-        for name in self.arguments:
-            value = prepared.get(name)
-            if value is None or name in _TOKEN_TYPES:
+        known: tuple[str, ...] = _TOKEN_TYPES
+        if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
+            known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's
+        for name, value in forwarded.items():
+            if name in known:
                 continue
             of_tokens = isinstance(value, Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (rows, width)
-            if of_tokens or not isinstance(value, Tensor) or value.is_floating_point():
+            if of_tokens or name == "token_type_ids" or not isinstance(value, Tensor) or value.is_floating_point():
                 raise Unsupported(f"every step takes the argument {name!r}, which is not accelerated yet")
 
 

@@ -94,10 +94,7 @@ class InputRows:
         grid, size = self._arguments.get(f"{kind}_grid_thw"), len(value)
         if isinstance(grid, Tensor):
             patches = grid.prod(1).tolist()
-            merged = self._merged(sum(patches), sum(counts.tokens))
-            if merged is None or any(count % merged for count in patches):
-                return None
-            images = _cut([count // merged for count in patches], counts.tokens)
+            images = self._images(patches, counts)
             if images is None:
                 return None
             if size == len(grid):
@@ -114,9 +111,13 @@ class InputRows:
         return None
 
     @staticmethod
-    def _merged(patches: int, tokens: int) -> int | None:
-        """Patches behind each placeholder."""
-        return patches // tokens if tokens and patches % tokens == 0 else None
+    def _images(patches: list[int], counts: _Counts) -> list[int] | None:
+        """Where the images of each row begin, and the end, by their patches: as many stand behind each placeholder."""
+        tokens = sum(counts.tokens)
+        merged, rest = divmod(sum(patches), tokens) if tokens else (0, 1)
+        if not rest and not any(count % merged for count in patches):
+            return _cut([count // merged for count in patches], counts.tokens)
+        return _sums(counts.runs) if sum(counts.runs) == len(patches) else None
 
     def _counts(self, kind: str) -> _Counts | None:
         if kind not in self._counted:

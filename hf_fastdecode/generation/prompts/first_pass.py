@@ -185,6 +185,8 @@ class FirstPassPrompts:
             model, call.structure.layout, ids, mask, positions if text else Positions(None), longest=self.longest
         )
         counts = counts_positions(model) and positions.ids is None
+        if counts and not text:
+            raise Unsupported("without position_ids, models count those behind images by themselves")
         if mask is not None and counts and not bool(mask.all()):
             raise Unsupported("without position_ids, models count the padding of prompts in positions")
         hidden = arguments.get("output_hidden_states")
