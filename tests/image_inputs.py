@@ -1,4 +1,4 @@
-"""Prompts with small random images or sounds, in the forms that the processors of different models give them."""
+"""Prompts with small random images, videos or sounds, in the forms that processors of different models give them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Part = int | tuple[int, ...]
 Models whose images have one size leave rows and columns aside.
 """
 
-KINDS = ("image", "audio")
+KINDS = ("image", "video", "audio")
 
 
 class Features(NamedTuple):
@@ -56,20 +56,20 @@ def prompts_with_images(
     inputs = {"input_ids": ids, "attention_mask": mask, **features.arguments}
     for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
         if name in inspect.signature(type(model).forward).parameters:
-            inputs[name] = (ids == place).int()
+            inputs[name] = (ids == place).int() * (2 if kind == "video" else 1)
     return inputs
 
 
 def _frame(config: Any, kind: str) -> tuple[int | None, int | None]:
     """Tokens before and after an image, by which some models find it."""
-    if kind != "image":
+    if kind == "audio":
         return None, None
     ends = ((f"{name}_start_token_id", f"{name}_end_token_id") for name in ("vision", "image"))
     return next(((getattr(config, a), getattr(config, b)) for a, b in ends if getattr(config, a, None)), (None, None))
 
 
 def _features(model: PreTrainedModel, kind: str, images: Sequence[tuple[int, ...]]) -> Features:
-    forms = _image_forms if kind == "image" else _audio_forms
+    forms = {"image": _image_forms, "video": _video_forms, "audio": _audio_forms}[kind]
     errors = []
     for arguments in forms(model, images):
         try:
@@ -132,6 +132,14 @@ def _image_forms(model: PreTrainedModel, images: Sequence[tuple[int, ...]]) -> I
     for tiles in (1, 2, 3, 5):
         several = torch.stack([_random((tiles, channels, size, size), seed) for seed in seeds])
         yield {"pixel_values": several, **sizes}
+
+
+def _video_forms(model: PreTrainedModel, videos: Sequence[tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+    """Videos of one frame, for models that take the patches of all images end to end."""
+    if "video_grid_thw" in inspect.signature(type(model).forward).parameters:
+        for images in _image_forms(model, videos):
+            if "image_grid_thw" in images:
+                yield {"pixel_values_videos": images["pixel_values"], "video_grid_thw": images["image_grid_thw"]}
 
 
 def _audio_forms(model: PreTrainedModel, sounds: Sequence[tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:

@@ -28,6 +28,7 @@ OTHERS = {
     "Gemma3ForConditionalGeneration": "image",  # tokens of an image see each other, and windows end in prompts
     "PaliGemmaForConditionalGeneration": "image",  # so do those of a prompt; positions begin at 1
     "Idefics3ForConditionalGeneration": "image",  # a row of images for each prompt
+    "Qwen3VLForConditionalGeneration": "video",
     "Qwen2AudioForConditionalGeneration": "audio",
 }
 SMALL, TALL, WIDE = (4, 4), (8, 4, 1), (4, 6, 2)
@@ -76,6 +77,9 @@ def test_other_forms(name):
     other = {key: part.flip(-1) * 2 if part.is_floating_point() else part for key, part in inputs.items()}
     assert not torch.equal(run(model, other, "samples"), stock["samples"])  # else this would show nothing
     twice = {key: part.repeat_interleave(2, 0) for key, part in inputs.items()}
+    if OTHERS[name] == "video":
+        first, second = inputs["pixel_values_videos"].split([16, 32])
+        twice["pixel_values_videos"] = torch.cat([first, first, second, second])
     with fd.enabled(model, min_saved_tokens=1):
         for call in ("samples", "beams"):
             assert torch.equal(run(model, inputs, call), stock[call])
