@@ -155,19 +155,21 @@ def _pass(
 
 @torch.no_grad()
 def try_step(call: CallContext, cache: SharedContextCache, rows: Rows) -> None:
-    """Run a step of one row, once per model: prefill with images does not show whether steps can share context.
+    """Run a step of one row, once per model, and once for rows that outgrow a window: prefill with images does not
+    show whether steps can share context.
 
     Raises `Unsupported` where they cannot.
     """
-    model, device = call.model, input_device(call.model)
+    model, device, window = call.model, input_device(call.model), call.structure.layout.smallest_window
 
     def run() -> None:
-        twin = cache.nodes_only(cache.forest.select_rows([0]), max_suffix=1)
+        twin = cache.nodes_only(cache.forest.select_rows([0]), max_suffix=cache.state.max_suffix)
         position = rows.position_ids[..., :1, -1:] + 1
         forward_pass(model, twin, position.to(device), input_ids=rows.inputs[:1, -1:].to(device), use_cache=True)
 
     if rows.images is not None:
-        call.structure.kept("a step behind images", run)
+        outgrown = window is not None and cache.longest_row(1) > window
+        call.structure.kept(("a step behind images", outgrown), run)
 
 
 def _all_shown(inputs: Tensor) -> Tensor:
