@@ -115,6 +115,8 @@ def _image_forms(model: PreTrainedModel, images: Sequence[tuple[int, ...]]) -> I
     if "image_grid_thw" in takes:
         grids = [(1, high, wide) for high, wide, *_ in images]
         grid = {"image_grid_thw": torch.tensor(grids)}
+        if "image_merge_sizes" in takes:
+            grid["image_merge_sizes"] = torch.tensor([2] * len(images))
         for shape in ([channels * (_first(vision, "temporal_patch_size") or 1) * patch**2], [channels, patch, patch]):
             patches = [_random((high * wide, *shape), seed) for high, wide, seed in map(_seeded, images)]
             yield {"pixel_values": torch.cat(patches), **grid}
@@ -122,6 +124,11 @@ def _image_forms(model: PreTrainedModel, images: Sequence[tuple[int, ...]]) -> I
         places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).repeat(len(images), 1, 1)
         patches = torch.stack([_random((36, channels * patch**2), _seeded(image)[2]) for image in images])
         yield {"pixel_values": patches, "image_position_ids": places}
+    if "spatial_shapes" in takes:
+        patches = torch.stack([_random((16, channels * patch**2), _seeded(image)[2]) for image in images])
+        shown = torch.ones(len(images), 16, dtype=torch.long)
+        shapes = {"spatial_shapes": torch.tensor([[4, 4]] * len(images)), "pixel_attention_mask": shown}
+        yield {"pixel_values": patches, **shapes}
     size = _first(vision, "image_size") or 4 * patch
     size = size if isinstance(size, int) else size[0]
     seeds = [_seeded(image)[2] for image in images]

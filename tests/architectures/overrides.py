@@ -72,6 +72,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "position_embedding_size": 64},
         }
     },
+    "GlmAsrForConditionalGeneration": {"audio_config": {"intermediate_size": 128}},
     "HYV4VLForConditionalGeneration": {"text_config": _sections(2, 1, 1)},
     "Glm46VForConditionalGeneration": _ROPE3,
     "Glm4vForConditionalGeneration": _ROPE3,
@@ -89,6 +90,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": _CONV,
     "Lfm2VlForConditionalGeneration": {"text_config": _CONV},
     "LlavaNextForConditionalGeneration": _TILES,
+    "LlavaNextVideoForConditionalGeneration": _TILES,
     "LlavaOnevisionForConditionalGeneration": _TILES,
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -117,6 +119,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"]},
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 24}},
+    "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
     "VoxtralForConditionalGeneration": {
         "audio_token_id": 100,
         "audio_config": {"max_source_positions": 48, "intermediate_size": 128},

@@ -7,6 +7,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.model_state import state_of
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -124,6 +125,16 @@ def test_calls_that_save_too_little_run_stock(model):
         report, _ = compared(model, inputs, "greedy" if least == 1 else "samples", min_saved_tokens=least)
         assert report.path == "stock"
         assert "sharing would save" in report.reason
+
+
+def test_calls_leave_the_model_untouched(model):
+    """Although transformers sets its offset of positions anew: what was found about the model holds for later calls."""
+    inputs = prompts_with_images(model, SEVERAL[0])
+    with fd.enabled(model, min_saved_tokens=1):
+        run(model, inputs, "samples")
+        known = state_of(model).structure._known
+        run(model, inputs, "samples")
+        assert state_of(model).structure._known is known
 
 
 def test_token_types_of_text_alone_say_nothing(model):
