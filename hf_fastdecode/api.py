@@ -16,6 +16,7 @@ from . import _compat
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
+from .generation.forward_pass import places_tokens
 from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
@@ -240,7 +241,7 @@ def prefill(
 
     Returns:
         A cache with one row per prompt, in the given order. Any common prefix of at least `min_shared_tokens` (see
-        `enable`) is computed and stored once, unless layers have a state per row, which is kept for whole prompts.
+        `enable`) is computed and stored once; where layers have a state per row, if neighbours have it in common.
 
     Raises:
         ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
@@ -265,6 +266,8 @@ def _prefill(
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
+            if structure.layout.cross:
+                raise Unsupported("its decoder's prompts need an encoder's output, which generate computes too")
             check_states(structure)
             check_state(structure.walk)
         input_ids, mask = padded_ids(inputs)
@@ -277,9 +280,13 @@ def _prefill(
         _check_vocabulary(inner, groups)
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
-        if by_rows := bool(structure.layout.states):  # no two of them share
-            least = max(len(group.tokens) for group in groups) + 1
-            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
+        if by_rows := bool(structure.layout.states) or places_tokens(inner):
+            alike = not places_tokens(inner)
+            least = options.min_shared_tokens if alike else max(len(group.tokens) for group in groups) + 1
+            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least)
+            if structure.layout.states:
+                prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=alike)
+            plan, rows = prompts.plan(), None
         else:
             plan, rows = _plan(groups, cache, options.min_shared_tokens)
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)

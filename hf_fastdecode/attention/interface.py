@@ -20,17 +20,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import ATTENTION_FIELD
 from ..errors import Unsupported
 from .autocast import autocast_dtype, cast, no_autocast
 from .kv import Scoring
+from .mask_overlays import without_blocks
 from .own_code import own_code_of
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
+
+_NOT_CAUSAL = "the model's mask is not plain causal attention"
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "logits_to_keep"),
@@ -70,15 +77,14 @@ class SharedKV(_NotATensor, ABC):
 
     Attributes:
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
-        of_steps: Whether new tokens follow all others of their row, so that one of them attends to all that there is,
-            causally or not.
         device: Where keys and values are.
+        reads_latents: Whether it attends to latents, by queries that `patches.architectures.latent_attention` makes.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
-    of_steps: ClassVar[bool] = False
     device: torch.device
+    reads_latents: bool = False
 
     def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
         """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""
@@ -89,6 +95,14 @@ class SharedKV(_NotATensor, ABC):
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
+
+
+class CrossKV(SharedKV):
+    """Keys and values of an encoder's output, returned by layers of a cache for cross-attention."""
+
+    @abstractmethod
+    def show(self, mask: Tensor | None) -> None:
+        """Set the tokens of each input that queries see, ``[inputs, tokens]`` bool; all of them when None."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,20 @@ class CausalMask(_NotATensor):
     def to(self, *args: Any, **kwargs: Any) -> CausalMask:
         """Itself."""
         return self
+
+
+@dataclass(frozen=True)
+class BidirectionalMask(_NotATensor):
+    """Returned by `shared_context_mask` for attention without a causal rule, which cross-attention alone may compute.
+
+    Decoders of the BART family make such a mask for an encoder also where they have none.
+
+    Attributes:
+        shown: ``[inputs, tokens]`` bool: the tokens that it shows; all of them when None.
+    """
+
+    _what: ClassVar[str] = "masks"
+    shown: Tensor | None
 
 
 @dataclass
@@ -232,13 +260,14 @@ def shared_context_attention(
     query: Tensor,
     key: Tensor | SharedKV,
     value: Tensor | SharedKV,
-    attention_mask: Tensor | SlidingWindow | None,
+    attention_mask: Tensor | SlidingWindow | BidirectionalMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    distances: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function: calls `SharedKV.attend` of the cache layer.
@@ -251,7 +280,8 @@ def shared_context_attention(
         dropout: Must be 0.
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
-        is_causal: Must be True; the module's attribute of that name, if any, when None.
+        is_causal: Must be True for several queries of a row; the module's attribute of that name, if any, when None.
+        distances: Biases by distance, of stand-ins alone; see `Scoring.distances`.
         kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
 
     Returns:
@@ -268,14 +298,15 @@ def shared_context_attention(
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     if not isinstance(key, SharedKV):
         raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
-    if attention_mask is not None and not isinstance(attention_mask, SlidingWindow):
+    cross = isinstance(key, CrossKV)
+    if isinstance(attention_mask, BidirectionalMask) and not cross:
+        raise Unsupported(_NOT_CAUSAL)
+    if attention_mask is not None and not isinstance(attention_mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
-    causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) or (
-        key.of_steps and query.shape[2] == 1
-    )
-    if not causal:
+    causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     for name, given in kwargs.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
@@ -286,7 +317,7 @@ def shared_context_attention(
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
     if lengths is not None:
         window = lengths.keep_if_binding(window)
-    masked = None if attention_mask is None else attention_mask.size
+    masked = attention_mask.size if isinstance(attention_mask, SlidingWindow) else None
     if window != masked:
         raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
@@ -304,7 +335,11 @@ def shared_context_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
-    scoring = Scoring(scale, softcap, window, sinks)
+    scoring = Scoring(scale, softcap, window, sinks, distances)
+    if isinstance(key, CrossKV):
+        if sinks is not None:
+            raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
+        key.show(attention_mask.shown if isinstance(attention_mask, BidirectionalMask) else None)
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
@@ -341,7 +376,8 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None.
+        with code that reads masks, a `CausalMask` in place of None. For attention without a causal rule a
+        `BidirectionalMask`, which layers over the cache refuse, but for cross-attention.
 
     Raises:
         Unsupported: The mask is neither causal nor that of a sliding window.
@@ -358,13 +394,18 @@ def shared_context_mask(
     if local_size is not None and local_size < 1:
         # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
         return SlidingWindow(local_size)
+    plain = without_blocks(mask_function, int(kwargs["q_length"]))
+    if plain is not mask_function:
+        mask_function, allow_is_causal_skip = plain, True
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
     added_in_stand_ins = own is not None and own.reads_masks
+    if mask_function is bidirectional_mask_function and not added_in_stand_ins:  # which would not see it
+        return BidirectionalMask(kwargs.get("attention_mask"))
     if (not allow_is_causal_skip and not added_in_stand_ins) or (
         local_size is None and mask_function is not causal_mask_function
     ):
-        raise Unsupported("the model's mask is not plain causal attention")
+        raise Unsupported(_NOT_CAUSAL)
     if window is None:
         return CausalMask() if added_in_stand_ins else None
     if not _slides(mask_function, window):

@@ -22,19 +22,23 @@ class Scoring:
         window: When given, a query sees only the last ``window`` tokens up to and including its own.
         sinks: ``[heads]`` fp32: when given, one more score per query head in the softmax's denominator, without
             a value.
+        distances: ``[heads, distances]`` fp32: when given, what is added to the score of a key by how many tokens it
+            is before the query; the last for all farther ones.
     """
 
     scale: float
     softcap: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+    distances: Tensor | None = None
 
     @property
     def report_note(self) -> str:
         """Text for reports: what there is beyond causal attention; empty if nothing."""
         window = "" if self.window is None else f", within a window of {self.window} tokens"
         softcap = "" if self.softcap is None else f", with a soft cap of {self.softcap:g}"
-        return window + softcap + ("" if self.sinks is None else ", with sinks")
+        biases = "" if self.distances is None else ", with biases by distance"
+        return window + softcap + ("" if self.sinks is None else ", with sinks") + biases
 
 
 class Segment(NamedTuple):

@@ -3,7 +3,8 @@
 Most attention classes hand what ``update`` returned to an attention function (`attention.interface`). Some compute
 with it themselves. Such an architecture registers methods that stand in for its own in passes over a shared-context
 cache, and what else differs. A missing flag alone (``_supports_attention_backend``) is an entry without methods.
-Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in.
+Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in, and code that keeps
+states elsewhere than in the cache (`OwnStates`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,24 @@ _HOME: Final = "transformers.models."
 
 
 @dataclass(frozen=True)
+class OwnStates:
+    """States that an architecture keeps outside of transformers' caches.
+
+    Stand-ins take them from a layer of the cache (`kept_states` of `cache.layers.state.LayerOfOwnStates`), run the
+    architecture's own code on them, and give back those after the pass (`keep_states`).
+
+    Attributes:
+        count: States of each layer that has any.
+        continues: Whether a pass of several tokens continues from them.
+        beams: Whether transformers runs beam search with its own cache of them; where not, it raises.
+    """
+
+    count: int
+    continues: bool = False
+    beams: bool = True
+
+
+@dataclass(frozen=True)
 class OwnCode:
     """What an architecture needs beyond the attention interface.
 
@@ -27,23 +46,40 @@ class OwnCode:
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
             to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
+            ``forward`` names none; it hands them on, or stand-ins read those of the pass.
+        places_tokens: Whether its code derives positions from the ids of a whole prompt; passes are given none, and
+            prompts run by rows.
+        hands_generate_on: By the named arguments of a call, whether the class's own ``generate`` hands it to
+            transformers', with all further arguments.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
             stand-ins scale with positions, so that longer rows with padding run stock.
         compares_name: Whether its attention code compares the attention implementation that its config names, which
             passes of another thread switch.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
+        adds_biases: Whether scores are biased by distance, as `Scoring.distances` says.
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
+        repeats_heads: By config, whether it caches a KV head once for each of its query heads.
+        not_captured: Why its steps cannot be captured, if they cannot.
+        states: Those that it keeps in a cache of its own class or in its modules, if it does.
     """
 
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
     reads_masks: bool = False
     takes_no_positions: bool = False
+    counts_padding: bool = False
+    places_tokens: bool = False
+    hands_generate_on: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
     scales_from: Callable[[Any], int | None] = lambda config: None
     compares_name: bool = False
     counts_hidden: bool = False
+    adds_biases: bool = False
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
+    repeats_heads: Callable[[Any], bool] = lambda config: False
+    not_captured: str | None = None
+    states: OwnStates | None = None
 
 
 _known: dict[str, OwnCode] = {}

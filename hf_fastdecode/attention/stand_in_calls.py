@@ -23,6 +23,11 @@ def at_positions(position_ids: Tensor | None) -> Iterator[None]:
         _positions.reset(token)
 
 
+def given_positions() -> Tensor | None:
+    """As `positions_of_pass`; None where the pass is given none."""
+    return _positions.get()
+
+
 def positions_of_pass() -> Tensor:
     """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
     positions = _positions.get()
@@ -31,13 +36,20 @@ def positions_of_pass() -> Tensor:
 
 
 def attend_shared(
-    module: nn.Module, query: Tensor, kv: SharedKV, *, scaling: float, window: int | None = None
+    module: nn.Module,
+    query: Tensor,
+    kv: SharedKV,
+    *,
+    scaling: float,
+    window: int | None = None,
+    distances: Tensor | None = None,
 ) -> Tensor:
     """Attention for stand-ins (`own_code`): causal, and within a window if given.
 
     Args:
         query: ``[batch, heads, queries, head_dim]``.
         kv: What the cache layer's ``update`` returned.
+        distances: Biases by distance, see `Scoring.distances`.
 
     Returns:
         ``[batch, queries, heads, head_dim]``.
@@ -45,7 +57,8 @@ def attend_shared(
     lengths = lengths_of_pass()
     binding = window if lengths is None else lengths.keep_if_binding(window)
     mask = None if binding is None else SlidingWindow(binding)
-    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, sliding_window=window)
+    own = {"sliding_window": window, "is_causal": True, "distances": distances}
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, **own)
     return out
 
 

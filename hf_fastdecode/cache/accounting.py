@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .layout import Kind, ModelLayout, Store
 
-_COUNTED = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED})
+_COUNTED = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT})
 
 
 class StockShared(NamedTuple):
@@ -66,7 +66,7 @@ def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: in
 
 @dataclass(frozen=True)
 class KVSizes:
-    """Sizes of the keys and values that a decoder's layers store.
+    """Sizes of the keys and values that a decoder's layers store, or of the latents of which these are made.
 
     Attributes:
         stores: The stores of each layer that stores keys and values.
@@ -116,7 +116,9 @@ class KVSizes:
 
     @property
     def alike(self) -> Store | None:
-        """Heads of every layer, as of one without a window; None where layers differ in them."""
+        """Heads of every layer, as of one without a window; None where layers differ in them, or store latents."""
+        if any(store.kind is Kind.LATENT for store in self.stores):
+            return None
         heads = {(store.query_heads, store.kv_heads, store.head_dim, store.value_dim) for store in self.stores}
         return Store(Kind.FULL, *heads.pop()) if len(heads) == 1 else None
 
@@ -128,7 +130,7 @@ class KVSizes:
             ValueError: Layers differ in heads.
         """
         if (alike := self.alike) is None:
-            raise ValueError("its layers differ in heads")
+            raise ValueError("its layers differ in heads, or store latents")
         return alike
 
     @property
@@ -179,7 +181,6 @@ class KVSizes:
 
 _OTHERS = {
     Kind.STATE: "a state",
-    Kind.LATENT: "latents (multi-head latent attention)",
     Kind.CROSS: "keys and values of another sequence",
     Kind.OWN: "a layout of its own",
     Kind.OTHER: "more than keys and values",

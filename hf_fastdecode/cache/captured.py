@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,12 @@ from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
 from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
+from ..errors import Unsupported
+from .captured_states import StatesOfACapture
 from .layers.attention import SharedContextLayer, require_dtype
+from .layers.cross import CrossView, EncodedInputs
 from .layers.of_model import CacheLayer
+from .layers.state import StateLayer
 from .shared import SharedContextCache
 from .storage import TokenStorage
 
@@ -31,6 +35,8 @@ class CapturedCache(Cache):
         cache: The cache, whose layers' storage decides what is kept of a token.
         origins: ``[rows, capacity]`` int32: when given, the storage row of each token of each suffix, see
             `SuffixOrigins`; of suffixes that are not captured in place.
+        cross: The same of the inputs that cross-attention reads, if there are any.
+        states: Where layers with states have them, as many rows' as the step has.
 
     Attributes:
         new: Where the step's tokens are, made by `begin` where suffixes are captured in place.
@@ -42,13 +48,26 @@ class CapturedCache(Cache):
 
     new: NewTokens
 
-    def __init__(self, tables: TablesByShape, cache: SharedContextCache, origins: Tensor | None = None):
-        layers = [_captured_layer(tables, layer, origins) for layer in cache.layers]
+    def __init__(
+        self,
+        tables: TablesByShape,
+        cache: SharedContextCache,
+        origins: Tensor | None = None,
+        states: Sequence[StatesOfACapture] = (),
+        cross: TablesByShape | None = None,
+    ):
+        of_states = iter(states)
+        layers = [
+            _captured_layer(tables, layer, origins, next(of_states) if isinstance(layer, StateLayer) else None)
+            for layer in cache.layers
+        ]
         super().__init__(layers=layers)
         in_place = [one for one in layers if isinstance(one, InPlaceLayer)]
         self.has_nodes, self.position_planes = bool(cache.forest.nodes), cache.position_planes
         self.capacity = max((one.capacity for one in in_place), default=0)
         self.constants: dict[str, Any] = {}
+        self.inputs = None if cross is None or cache.inputs is None else CapturedInputs(self, cache.inputs, cross)
+        self.next_slot: Tensor | None = None  # of decoders that count positions by it: [1] int64, on the device
         self._tables = in_place[0].tables if in_place else None  # lengths are the same for all of them
         self._parallel, self._shard = cache.state.parallel, cache.state.suffix_shard
         self.is_divided = self._parallel is not None
@@ -104,10 +123,48 @@ class CapturedCache(Cache):
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return super().update(*args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        """0, as `LayerOfACapture`, also where the first layers, or all, keep no keys.
+
+        For decoders that count positions by it, the tokens before the step: a tensor, which replays do not bake in.
+        """
+        return 0 if self.next_slot is None else self.next_slot
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
     def _in_place(self, layer: int) -> InPlaceLayer:
         found = self.layers[layer]
         assert isinstance(found, InPlaceLayer)
         return found
+
+
+class CapturedInputs:
+    """Replaces `EncodedInputs` while a decode step is captured: cross-attention reads tables.
+
+    Attributes:
+        arguments: Model arguments of the step; the encoder's output is a placeholder, as no layer projects it again.
+        view: The cache as decoders take it.
+        tokens: Tokens of an input, of which there is a placeholder.
+        layers: The layers that hold keys and values of inputs.
+    """
+
+    tokens = 1
+
+    def __init__(self, cache: CapturedCache, inputs: EncodedInputs, tables: TablesByShape):
+        kv_heads = {layer: segment.keys.shape[0] for layer, segment in inputs.segments.items()}
+
+        def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+            options: dict[str, Any] = {"kv_heads": kv_heads[layer], "soft_cap": scoring.softcap}
+            part = tables.of(layer).attend_nodes(layer, query, scoring.scale, **options)
+            return part.out.to(query.dtype).transpose(1, 2)
+
+        self.arguments, self.layers = inputs.placeholders, tuple(inputs.segments)
+        self.view = CrossView(cache, self, attend)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Refuse: a captured step comes after the pass that stored what inputs have."""
+        raise Unsupported(f"layer {layer} projects the encoder's output again")
 
 
 class LayerOfACapture(CacheLayerMixin):
@@ -146,7 +203,7 @@ class _CapturedLayer(LayerOfACapture):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        handle = _CapturedKV(self, self.storage.keys_and_values(parts))
+        handle = _CapturedKV(self, self.storage.read_by_kernels(parts))
         return handle, handle
 
 
@@ -164,21 +221,29 @@ def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
     return tuple(layer.storage.version for layer in cache.attention_layers if layer.storage.captured_in_place)
 
 
-def _captured_layer(tables: TablesByShape, layer: CacheLayer, origins: Tensor | None) -> _CapturedLayer | CacheLayer:
+class _CapturedLayerWithStates(_CapturedLayer, StatesOfACapture):
+    """A layer that stores states beside keys and values."""
+
+    def __init__(self, layer: _CapturedLayer, states: StatesOfACapture):
+        self.__dict__.update({**vars(states), **vars(layer)})
+
+
+def _captured_layer(
+    tables: TablesByShape, layer: CacheLayer, origins: Tensor | None, states: StatesOfACapture | None
+) -> _CapturedLayer | StatesOfACapture | CacheLayer:
     if not isinstance(layer, SharedContextLayer):
-        return layer
+        return layer if states is None else states
     index, storage, window = layer.index, layer.storage, layer.store.window
     if storage.captured_in_place:
         return InPlaceLayer(tables.of(index), index, storage, window)
-    return _CapturedLayer(tables.of(index), index, storage.empty(), window, origins)
+    captured = _CapturedLayer(tables.of(index), index, storage.empty(), window, origins)
+    return captured if states is None else _CapturedLayerWithStates(captured, states)
 
 
 class _CapturedKV(SharedKV):
-    of_steps = True
-
     def __init__(self, layer: _CapturedLayer, new: Segment):
         self.layer, self.new, self.stored_window = layer, new, layer.stored_window
-        self.device = new.keys.device
+        self.device, self.reads_latents = new.keys.device, layer.storage.holds_latents
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer

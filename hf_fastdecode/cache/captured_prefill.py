@@ -95,9 +95,9 @@ def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:
 def takes_captured_passes(
     cache: SharedContextCache, items: Sequence[PrefillItem], dtype: torch.dtype, device: torch.device, longest: int
 ) -> bool:
-    """Whether all layers store plain keys and values, which a pass over these items in this dtype can add to.
+    """Whether all layers store keys and values, or latents, which a pass over these items in this dtype can add to.
 
-    Stored contexts need one head_dim of keys and values, as the kernels that read them do, and windows that hide none
+    Stored contexts need keys and values of one head_dim, as the kernels that read them do, and windows that hide none
     of the `longest` row's tokens. Without contexts, the prefill kernel computes windows.
     """
     if cache.state.suffix_rows or cache.state.places_of_pass is not None:
@@ -109,7 +109,7 @@ def takes_captured_passes(
         return False
     for layer in cache.attention_layers:
         held = layer.storage.node_example
-        if type(layer.storage) is not TokenStorage:
+        if type(layer.storage) is not TokenStorage and (contexts or not layer.storage.holds_latents):
             return False
         if held is None:
             continue
@@ -259,7 +259,7 @@ class _PaddedKV(SharedKV):
         self.device = parts.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        keys, values = self.parts
+        keys, values = self.layer.storage.keys_and_values(self.parts)
         in_pass, index, context = self.layer.in_pass, self.layer.index, None
         outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
         if outgrown and in_pass.tables is not None:

@@ -25,7 +25,9 @@ def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
     """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the device that knows suffix lengths."""
     lengths = cache.state.suffixes.lengths
     own = torch.tensor(lengths.longest, device="cpu") if lengths.per_row is None else lengths.per_row
-    contexts = torch.tensor(cache.forest.context_lengths, dtype=torch.long, device="cpu").to(own.device)
+    width = cache.state.padded_width
+    before = cache.forest.context_lengths if width is None else [width] * cache.rows
+    contexts = torch.tensor(before, dtype=torch.long, device="cpu").to(own.device)
     return (contexts + own)[:, None] + torch.arange(queries, device=own.device)
 
 

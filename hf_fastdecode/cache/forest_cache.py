@@ -13,6 +13,7 @@ from transformers import Cache
 from ..attention.forest import Forest
 from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
+from .layers.cross import EncodedInputs, begin_of
 from .layers.of_model import CacheLayer
 from .layers.state import StateLayer, end_of
 from .state import PrefillItem, SharedState, Suffixes
@@ -28,12 +29,14 @@ class ForestCache(Cache):
         state: State shared by all layers.
         segment_tokens: Token ids of each segment, ``[length]`` int64, on the CPU.
         protected_segments: Leading segments shared with other caches, which `consolidate` leaves in place.
+        inputs: Of an encoder-decoder, the encoder's inputs that rows read; else None.
     """
 
     state: SharedState
     layers: list[CacheLayer]
     segment_tokens: list[Tensor]
     protected_segments: int
+    inputs: EncodedInputs | None
 
     @property
     def forest(self) -> Forest:
@@ -301,5 +304,8 @@ class ForestCache(Cache):
         ends = {end_of(new): end_of(old) for new, old in zip(forest.paths, self.forest.paths, strict=True)}
         for states in self.state_layers:
             states.move_ends(ends)
+        if self.inputs is not None:
+            old, new = (map(begin_of, paths) for paths in (self.forest.paths, forest.paths))
+            self.inputs = self.inputs.moved(dict(zip(new, old, strict=True)))
         self.segment_tokens, self.protected_segments = tokens, protected
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]

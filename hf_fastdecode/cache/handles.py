@@ -19,6 +19,7 @@ from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.decode_ops import nodes_attention
+from ..attention.torch_operators.distance_bias import biased_causal_attention, biased_forest_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
@@ -63,16 +64,16 @@ class StoredLayer:
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """Keys and values of the nodes."""
-        return {number: self.storage.keys_and_values(parts) for number, parts in self.storage.segments.items()}
+        """What is stored of the nodes, as the kernels read it."""
+        return {number: self.storage.read_by_kernels(parts) for number, parts in self.storage.segments.items()}
 
     @property
     def suffix(self) -> Segment | None:
-        """Keys and values of the suffixes, by storage row; None where they are stored in a layout of their own."""
+        """What is stored of the suffixes, by storage row; None where they are stored in a layout of their own."""
         if self.storage.captured_in_place:
             return None
         assert self.storage.suffix is not None  # allocated in update() or reserve()
-        return self.storage.keys_and_values(self.storage.suffix)
+        return self.storage.read_by_kernels(self.storage.suffix)
 
     @property
     def version(self) -> object:
@@ -85,21 +86,26 @@ class StoredLayer:
         Where processes divide them, those that this one stores.
         """
         state, before = self.state, self.state.suffixes.lengths
-        stored = self.storage.keys_and_values(self.storage.ordered_suffix(state.suffixes.origins))
+        stored = self.storage.read_by_steps(self.storage.ordered_suffix(state.suffixes.origins))
         lengths, seen = state.stored_suffixes(before.plus(appended)).on_host(), None
         if state.parallel is not None:
             own = (
                 torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.long().cpu()
             )
             seen = state.suffix_shard.counts(own[:, None] + 1 + torch.arange(appended, device="cpu"))
-        return ForestKV(self.stored_forest, self.segments, stored, lengths, seen)
+        return ForestKV(self.stored_forest, self._nodes, stored, lengths, seen)
+
+    @property
+    def _nodes(self) -> dict[int, Segment]:
+        """Keys and values of the nodes, for PyTorch's operators."""
+        return {number: self.storage.read_by_steps(parts) for number, parts in self.storage.segments.items()}
 
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
         """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
 
         By PyTorch's operators, in fp32.
         """
-        return nodes_attention(query, self.stored_forest, self.segments, scale, backend=self.state.torch_backend)
+        return nodes_attention(query, self.stored_forest, self._nodes, scale, backend=self.state.torch_backend)
 
     def of_all_processes(self, part: Partial) -> Partial:
         """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
@@ -118,12 +124,11 @@ class StoredLayer:
 class DecodeKV(SharedKV):
     """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix."""
 
-    of_steps = True
-
     def __init__(self, layer: StoredLayer, parts: Segment):
         self.layer, self.parts = layer, parts
-        self.keys, self.values = layer.storage.keys_and_values(parts)
+        self.keys, self.values = layer.storage.read_by_kernels(parts)
         self.stored_window, self.device = layer.store.window, self.keys.device
+        self.reads_latents = layer.storage.holds_latents
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
@@ -169,11 +174,16 @@ class DecodeKV(SharedKV):
         kv = self.append()
         backend = self.layer.state.torch_backend
         if self._is_new("pytorch"):
-            did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
+            did = "products over each node and the suffixes"
+            if scoring.distances is None:
+                did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
         sinks = scoring.sinks if self.layer.state.suffix_shard.counts_sinks else None
         scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
-        part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
+        if scoring.distances is not None:
+            part = biased_forest_attention(query, kv, scoring.scale, scoring.distances)
+        else:
+            part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
         return self.layer.of_all_processes(part).out.to(query.dtype)
 
     def _is_new(self, by: str) -> bool:
@@ -188,7 +198,7 @@ class DecodeKV(SharedKV):
         reason = self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
-        if reason is not None or backend == "triton":
+        if reason is not None or backend == "triton" or self.reads_latents:  # PyTorch has no fused operator for them
             return reason is None
         return self._choice(query, scoring.window).name == KERNELS
 
@@ -203,7 +213,9 @@ class DecodeKV(SharedKV):
         """Report text: why the kernels were ruled out, or else the cost model's prediction."""
         if not self._chooses(query):
             return ""
-        return f"; {self._refusal(query, scoring) or self._choice(query, scoring.window)}"
+        if (reason := self._refusal(query, scoring)) is not None or self.reads_latents:
+            return f"; {reason}" if reason else ""
+        return f"; {self._choice(query, scoring.window)}"
 
     def _choice(self, query: Tensor, window: int | None) -> Choice:
         _, heads, queries, head_dim = query.shape
@@ -220,8 +232,9 @@ class PrefillKV(SharedKV):
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):
-        self.layer, self.whole = layer, layer.storage.keys_and_values(whole)
-        self.keys, self.values = layer.storage.keys_and_values(parts)
+        own = layer.storage.keys_and_values(parts)
+        self.layer, self.whole = layer, own if whole is parts else layer.storage.keys_and_values(whole)
+        self.keys, self.values = own
         self.stored_window, self.device = layer.store.window, self.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -243,7 +256,13 @@ class PrefillKV(SharedKV):
         assert state.runs is not None  # inside `prefilling`
         out, by = None, "triton"
         # The kernel looks at all contexts first; those that are divided between processes are gathered once each.
-        if state.torch_backend == "auto" and (parallel is None or len(state.contexts) <= 1):
+        if scoring.distances is not None:
+            runs = state.runs.runs
+            out = biased_causal_attention(
+                query[0], self.keys, self.values, scoring.scale, scoring.distances, runs=runs
+            )
+            by = "PyTorch"
+        elif state.torch_backend == "auto" and (parallel is None or len(state.contexts) <= 1):
             out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
         if out is None:
             by = "PyTorch"
@@ -278,7 +297,7 @@ class PrefillKV(SharedKV):
         if (row := state.suffix_rows.get(span.segment)) is not None:
             first = self.layer.forest.context_lengths[row]
             return storage.suffix_as_node(row, span, first, self.keys.dtype)
-        return storage.keys_and_values(storage.segments[span.segment]).view(span)
+        return storage.keys_and_values(storage.segments[span.segment].view(span))
 
     def _in_pass(self, name: InPass) -> Segment:
         """Keys and values of tokens of the pass that other processes compute."""

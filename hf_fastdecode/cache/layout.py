@@ -16,9 +16,10 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..attention.own_code import OwnCode, own_code_of
+from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
 from ..errors import Unsupported
 from ..parallel.groups import local_part
+from .layers.latent import ExpandsLatents, kv_heads_of_kernels
 from .layers.own import AttendsByItself
 from .states_in_caches import STATES_IN_CACHES
 
@@ -47,7 +48,7 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
+PER_TOKEN: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT, Kind.OWN})
 """Kinds that store keys and values of every token, or of which nodes do."""
 
 STATEFUL: Final = "stateful"
@@ -77,7 +78,12 @@ _OF_WINDOWS: Final = {
     "head_dim": "swa_head_dim",
     "v_head_dim": "swa_v_head_dim",
 }
-
+# Fields of a decoder alone whose config is one of encoders too, where the others' are an encoder's.
+_OF_DECODERS: Final = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "num_key_value_heads": "decoder_attention_heads",
+}
 
 _FUSED: Final = ("query_key_value", "qkv_proj")
 """Names of projections to queries, keys and values at once."""
@@ -94,11 +100,13 @@ class Store:
         kind: What it holds.
         query_heads: Heads of the queries that read it, on this device.
         kv_heads: Heads of keys and values, on this device.
-        head_dim: Numbers of a head's key; of latents, those of a token.
-        value_dim: Numbers of a head's value.
+        head_dim: Numbers of a head's key; of latents, those of a token, which are all heads' key.
+        value_dim: Numbers of a head's value; of latents, the first of those of the key.
         window: Tokens that a query reads at most; None for all.
+        biased: Whether scores are biased by distance.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
+        stock_numbers: Numbers of a token in transformers' cache, where these are other than `numbers`.
     """
 
     kind: Kind
@@ -109,6 +117,13 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+    biased: bool = False
+    stock_numbers: int = 0
+
+    @property
+    def kernel_heads(self) -> int:
+        """KV heads as decode kernels see them."""
+        return kv_heads_of_kernels(self.query_heads) if self.kind is Kind.LATENT else self.kv_heads
 
     @property
     def group_size(self) -> int:
@@ -125,7 +140,13 @@ class Store:
     @property
     def numbers(self) -> int:
         """Numbers of a token's keys and values."""
+        if self.kind is Kind.LATENT:
+            return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
+
+    def stock_bytes(self, stored: int) -> int:
+        """Bytes of a token in transformers' cache, of which `stored` are stored here."""
+        return stored * self.stock_numbers // self.numbers if self.stock_numbers else stored
 
 
 @dataclass(frozen=True)
@@ -134,11 +155,14 @@ class ModelLayout:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        layers: For each layer its stores: none, one, or several.
+        layers: For each layer its stores: none, one, or several. Behind them, those of layers that run again over a
+            cache of their own.
         types: For each layer its name in the config's ``layer_types``, given or derived.
         borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
+        expanding: Layers that make keys and values of latents, by index; of a model only, and where stand-ins know
+            them.
     """
 
     model_type: str
@@ -146,29 +170,38 @@ class ModelLayout:
     types: tuple[str, ...]
     borrowing: int = 0
     own: Mapping[int, AttendsByItself] = field(default_factory=dict)
+    expanding: Mapping[int, ExpandsLatents] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: Any) -> ModelLayout:
         """Read the layout of a config's decoder; never fails, see `Store` for what the config does not say."""
-        text = config.get_text_config(decoder=True)
-        count = _number(text, "num_hidden_layers")
+        text, encoded = config.get_text_config(decoder=True), bool(_field(config, "is_encoder_decoder"))
+        if encoded and text is not config and type(text) is type(config):
+            for name in _OF_DECODERS.values():  # in the copy for a decoder they have defaults
+                if (value := _field(config, name)) is not None:
+                    setattr(text, name, value)
+        count = _number(config, "num_decoder_layers") if encoded else 0
+        count = count or _number(text, _OF_DECODERS["num_hidden_layers"]) or _number(text, "num_hidden_layers")
         differ = getattr(text, "is_heterogeneous", False)  # layers have configs of their own
         each = list(text.per_layer_config) if differ else [text] * count
         types = _types(text, each, count)
         borrowing = min(count, _number(text, "num_kv_shared_layers"))
-        repeats = max(1, _number(text, "n_recurrent_loops"))
         made: dict[tuple[int, str, int | None], tuple[Store, ...]] = {}  # most layers are alike; reading takes time
         layers = []
         by_index = {key: _lists_layers(one) for key, one in {id(one): one for one in each}.items()}
         for index, (one, kind) in enumerate(zip(each, types, strict=True)):
             key = id(one), kind, index if by_index[id(one)] else None
             if key not in made:
-                made[key] = _stores(one, kind, index) * repeats
+                made[key] = _stores(one, kind, index)
             layers.append(made[key])
         if borrowing:
             layers[count - borrowing :] = [()] * borrowing
         for index in _field(text, "layers_that_attend_by_themselves") or ():
             layers[index] = tuple(map(_own, layers[index]))
+        if encoded:
+            layers = [_with_cross(stores) for stores in layers]
+        again = _run_again(text)
+        layers, types = layers + [layers[index] for index in again], (*types, *(types[index] for index in again))
         return cls(config.model_type, tuple(layers), types, borrowing)
 
     @classmethod
@@ -178,24 +211,37 @@ class ModelLayout:
         `modules` are the model's, where the caller has them already.
         """
         found = cls.from_config(model.config)
-        layers, own = list(found.layers), dict[int, AttendsByItself]()
+        layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         every: Iterable[Any] = model.modules() if modules is None else modules
+        if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
+            every = decoder.modules()  # an encoder's layers have the same indices
         for module in [module for module in every if "layer_idx" in module.__dict__]:
             index = module.__dict__["layer_idx"]
             if not isinstance(index, int) or not 0 <= index < len(layers):
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
+            elif "expand_kv" in stand_ins_of(type(module)):
+                expanding[index] = module
+                part, outputs = _part(module.kv_b_proj, whole="kv_b_proj" in whole)
+                layers[index] = tuple(
+                    replace(store, query_heads=store.query_heads * part // outputs)
+                    if store.kind is Kind.LATENT
+                    else store
+                    for store in layers[index]
+                )
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
                 layers[index] = tuple(
                     _with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
                     for store in layers[index]
                 )
+        if again := _run_again(model.config.get_text_config(decoder=True)):
+            layers[-len(again) :] = [layers[index] for index in again]
         if (code := own_code_of(type(model))) is not None:
             layers = [tuple(_as_stored(store, code, model.config) for store in stores) for stores in layers]
-        return replace(found, layers=tuple(layers), own=own)
+        return replace(found, layers=tuple(layers), own=own, expanding=expanding)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
         """Each store with the index of its layer."""
@@ -210,6 +256,16 @@ class ModelLayout:
     def states(self) -> dict[int, Store]:
         """By layer, the stores with a state per row."""
         return {index: store for index, store in self if store.kind is Kind.STATE}
+
+    @cached_property
+    def cross(self) -> dict[int, Store]:
+        """By layer, the stores with keys and values of another sequence."""
+        return {index: store for index, store in self if store.kind is Kind.CROSS}
+
+    @property
+    def prefills_by_rows(self) -> bool:
+        """Whether what layers store is computed for whole prompts only, each a row of its own."""
+        return bool(self.states) or bool(self.cross)
 
     @property
     def continues_states(self) -> bool:
@@ -230,6 +286,14 @@ class ModelLayout:
     def attends_by_itself(self) -> bool:
         """Whether all layers do that store keys and values."""
         return bool(self.own) and self.own.keys() == self.per_token.keys()
+
+
+def _run_again(config: Any) -> list[int]:
+    """The layers of further runs, in the order of their caches, of models that run some layers several times."""
+    first, count = _number(config, "n_input_layers"), _number(config, "n_recurrent_layers")
+    if _field(config, "recurrent_kv_cache_mode") != "per_loop":
+        return []
+    return list(range(first, first + count)) * (_number(config, "n_recurrent_loops") - 1)
 
 
 def _types(config: Any, each: Any, count: int) -> tuple[str, ...]:
@@ -256,24 +320,28 @@ def _stores(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
     """What a layer stores, by its own config."""
     if "attention" in (_field(config, "skip") or ()):
         return ()
+    if index in (_field(config, "cross_attention_layers") or ()):  # which do not run without images
+        return ()
     kinds = _KINDS.get(layer_type, (Kind.OTHER,))
     if _field(config, "kv_lora_rank"):
         kinds = tuple(Kind.LATENT if kind in PER_TOKEN else kind for kind in kinds)
     stores = [_store(config, kind, index) for kind in kinds]
-    if _field(config, "add_cross_attention") or index in (_field(config, "cross_attention_layers") or ()):
+    if _field(config, "add_cross_attention"):
         stores.append(_store(config, Kind.CROSS, index))
     return tuple(stores)
 
 
 def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.STATE:
+        if (own := own_code_of(type(config))) is not None and own.states is not None:
+            return Store(kind, states=own.states.count, continues=own.states.continues)
         count = _number(config, "number_of_conv_states") or 1
         return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
     if kind is Kind.OTHER:
         return Store(kind)
     if kind is Kind.LATENT:
-        width = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        return Store(kind, _number(config, "num_attention_heads"), 1, width)
+        latent, rest = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
+        return Store(kind, _number(config, "num_attention_heads"), 1, latent + rest, latent)
     window = _window(config, kind)
     if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
         kind = Kind.FULL
@@ -282,7 +350,7 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
 
     def size(name: str) -> int:
         own = _number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
-        return own or _number(config, name)
+        return own or _number(config, _OF_DECODERS.get(name, name)) or _number(config, name)
 
     listed = _field(config, "num_attention_heads_per_layer")
     heads = listed[index] if listed else size("num_attention_heads")
@@ -311,7 +379,16 @@ def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
     if store.kind not in PER_TOKEN:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
-    return replace(store, head_dim=key, value_dim=value)
+    stock = store.numbers * (store.group_size if code.repeats_heads(config) else 1)
+    stored = replace(store, head_dim=key, value_dim=value, biased=code.adds_biases)
+    return stored if stock == stored.numbers else replace(stored, stock_numbers=stock)
+
+
+def _with_cross(stores: tuple[Store, ...]) -> tuple[Store, ...]:
+    """The stores of a decoder layer with those of its cross attention, whose heads are those of its self-attention."""
+    if not stores or stores[-1].kind is Kind.CROSS:
+        return stores
+    return (*stores, replace(stores[0], kind=Kind.CROSS, window=None))
 
 
 def _own(store: Store) -> Store:

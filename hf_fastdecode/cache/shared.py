@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,8 +18,9 @@ from ..errors import Unsupported
 from .accounting import CacheBytes, within
 from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
+from .layers.cross import EncodedInputs
 from .layers.of_model import layers_of
-from .layers.state import end_of
+from .layers.state import StateLayer, end_of
 from .layout import ModelLayout, Store
 from .state import SharedState, Suffixes
 
@@ -28,10 +29,10 @@ class FirstPass(Protocol):
     """Replaces the first forward pass of a decoding loop: prefills an empty cache with its prompts.
 
     Attributes:
-        stock: Fallback cache for prompts that cannot share.
+        stock: Fallback cache for prompts that cannot share; None where the model makes its own.
     """
 
-    stock: Cache
+    stock: Cache | None
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Return the model's output for the pass's `arguments`; `forward` is the model's own method."""
@@ -81,6 +82,7 @@ class SharedContextCache(ForestCache):
         self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.later_passes: LaterPasses | None = None  # until the end of the call
         self.checks_masks = True  # whether masks of direct passes need checking
+        self.inputs: EncodedInputs | None = None  # of an encoder-decoder
         self.gaps = False  # whether masks hid places between tokens of its prompts, which states depend on
 
     def longest_row(self, queries: int) -> int:
@@ -153,6 +155,7 @@ class SharedContextCache(ForestCache):
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
+        twin.inputs = self.inputs
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:
             paths = dict.fromkeys(forest.paths if forest is not None else ())
@@ -178,7 +181,7 @@ class SharedContextCache(ForestCache):
             self._check_states(rows, queries)
         try:
             if not state.packed:
-                self._fork_states()
+                self.fork_states(self.state_layers)
             yield
             appended = {layer.appended for layer in self.attention_layers}
             if not appended and not state.packed:
@@ -223,11 +226,11 @@ class SharedContextCache(ForestCache):
         if self.suffix_length and any(layer.states is None for layer in layers):
             raise ValueError("a pass that failed has left rows of this cache without their states; make it again")
 
-    def _fork_states(self) -> None:
-        """Copy the states at the ends of paths to rows that have none of their own yet."""
+    def fork_states(self, layers: Sequence[StateLayer]) -> None:
+        """Copy the states at the ends of paths to rows that have none of their own yet, in these layers."""
         if self.state.forest is not None and not self.suffix_length:
             ends = [end_of(path) for path in self.forest.paths]
-            for layer in self.state_layers:
+            for layer in layers:
                 if layer.states is None:
                     layer.begin_rows(ends)
 
@@ -294,7 +297,9 @@ class SharedContextCache(ForestCache):
             allocated=nodes + allocated,
             stock=self.rows * states
             + sum(
-                self.rows * within(self.get_seq_length(), layer.window) * layer.storage.suffix_bytes_per_token
+                self.rows
+                * within(self.get_seq_length(), layer.window)
+                * layer.store.stock_bytes(layer.storage.suffix_bytes_per_token)
                 for layer in self.attention_layers
             ),
         )
@@ -347,7 +352,7 @@ class SharedContextCache(ForestCache):
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
-        if self.first_pass is not None:
+        if self.first_pass is not None and self.first_pass.stock is not None:
             self.first_pass.stock.activate_past_recording()
 
     def reset(self) -> None:
@@ -357,6 +362,7 @@ class SharedContextCache(ForestCache):
         self.state.forest, self.state.suffixes, self.state.segment_lengths = None, Suffixes(), []
         self.state.segment_runs = {}
         self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
+        self.inputs = None
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""
@@ -384,7 +390,15 @@ def _is_count(number: Any) -> bool:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes allocated for keys and values by any transformers cache."""
+    """Bytes allocated for keys, values and states by any transformers cache."""
     if isinstance(cache, SharedContextCache):
         return cache.nbytes.allocated
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    parts = (part for layer in cache.layers for part in _parts(layer))
+    return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
+
+def _parts(layer: Any) -> Iterator[Any]:
+    """What a layer of transformers' caches holds: None for what it has not computed."""
+    yield from (getattr(layer, name, None) for name in ("keys", "values"))
+    for name in ("conv_states", "recurrent_states"):
+        yield from getattr(layer, name, {}).values()

@@ -224,6 +224,8 @@ class SharedState:
             layers return the keys and values that they are given. Otherwise None.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
+        padded_width: Where positions count the padding of prompts, the width of their batch; None where they count
+            each row's tokens.
         parallel: The processes between which nodes and suffixes are divided; None where this one stores all. `forest`
             and `suffixes` are the whole ones on each of them, and what is stored here is `parallel`'s part of them.
     """
@@ -248,6 +250,7 @@ class SharedState:
     tensors_of_pass: tuple[int, int] | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
+    padded_width: int | None = None
     parallel: SequenceParallel | None = None
 
     def __getstate__(self) -> dict[str, Any]:

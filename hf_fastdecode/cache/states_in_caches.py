@@ -1,4 +1,4 @@
-"""Model types with layers that have states, as data."""
+"""Model types with layers that have states, as data; those with states of their own are in `attention.own_code`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 STATES_IN_CACHES: Final[Mapping[str, bool]] = {
+    "bailing_hybrid": True,
     "bamba": True,
     "falcon_h1": True,
     "falcon_mamba": False,
     "granitemoehybrid": True,
     "jamba": False,
+    "kimi_linear": True,
     "lara_mini": True,
     "lfm2": True,
     "lfm2_moe": True,
@@ -19,7 +21,10 @@ STATES_IN_CACHES: Final[Mapping[str, bool]] = {
     "lfm3_vl": True,
     "mamba": False,
     "mamba2": True,
+    "minicpm_ocr": True,
+    "minicpmv4_6": True,
     "minicpmv4_7": True,
+    "nemo_speechlm": True,
     "nemotron_h": True,
     "nemotron_h_omni": True,
     "olmo_hybrid": True,
@@ -37,3 +42,14 @@ STATES_IN_CACHES: Final[Mapping[str, bool]] = {
 Each was compared with stock. The value says whether a pass of several tokens continues from a stored state, which
 Mamba-1 scans ignore.
 """
+
+_INKLING: Final = ("inkling_mm_model", "inkling_text")
+_INKLING_2: Final = ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text")
+
+STATES_NOT_SHARED: Final[Mapping[str, str]] = {
+    "blt": "it groups the bytes of whole rows into patches by another model, in every pass",
+    **dict.fromkeys((*_INKLING, *_INKLING_2), "each of its queries adds a bias of its own to each distance's scores"),
+    "rwkv": "transformers mixes the rows of a batch in its steps, so that a row's tokens depend on the others "
+    "(RwkvSelfAttention.extract_key_value)",
+}
+"""Model types that run stock for another reason than where they keep states."""

@@ -23,17 +23,19 @@ class TokenStorage:
 
     A token consists of *parts*, here keys and values, each in its own tensor. Node tokens are stored in *segments*;
     appended tokens in *suffixes*, preallocated and written in place. Subclasses define another token layout by
-    overriding `parts_of` and `keys_and_values`, or `as_nodes` and the examples if suffixes have one of their own.
+    overriding `keys_and_values` and `read_by_steps`, or `as_nodes` and the examples if suffixes have one of their own.
 
     Attributes:
         segments: Segments by number; each part ``[heads, tokens, width]``.
         suffix: Each part ``[rows, heads, capacity, width]``; None before the first append.
         version: Replaced when storage moves, which invalidates earlier addresses.
+        holds_latents: Whether the parts are latents and rotated keys, see `LatentStorage`.
         captured_in_place: Whether a captured step reads suffixes where they lay at its capture, so that it serves this
             storage alone until it moves; else it finds them by `StepTables`.
     """
 
     captured_in_place: ClassVar[bool] = False
+    holds_latents: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
@@ -58,9 +60,17 @@ class TokenStorage:
     def describe(self, suffix: Segment) -> None:
         """Note the parts of suffixes, ``[rows, heads, tokens, width]`` each, where nodes have others."""
 
+    def keys_and_values(self, parts: Segment) -> Segment:
+        """Keys and values of stored parts, ``[heads, tokens, width]`` each, as passes of prefill attend to them."""
+        return parts
+
+    def read_by_kernels(self, parts: Segment) -> Segment:
+        """Stored parts, ``[..., heads, tokens, width]`` each, as the decode kernels read them, in the same memory."""
+        return parts
+
     @staticmethod
-    def keys_and_values(parts: Segment) -> Segment:
-        """Keys and values of stored parts, as the attention operators take them."""
+    def read_by_steps(parts: Segment) -> Segment:
+        """Keys and values of stored parts, ``[..., tokens, width]`` each, for PyTorch's operators in steps."""
         return parts
 
     def empty(self) -> TokenStorage:

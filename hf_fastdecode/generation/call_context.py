@@ -18,6 +18,7 @@ from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
+from .encoded import PromptNames, prompt_names
 from .given_inputs import GivenInputs
 from .identity import Fingerprint
 from .input_rows import InputRows
@@ -157,7 +158,18 @@ class CallContext:
     @cached_property
     def positions(self) -> Positions:
         """Positions of the prompts, as `generate` was given or prepared them."""
-        return reduced(self.arguments.get("position_ids"), self.arguments.get("attention_mask"))
+        return reduced(self.arguments.get(self.names.positions), self.mask)
+
+    @cached_property
+    def names(self) -> PromptNames:
+        """The names of the prompts among `arguments`."""
+        return prompt_names(self.model)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The attention mask of the prompts ``[rows, width]``, if there is one."""
+        mask: Tensor | None = self.arguments.get(self.names.mask)
+        return mask
 
     @cached_property
     def input_rows(self) -> InputRows | None:
@@ -177,7 +189,7 @@ class CallContext:
     @property
     def by_rows(self) -> bool:
         """Whether prompts run by rows, see `prompts.by_rows`."""
-        return bool(self.structure.layout.states) or not self.tokens_say_all
+        return self.structure.layout.prefills_by_rows or not self.tokens_say_all
 
     @property
     def returns_cache(self) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .._compat import CACHE, uncompiled_call
 from ..attention.own_code import own_code_of
 from ..attention.stand_in_calls import at_positions
-from ..cache.captured import CapturedCache
+from ..cache.captured import CapturedCache, CapturedInputs
 from ..cache.shared import SharedContextCache
+from .encoded import prompt_names
 
 
 def forward_pass(
@@ -24,25 +25,46 @@ def forward_pass(
     """``model(**arguments)`` with hooks, but bypassing ``model.compile()``.
 
     Dynamo would trace the cache object at every layer and step, and recompile whenever it grows. Models whose
-    positions have planes get as many equal ones as they take, and those that count no tokens none.
+    positions have planes get as many equal ones as they take, and those that count no tokens none. A decoder with an
+    encoder gets the arguments by its names for them, and the encoder's output of the cache's inputs.
     """
     if planes := cache.position_planes:
         position_ids = position_ids.expand(planes, -1, -1)
     if takes_positions(model):
         arguments["position_ids"] = position_ids
+    given: Cache = cache
+    if cache.inputs is not None:
+        arguments = prompt_names(model).named(arguments) | cache.inputs.arguments
+        if isinstance(cache.inputs, CapturedInputs):
+            given = cache.inputs.view
     with at_positions(position_ids):
-        return uncompiled_call(model, **{CACHE: cache}, **arguments)
+        return uncompiled_call(model, **{CACHE: given}, **arguments)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
     given none."""
-    return counts_positions(model) or own_code_of(type(model)) is not None
+    own = None if model.config.is_encoder_decoder else own_code_of(type(model))
+    return counts_positions(model) if own is None else not own.places_tokens
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
     """Whether the model itself takes ``position_ids``, and counts tokens where it is given none."""
-    return _takes(type(model).forward, "position_ids")
+    return _takes(type(model).forward, prompt_names(model).positions)
+
+
+def counts_padding(model: PreTrainedModel) -> bool:
+    """Whether the model's positions always count the padding of prompts, see `OwnCode.counts_padding`."""
+    own = own_code_of(type(model))
+    if model.config.is_encoder_decoder and counts_positions(model):  # which Whisper alone without its encoder does not
+        return False
+    return own is not None and own.counts_padding
+
+
+def places_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model derives positions from ids, see `OwnCode.places_tokens`."""
+    own = own_code_of(type(model))
+    return own is not None and own.places_tokens
 
 
 def takes_shared_cache(model: PreTrainedModel) -> bool:

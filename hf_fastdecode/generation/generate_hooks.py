@@ -8,8 +8,9 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
-- ``_expand_inputs_for_generation``, and what encodes images before it: hold back images, video or audio of a call
-  (`input_hooks`).
+- `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
+- ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
+  call (`input_hooks`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -33,9 +34,11 @@ from transformers import (
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.utils import ModelOutput
 
 from .._compat import (
     CACHE,
+    ENCODE,
     TRANSFORMERS,
     cache_in,
     ignored_cache,
@@ -46,6 +49,8 @@ from .._compat import (
 from ..attention.interface import RowLengths
 from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
+from ..cache.encoder_decoders import ENCODER_DECODERS
+from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
@@ -54,9 +59,18 @@ from .active_call import ActiveCall, active_call_of_thread
 from .call_context import CallContext
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
-from .forward_pass import takes_positions
-from .input_hooks import INPUT_METHODS
-from .loop_argument import name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from .encoded import encode_distinct, prompt_names
+from .forward_pass import input_device, takes_positions
+from .input_hooks import INPUT_METHODS, hold_before_encoding
+from .loop_argument import (
+    hands_generate_on,
+    name_of,
+    pass_loop_on,
+    reads_its_cache,
+    signature_of,
+    takes_any,
+    takes_loop,
+)
 from .model_state import ModelState
 from .prompts.first_pass import FirstPassPrompts
 from .prompts.start import start_shared
@@ -93,17 +107,22 @@ def _forward_shared(
     given = named_arguments(names, args, kwargs)
     if cache.first_pass is not None:
         return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
-    input_ids = given.get("input_ids")
-    inputs = input_ids if input_ids is not None else given.get("inputs_embeds")
+    called = prompt_names(model)
+    input_ids = given.get(called.ids)
+    inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
     if not cache.state.packed:
         if cache.checks_masks:
-            check_mask(cache, given.get("attention_mask"), queries)
-        unplaced = given.get("position_ids") is None and takes_positions(model)
+            check_mask(cache, given.get(called.mask), queries)
+        unplaced = given.get(called.positions) is None and takes_positions(model)
         if isinstance(inputs, Tensor) and len(inputs) == cache.rows and unplaced:
             # The model would count from the longest row, padding included.
-            given |= {"position_ids": next_positions(cache, queries).to(inputs.device)}
+            given |= {called.positions: next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
+    if cache.inputs is not None:  # in the place of as many rows as the decoder has
+        given |= cache.inputs.arguments
+    elif model.config.is_encoder_decoder:
+        raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = _structure(model_state, model)
     active_call = active_call_of_thread.get()
     if active_call is not None and active_call.loop is not None:
@@ -121,8 +140,16 @@ def _forward_shared(
             if cache.state.met is None or cache.state.met() is not model:
                 cache.meet(structure.layout)
                 cache.state.met = ref(model)
-            with at_positions(given.get("position_ids")):
-                output = model_state.methods.original(model, "forward")(*args, **kwargs)
+            forward = model_state.methods.original(model, "forward")
+            positions = given.get(called.positions)
+            if positions is None and cache.inputs is not None:  # counted by the slots of the cache
+                positions = torch.arange(queries, device=input_device(model))[None] + cache.get_seq_length()
+            with at_positions(positions):
+                if cache.inputs is None:
+                    output = forward(*args, **kwargs)
+                else:
+                    output = forward(**with_cache(given, cache.inputs.view(cache, cache.state)))
+                    output[CACHE] = cache
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
     report = model_state.last_call
@@ -194,7 +221,7 @@ def _prepare_cache_for_generation(
     cache = SharedContextCache(backend=call.options.backend)
     cache.first_pass = FirstPassPrompts(
         call,
-        stock=model_kwargs[CACHE],
+        stock=model_kwargs.get(CACHE),
         longest=max_cache_length + 1,
         loop=loop,
         checks_masks=users_loop is not None or call.returns_cache,
@@ -209,7 +236,8 @@ def _prepare_cache_for_generation(
 def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original = model_state.methods.original(model, "generate")
     signature = signature_of(original)
-    takes = takes_loop(signature, len(args)) or (model_state.methods.wraps("generate") and takes_any(signature))
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
     takes = takes and pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
@@ -265,7 +293,7 @@ def _begin_prefill(
 
 def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
     """Why `generate` could not be given this package's decoding loop."""
-    if not model_state.methods.wraps("generate"):
+    if not (model_state.methods.wraps("generate") or hands_generate_on(type(model), {})):
         return "the model's class has a generate of its own"
     name = name_of(model_state.methods.original(model, "generate"))
     return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
@@ -325,8 +353,11 @@ def _decode(
                         "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
                     )
                 call.ranks.watch.at("decoding")
-                return decode_shared(
-                    call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
+                return _for_callers(
+                    model,
+                    decode_shared(
+                        call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
+                    ),
                 )
         require_same_draws(call, "transformers")
         call.ranks.watch.enter_foreign_loop()
@@ -346,7 +377,7 @@ def _decode(
         stopping_criteria = agreed_criteria(ranks, stopping_criteria, input_ids.device)
         if ranks.count > 1:  # the criteria have it; a draft that ended by it would be shorter on one of them
             generation_config.max_time = None
-    return stock(
+    output = stock(
         model,
         input_ids,
         logits_processor=logits_processor,
@@ -356,10 +387,33 @@ def _decode(
         streamer=streamer,
         **model_kwargs,
     )
+    return _for_callers(model, output)
+
+
+def _for_callers(model: PreTrainedModel, output: Any) -> Any:
+    """An output without a shared cache where a class's own `generate` would read each row's tensors in it."""
+    if not reads_its_cache(type(model)) or not isinstance(output, ModelOutput):
+        return output
+    if not isinstance(output.get(CACHE), SharedContextCache):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})
 
 
 def _synced() -> Unsupported:
     return Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
+
+
+def _encode(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    if not model.config.is_encoder_decoder:
+        return hold_before_encoding(model_state, model, inputs_tensor, model_kwargs, *args)
+    encode = model_state.methods.original(model, ENCODE)
+    encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
+    if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
+        found: dict[str, Any] = encode(inputs_tensor, model_kwargs, *args)
+        return found
+    return encode_distinct(lambda inputs, arguments: encode(inputs, arguments, *args), inputs_tensor, model_kwargs)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -368,6 +422,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
+    ENCODE: _encode,
     **INPUT_METHODS,
 }
 """Overrides by method name."""

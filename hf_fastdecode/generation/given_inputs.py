@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 from .._compat import CACHE
 from ..attention.own_code import OwnCode, own_code_of
 from ..errors import Unsupported
+from .forward_pass import counts_padding, places_tokens
 from .structure import Structure
 
 PLAIN: Final = frozenset(
@@ -84,6 +85,10 @@ class GivenInputs:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
         if structure.layout.own or own_code_of(type(model)) not in (None, OwnCode()):
             raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
+        if counts_padding(model) or places_tokens(model):
+            raise Unsupported(
+                f"the argument {name!r} is not accelerated where positions are not those of tokens alone"
+            )
         if structure.parallel is not None or structure.ranks.count > 1:
             raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
         self._check_steps(model)

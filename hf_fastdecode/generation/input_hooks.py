@@ -6,26 +6,25 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
 
 from .._compat import ENCODE
 from .active_call import active_call_of_thread
-from .loop_argument import signature_of
 from .model_state import ModelState
 
 
-def _encode(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
-    """`ENCODE`: is called with model arguments that hold raw images, and returns them with encoded ones."""
-    assert ENCODE is not None
+def hold_before_encoding(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    """`ENCODE` of a decoder: is called with model arguments that hold raw images, and returns encoded ones."""
     original, call = model_state.methods.original(model, ENCODE), active_call_of_thread.get()
-    if call is None or call.model is not model or not call.may_hold:
-        return original(*args, **kwargs)
-    given = signature_of(partial(getattr(GenerationMixin, ENCODE), model)).bind(*args, **kwargs).arguments
-    arguments: dict[str, Any] = given["model_kwargs"]
-    whole = given | {"model_kwargs": dict(arguments)}
-    call.hold(arguments, partial(original, **whole))
-    return arguments if call.inputs is not None else original(*args, **kwargs)
+    if call is not None and call.model is model and call.may_hold:
+        call.hold(model_kwargs, partial(original, inputs_tensor, dict(model_kwargs), *args))
+        if call.inputs is not None:
+            return model_kwargs
+    encoded: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
+    return encoded
 
 
 def _expand_inputs_for_generation(
@@ -42,6 +41,5 @@ def _expand_inputs_for_generation(
 
 INPUT_METHODS: dict[str, Callable[..., Any]] = {
     "_expand_inputs_for_generation": _expand_inputs_for_generation,
-    **({} if ENCODE is None else {ENCODE: _encode}),
 }
-"""These overrides by method name."""
+"""Overrides by method name."""

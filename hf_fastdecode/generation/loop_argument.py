@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
+
+from ..attention.own_code import own_code_of
+
+_HAND_LOOP_ON: Final = frozenset(
+    {
+        "WhisperGenerationMixin.generate",
+        *(f"SeamlessM4T{version}For{task}ToText.generate" for version in ("", "v2") for task in ("Text", "Speech")),
+    }
+)
+"""A `generate` of transformers' classes that calls transformers' with what else it is given, once or several times."""
 
 _signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
 """Signatures of methods of classes, less their instance."""
@@ -27,6 +37,18 @@ def takes_loop(signature: inspect.Signature, given: int) -> bool:
     """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
     names = list(signature.parameters)
     return "custom_generate" in names and given <= names.index("custom_generate")
+
+
+def reads_its_cache(kind: type) -> bool:
+    """Whether a class's own `generate` reads the tensors of each row in the cache that transformers' returns."""
+    return _of_transformers(kind) == "WhisperGenerationMixin.generate"
+
+
+def _of_transformers(kind: type) -> str | None:
+    """The qualified name of a class's `generate`, if it is of one of transformers' models."""
+    method = getattr(kind, "generate", None)
+    of_models = getattr(method, "__module__", "").startswith("transformers.models.")
+    return getattr(method, "__qualname__", None) if of_models else None
 
 
 def pass_loop_on(function: Callable[..., Any]) -> bool:
@@ -53,6 +75,14 @@ def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
 def takes_any(signature: inspect.Signature) -> bool:
     """Whether any named argument is taken."""
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+
+
+def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
+    """Whether a class of transformers has a `generate` of its own that hands a call on, see `OwnCode`."""
+    own, name = own_code_of(kind), _of_transformers(kind)
+    if name in _HAND_LOOP_ON:
+        return True
+    return own is not None and name is not None and own.hands_generate_on(arguments)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -63,8 +63,8 @@ class CallReport:
         suffix_length: Tokens in each row's suffix, without those of prompts.
         stored_suffix: Of these, tokens that this process stores.
         stored_tokens: Tokens in node storage of this process, including unused ones.
-        layer_sizes: For each layer with keys and values, bytes per token of nodes and of suffixes, and its window if
-            that hides any token.
+        layer_sizes: For each layer with keys and values, bytes per token of nodes, of suffixes and of transformers'
+            cache, and its window if that hides any token.
         state_bytes: Bytes of a row's states in all layers.
         kept_states: Number of prompt ends at which states are kept; rows begin with copies of these.
         mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
@@ -77,6 +77,8 @@ class CallReport:
         compactions: Number of times finished rows were compacted away.
         waves: Number of parts the batch was split into to fit in memory; 0 if not split.
         ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
+        inputs: Distinct inputs of the model's encoder, whose keys and values decoders read; 0 without an encoder.
+        input_bytes: Bytes of these in all layers.
         parallel: How they computed it, if it was shared; None for a process of its own.
     """
 
@@ -97,7 +99,7 @@ class CallReport:
     suffix_length: int = 0
     stored_suffix: int = 0
     stored_tokens: int = 0
-    layer_sizes: list[tuple[int, int, int | None]] = field(default_factory=list)
+    layer_sizes: list[tuple[int, int, int, int | None]] = field(default_factory=list)
     state_bytes: int = 0
     kept_states: int = 0
     mode: str = "eager"
@@ -109,6 +111,8 @@ class CallReport:
     compactions: int = 0
     waves: int = 0
     ranks: int = 1
+    inputs: int = 0
+    input_bytes: int = 0
     parallel: ParallelReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +127,12 @@ class CallReport:
                 for index in range(len(cache.layers))
             ]
             self.layer_sizes = [
-                (*layer.storage.bytes_per_node_and_suffix_token, layer.window) for layer in cache.attention_layers
+                (
+                    *(sizes := layer.storage.bytes_per_node_and_suffix_token),
+                    layer.store.stock_bytes(sizes[1]),
+                    layer.window,
+                )
+                for layer in cache.attention_layers
             ]
             self.state_bytes = sum(layer.row_bytes for layer in cache.state_layers)
             self.kept_states = max((len(layer.ends) for layer in cache.state_layers), default=0)
@@ -137,6 +146,8 @@ class CallReport:
     def observe_nodes(self, cache: SharedContextCache) -> None:
         """Record the nodes that were prefilled, and how processes divided them."""
         self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
+        if cache.inputs is not None:
+            self.inputs, self.input_bytes = cache.inputs.count, cache.inputs.nbytes
         if self.ranks > 1:
             divided = cache.state.parallel
             kind, ranks, layers = "tensor", self.ranks, 0
@@ -157,13 +168,13 @@ class CallReport:
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes of keys, values and states at the end of the call, here and in a stock cache."""
-        of_nodes = sum(size for size, _, _ in self.layer_sizes)
-        of_suffixes = sum(size for _, size, _ in self.layer_sizes)
+        of_nodes = sum(size for size, *_ in self.layer_sizes)
+        of_suffixes = sum(size for _, size, *_ in self.layer_sizes)
         in_suffixes = self.rows * self.stored_suffix + self.own_tokens
         stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
         stored += (self.rows + self.kept_states) * self.state_bytes
         length = self.context_width + self.suffix_length
-        stock = self.rows * sum(size * within(length, window) for _, size, window in self.layer_sizes)
+        stock = self.rows * sum(size * within(length, window) for *_, size, window in self.layer_sizes)
         stock += self.rows * self.state_bytes
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
@@ -180,6 +191,7 @@ class CallReport:
                 *self._given(),
                 f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
+                *([f"  encoder inputs: {self.inputs}, KV bytes: {self.input_bytes:,}"] if self.inputs else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  {self.parallel}"] if self.parallel else []),
                 *([f"  as kernels: {self.fused}"] if self.fused else []),

@@ -26,8 +26,18 @@ class Found(NamedTuple):
 
 
 def find_stand_ins(modules: Sequence[nn.Module]) -> list[Found]:
-    """The methods of a model's modules that have stand-ins."""
+    """The methods of a model's modules that have stand-ins.
+
+    Raises Unsupported for a class derived from one with stand-ins: what it changes, they would leave out.
+    """
     kinds = {kind: stand_ins_of(kind) for kind in set(map(type, modules))}
+    for kind in kinds:
+        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base)), None)
+        if base is not None and not kind.__module__.startswith("transformers."):
+            raise Unsupported(
+                f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
+                "leave out what it changes"
+            )
     return [
         Found(number, name, method)
         for number, module in enumerate(modules)

@@ -18,20 +18,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
 from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
+from ..cache.encoder_decoders import ENCODER_DECODERS, OTHER_ENCODER_DECODERS
+from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.layout import PER_TOKEN, Kind, ModelLayout
 from ..cache.shared import SharedContextCache
-from ..cache.states_in_caches import STATES_IN_CACHES
+from ..cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
 from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext, Positions
+from .encoded import prompt_names
 from .foreign_code import check_code
-from .forward_pass import counts_positions, takes_shared_cache
+from .forward_pass import counts_padding, counts_positions, takes_shared_cache
 from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
 # Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
-# position embedding changes (see `rope_limit`), pass logits_to_keep, or leave the mask or token types out of steps.
+# position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask or token types out of steps, or
+# count positions by it.
 _HARMLESS = {
     f"transformers.models.{name}.modeling_{name}"
     for name in (
@@ -39,6 +43,7 @@ _HARMLESS = {
         *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
         *("falcon_mamba", "mamba", "mamba2"),
         *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "molmo2"),
+        "whisper",
     )
 }
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -56,11 +61,15 @@ _KNOWN_ARGUMENTS = {
 OWN_METHOD: Final = "the model's own"
 """What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
 
+PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
+"""Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
+
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
 # The decoding loop passes its own, or only loops or the first pass take it.
 _NOT_IN_STEPS = {
     *("attention_mask", "position_ids", "inputs_embeds", CACHE),
+    *("decoder_attention_mask", "decoder_position_ids", "decoder_inputs_embeds", ENCODER_OUTPUTS),
     *("tokenizer", "assistant_tokenizer", "assistant_model"),
 }
 
@@ -73,29 +82,38 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
     """Raise `Unsupported` if this model, of this layout, can never decode with shared context."""
     name, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
-        raise Unsupported("encoder-decoder models are not accelerated yet")
-    _check_layout(layout)
+        _check_encoder_decoder(model, layout)
+        _check_attention(text._attn_implementation)
+        return
+    own = own_code_of(type(model))
+    own_states = own is not None and own.states is not None
+    _check_layout(layout, keeps_states=own_states or layout.model_type in STATES_IN_CACHES)
+    if own_states and not layout.states:
+        raise Unsupported(f"the config of {name} does not say which layers have states, as newer transformers' does")
     if layout.states and not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
     if layout.states and not layout.per_token:
         return
-    own = own_code_of(type(model))
     said = getattr(model, "_supports_attention_backend", False) or bool(layout.states)  # tried, see STATES_IN_CACHES
     if not said and own is None and not _attends_by_itself(model, layout):
+        if not takes_shared_cache(model):
+            raise Unsupported(f"{name}.forward takes no {CACHE}")
         raise Unsupported(
             f"{name} does not say that its attention may be replaced (_supports_attention_backend)"
             if _uses_interface(model)
             else f"{name} does not use transformers' attention interface"
         )
-    if not counts_positions(model) and not (own is not None and own.takes_no_positions):
+    if not counts_positions(model) and not (own is not None and (own.takes_no_positions or own.counts_padding)):
         raise Unsupported(f"{name}.forward takes no position_ids")
     _check_attention(text._attn_implementation)
 
 
-def _check_layout(layout: ModelLayout) -> None:
-    """Check that layers store keys and values of every token, states that the cache keeps, or nothing."""
+def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
+    """Check that layers store keys and values of every token, nothing, or states where the cache keeps these."""
     kinds, types = {store.kind for _, store in layout}, set[str]()
-    refused = {Kind.OTHER} if layout.model_type in STATES_IN_CACHES else {Kind.OTHER, Kind.STATE}
+    if (reason := STATES_NOT_SHARED.get(layout.model_type)) is not None:
+        raise Unsupported(reason)
+    refused = {Kind.OTHER} if keeps_states else {Kind.OTHER, Kind.STATE}
     for name, stores in zip(layout.types, layout.layers, strict=True):
         types |= {name for store in stores if store.kind in refused}
     if types:
@@ -104,10 +122,20 @@ def _check_layout(layout: ModelLayout) -> None:
         )
     if Kind.CROSS in kinds:
         raise Unsupported("it has cross attention")
-    if Kind.LATENT in kinds:
+    if any(store.kind is Kind.LATENT and index not in layout.expanding for index, store in layout):
         raise Unsupported("its cache holds latents from which keys and values are made (multi-head latent attention)")
-    if (loops := max((sum(store.kind in PER_TOKEN for store in stores) for stores in layout.layers), default=0)) > 1:
-        raise Unsupported(f"it runs layers {loops} times, each time over a cache of its own")
+
+
+def _check_encoder_decoder(model: PreTrainedModel, layout: ModelLayout) -> None:
+    """Check that a decoder's layers store keys and values, and find their encoder's by the cache's own protocol."""
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in ENCODER_DECODERS:
+        other = f"the decoder of {kind} is not among those that share what an encoder puts out"
+        raise Unsupported(OTHER_ENCODER_DECODERS.get(kind, other))
+    if not takes_shared_cache(model):
+        raise Unsupported(f"{name}.forward takes no {CACHE}")
+    if any({store.kind for store in stores} - PER_TOKEN - {Kind.CROSS} for stores in layout.layers):
+        raise Unsupported("layers of its decoder need more than keys and values of every token")
 
 
 def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:
@@ -148,10 +176,14 @@ def check_call(
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     check_states(structure)
-    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.states:
-        raise Unsupported("its layers have states, from which drafts cannot be removed")
+    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
+        what = "an encoder, whose drafts are not accelerated yet" if structure.layout.cross else None
+        raise Unsupported(f"it has {what}" if what else "its layers have states, from which drafts cannot be removed")
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
+    own = own_code_of(type(model))
+    if mode in _BEAM_MODES and own is not None and own.states is not None and not own.states.beams:
+        raise Unsupported(f"transformers does not reorder the states of {type(model).__name__} for beams, and raises")
     if config.is_assistant:
         raise Unsupported("the model assists another one")
     if config.use_cache is False:
@@ -160,10 +192,12 @@ def check_call(
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     if config.cache_implementation not in (None, "dynamic"):  # None means dynamic
         raise Unsupported(f"cache_implementation={config.cache_implementation!r} was requested")
-    cache = arguments.get(CACHE)
+    cache, cross = arguments.get(CACHE), bool(structure.layout.cross)
     if cache is not None and not isinstance(cache, SharedContextCache):
         raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
-    check_arguments(arguments, _KNOWN_ARGUMENTS)
+    if cache is not None and cross:
+        raise Unsupported("a decoder's prompts are of one input of its encoder, so that no call continues them")
+    check_arguments(arguments, _KNOWN_ARGUMENTS | ({*prompt_names(model), ENCODER_OUTPUTS} if cross else set()))
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     structure.kept("state", lambda: check_state(structure.walk))
@@ -193,9 +227,10 @@ def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False) -> None
 
 
 def check_states(structure: Structure) -> None:
-    """Raise `Unsupported` where layers have states, and several processes compute the model."""
-    if structure.layout.states and (structure.parallel is not None or structure.ranks.count > 1):
-        raise Unsupported("its layers have states, which are not shared where several processes compute a model yet")
+    """Raise `Unsupported` where layers have states, or an encoder, and several processes compute the model."""
+    what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
+    if structure.layout.prefills_by_rows and (structure.parallel is not None or structure.ranks.count > 1):
+        raise Unsupported(f"{what} not shared where several processes compute a model yet")
 
 
 def _adapter_with_keys(model: PreTrainedModel) -> str | None:
@@ -226,7 +261,7 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
         return f"generation mode {mode.value!r}"
     if call.config.output_hidden_states:
         return "output_hidden_states=True"
-    if not is_nothing(call.arguments.get("inputs_embeds")):
+    if not is_nothing(call.arguments.get(call.names.embeddings)):
         return "the prompts are inputs_embeds"
     if call.positions.differ and call.positions.after is None:
         return "position_ids whose planes differ at the end of a prompt"
@@ -266,6 +301,8 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
+    if structure.layout.expanding:
+        raise Unsupported("its layers store latents (multi-head latent attention), which are not divided yet", alone)
     window = structure.layout.smallest_window
     if window is not None and longest > window:
         raise window_is_not_divided(window)
@@ -360,6 +397,8 @@ def check_prompts(
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
             checks.append((attention_mask.all(), partial(Unsupported, padding)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
+    if counts_padding(model):
+        expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if (ids := positions.ids) is not None and not positions.differ:
         comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
         right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)
@@ -370,6 +409,19 @@ def check_prompts(
     for holds, (_, error) in zip(passed, checks, strict=True):
         if not holds:
             raise error()
+
+
+def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
+    """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
+    counts = counts_positions(model) and positions.ids is None and not prepares_positions(model)
+    if mask is not None and counts and not bool(mask.all()):
+        raise Unsupported("without position_ids, models count the padding of prompts in positions")
+
+
+def prepares_positions(model: PreTrainedModel) -> bool:
+    """Whether a decoder's positions count what the mask shows, by a method of its class (Whisper)."""
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return bool(model.config.is_encoder_decoder) and own
 
 
 def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:

@@ -26,6 +26,7 @@ class Kernel(Enum):
     EXPERTS = "the kernels of experts of a few rows", "transformers' implementation"
     ROWS = "the kernel for products of few rows", "PyTorch's operators"
     WIDE_ROWS = "the kernel for products of 33 to 128 rows", "PyTorch's operators"
+    STATES = "the kernels that update states", "transformers' implementation"
     POINTWISE = "the kernels for norms, rotary embedding and gated activations", "PyTorch's operators"
 
 

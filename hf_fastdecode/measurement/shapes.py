@@ -44,6 +44,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
+    # Layers with states beside attention.
+    "qwen3.5-4b": _shape(
+        *(248320, 2560, 9216, 32, 16, 4),
+        model_type="qwen3_5_text",
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "nemotron-h-8b": _shape(
+        *(131072, 4096, 21504, 52, 32, 8),
+        model_type="nemotron_h",
+        hybrid_override_pattern=f"M-M-M-M*-{'M-M-M-M-M*-' * 3}M-M-M-M-M-",
+    ),
     # Layers with windows, all or some.
     "mistral-7b": _shape(32000, 4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096),
     "gemma2-9b": _shape(256000, 3584, 14336, 42, 16, 8, model_type="gemma2", head_dim=256, sliding_window=4096),
@@ -54,6 +70,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         head_dim=64,
         sliding_window=128,
         num_local_experts=32,
+    ),
+    # Attention code of its own.
+    "falcon-7b": _shape(65024, 4544, 18176, 32, 71, 1, model_type="falcon", multi_query=True, parallel_attn=True),
+    # Latents and experts: DeepSeek-V2-Lite's.
+    "deepseek-v2-lite": _shape(
+        *(102400, 2048, 10944, 27, 16, 16),
+        model_type="deepseek_v2",
+        q_lora_rank=None,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        routed_scaling_factor=1.0,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
     ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -27,6 +28,7 @@ _CALLS_WITH: dict[str, dict[str, Any]] = {
     "sampling": _CALLS["sampling"],
     "beams": {"do_sample": False, "num_beams": 2},
 }
+_WITH_ENCODER: dict[str, dict[str, Any]] = {"beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}}
 _NEW_TOKENS = 10
 
 
@@ -74,22 +76,25 @@ def verdict_on(name: str) -> Verdict:
 
 def stock_tokens(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a model generates that is not enabled, by call."""
-    return {call: _generate(model, inputs, call) for call in _CALLS}
+    calls = {call: _generate(model, inputs, call) for call in _CALLS}
+    return calls | {call: _generate(model, inputs, call) for call in _WITH_ENCODER if model.config.is_encoder_decoder}
 
 
 def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[str, str]:
     """The verdict's kind and reason, of a model whose stock tokens for these inputs are known."""
     with fd.enabled(model, min_saved_tokens=1):
-        for call in _CALLS:
+        for call in stock:
             tokens = _generate(model, inputs, call)
             report = fd.explain(model).last_call
             if not torch.equal(tokens, stock[call]):
                 return "wrong", f"{call}, {report.path if report else 'not seen'}"
         if report is None:
-            return "stock", f"{type(model).__name__}.generate decodes by itself"
+            return "stock", _why_unseen(model)
         if report.path == "stock":
             return "stock", report.reason
         for call in _CALLS:
+            if model.config.is_encoder_decoder:  # whose prompts belong to an input
+                break
             if not torch.equal(_generate(model, inputs, call, _kept(model)), stock[call]):
                 return "wrong", f"{call}, with a kept cache"
         # One call suffices: some classes' sampled tokens are near uniform, and some repeat one token when greedy.
@@ -123,10 +128,24 @@ def _generate_with(model: PreTrainedModel, inputs: dict[str, Tensor], call: str)
     return tokens if isinstance(tokens, Tensor) else tokens[0]
 
 
+def _why_unseen(model: PreTrainedModel) -> str:
+    """Why a class's `generate` has not asked for a cache."""
+    name = type(model).__name__
+    if name.endswith("ForCTC"):
+        return f"{name}.generate labels all frames in one pass (CTC), and decodes nothing step by step"
+    for part, module in model.named_modules():
+        if part and isinstance(module, GenerationMixin):
+            return f"{name}.generate calls that of {part}, a {type(module).__name__}, which can be enabled itself"
+    return f"{name}.generate decodes by itself"
+
+
 def _spoilt_tokens(model: PreTrainedModel, inputs: dict[str, Tensor], call: str, continued: bool) -> Tensor:
     """New tokens over a spoilt cache; of classes that do not continue one, behind prompts that only end alike."""
     if continued:
         return _new(_generate(model, inputs, call, _spoilt(_kept(model))))
+    if "input_ids" not in inputs:  # sounds or images
+        name = model.main_input_name
+        return _new(_generate(model, inputs | {name: inputs[name].flip(-1)}, call))
     ids = inputs["input_ids"].clone()
     begin = ids[:, :-8]
     begin[begin != 0] = 99 - begin[begin != 0]
@@ -162,7 +181,7 @@ def _inputs(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
 def _generate(
     model: PreTrainedModel, inputs: dict[str, Tensor], call: str, cache: fd.SharedContextCache | None = None
 ) -> Tensor:
-    arguments = _CALLS[call] | ({} if cache is None else {CACHE: cache})
+    arguments = (_CALLS | _WITH_ENCODER)[call] | ({} if cache is None else {CACHE: cache})
     tokens = seeded(lambda: model.generate(**inputs, **arguments, max_new_tokens=_NEW_TOKENS))
     return tokens if isinstance(tokens, Tensor) else tokens[0]  # some classes give more
 

@@ -31,6 +31,10 @@ _SOUND = {"audio_config": {"max_source_positions": 50}}
 _TILES = {"image_grid_pinpoints": [[56, 56], [56, 112]]}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "Apertus1p5ForConditionalGeneration": {
+        **{"image_token_offset": 104, "vision_config": {"codebook_size": 8, "base_channels": 32}},
+        **{"audio_token_offset": 112, "audio_config": {"codebook_dim": 64, "codebook_size": 8}},
+    },
     "AudioFlamingo3ForConditionalGeneration": _SOUND,
     "BambaForCausalLM": {"attn_layer_indices": [1]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 128, "num_hidden_layers": 2},
@@ -79,6 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Glm4vMoeForConditionalGeneration": {"text_config": _sections(1, 1, 2, partial_rotary_factor=0.5)},
     "GlmImageForConditionalGeneration": _ROPE3,
     "GlmOcrForConditionalGeneration": _ROPE3,
+    "Granite4VisionForConditionalGeneration": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/4"},
     "GraniteMoeHybridForCausalLM": _HYBRID,
     "HrmTextForCausalLM": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "InternVLForConditionalGeneration": {"vision_config": {"image_size": [56, 56]}},
@@ -93,7 +98,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LlavaNextVideoForConditionalGeneration": _TILES,
     "LlavaOnevisionForConditionalGeneration": _TILES,
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
+    "MiniCPM3ForCausalLM": {"scale_emb": 1, "dim_model_base": 64},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "MoshiForCausalLM": {"sliding_window": 512},  # by which its cache forgets tokens that its attention would read
     "MoshiForConditionalGeneration": {"audio_encoder_config": _CODEC, "depth_decoder_config": {"input_size": 64}},
     "MuseSparkForConditionalGeneration": {"audio_config": {"hidden_sizes": [8, 16, 32, 64]}},
     "NemotronForCausalLM": {"num_key_value_heads": 2},

@@ -36,10 +36,12 @@ def test_the_page_says_what_the_comparison_finds(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("MiniMaxForCausalLM", "its layers of type linear_attention need more than keys and values of every token"),
+        ("DeepseekV32ForCausalLM", "of type indexed_attention need more than keys and values of every token"),
         ("PaliGemmaForConditionalGeneration", "prepare_inputs_for_generation, are not those of the attention mask"),
-        ("BartForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
-        ("BigBirdForCausalLM", "does not use transformers' attention interface"),
+        ("GitForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
+        ("CpmAntForCausalLM", "does not use transformers' attention interface"),
+        ("OpenAIGPTLMHeadModel", "OpenAIGPTLMHeadModel.forward takes no cache"),
+        ("GraniteSpeech5ForCTC", "labels all frames in one pass"),
     ],
 )
 def test_reasons_say_what_is_missing(name, reason):

@@ -136,7 +136,6 @@ def test_layouts_of_their_own_are_not_counted():
     ("model_type", "message"),
     [
         ("t5", "t5 is an encoder-decoder"),
-        ("deepseek_v3", "layer 0 of deepseek_v3 .full_attention. stores latents"),
         ("mamba2", "layer 0 of mamba2 .* stores a state"),
         ("qwen3_next", "layer 0 of qwen3_next .linear_attention. stores a state; only keys and values are counted"),
     ],

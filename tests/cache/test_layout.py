@@ -68,7 +68,7 @@ def test_kinds(model_type, fields, kinds):
 
 def test_sizes_of_latents():
     (store,) = layout("deepseek_v3", kv_lora_rank=24, qk_rope_head_dim=8).layers[0]
-    assert store == Store(Kind.LATENT, query_heads=4, kv_heads=1, head_dim=32)
+    assert store == Store(Kind.LATENT, query_heads=4, kv_heads=1, head_dim=32, value_dim=24)
     assert store.numbers == 32
 
 

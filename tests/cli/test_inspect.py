@@ -135,6 +135,17 @@ def test_chunks_bind_where_generate_says_so(chunk):
     assert found.rows[0].stock_reason == ("chunks of 109 tokens are shorter than 110" if chunk == 109 else None)
 
 
+def test_latents_are_counted():
+    sizes = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "first_k_dense_replace": 2}
+    found = inspect("deepseek_v3", dtype="bfloat16", **sizes)
+    assert (found.can_share, found.bytes_per_token) == (True, 2 * 32 * 2)
+    assert found.rows[0].kv_bytes == (8 * 110 * 128, (100 + 8 * 10) * 128)
+    console = Console(width=200, no_color=True)
+    with console.capture() as text:
+        console.print(sharing_text(found))
+    assert "latent: 2 layers, h = 4 query heads over 32 numbers of a token, 24 of them its latent" in text.get()
+
+
 def test_a_model_that_cannot_share():
     config = AutoConfig.for_model("roformer", **LLAMA | {"vocab_size": 97})
     found = sharing(config, new_tokens=10, dtype="float16")
@@ -172,7 +183,7 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
 
 
 def test_what_cannot_be_counted():
-    with pytest.raises(InputError, match=r"cannot count the KV of tiny: layer 0 of deepseek_v3 .* stores latents"):
-        inspect("deepseek_v3")
+    with pytest.raises(InputError, match=r"cannot count the KV of tiny: layer 0 of qwen3_next .* stores a state"):
+        inspect("qwen3_next")
     with pytest.raises(InputError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
         inspect(dtype="int8")

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import hf_fastdecode as fd
 
@@ -46,6 +47,35 @@ def test_training_ends_in_the_weights_of_stock(name, options, tmp_path):
     stock = train(name, tmp_path / "stock", enable=False, **options)
     enabled = train(name, tmp_path / "enabled", enable=True, **options)
     assert_same_training(stock, enabled, rollouts=2 if options.get("num_iterations") == 2 else 3)
+
+
+def test_training_a_hybrid_ends_in_the_weights_of_stock(tmp_path):
+    _, tokenizer = fd.load_embedded()
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,  # the last attends, the others are gated delta nets
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    # A trainer turns the cache of a model off; a generation config that was never saved follows it.
+    options = {"bf16": False, "gradient_checkpointing": False, "generation_kwargs": {"use_cache": True}}
+    stock, enabled = (
+        train(
+            "grpo", tmp_path / str(enable), enable=enable, model=seeded(lambda: Qwen3_5ForCausalLM(config)), **options
+        )
+        for enable in (False, True)
+    )
+    assert_same_training(stock, enabled)
 
 
 @pytest.mark.parametrize(

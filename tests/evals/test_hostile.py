@@ -22,6 +22,8 @@ from . import leaving
 from .hostile import DEPEND_ON_THE_SANDBOX, PROGRAMS, SEARCH_FOR_TESTS
 from .processes import running
 
+pytestmark = pytest.mark.exhaustive
+
 LIMITS = Limits(
     cpu_seconds=0.6,
     wall_seconds=1.5,

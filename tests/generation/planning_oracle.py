@@ -46,6 +46,7 @@ def plan_prompts(
     ends: list[int | None] = [None] * len(prompts)
     items: list[PrefillItem] = []
     new_tokens: list[int] = []
+    firsts: list[int] = []
     for first, last, start, stop, _ in runs:
         known_path, known_length = known[first]
         cached = min(max(known_length - start, 0), stop - start)
@@ -53,6 +54,7 @@ def plan_prompts(
         if fresh := stop - start - cached:
             span = Span(len(cache.segment_tokens), len(new_tokens), fresh)
             items.append(PrefillItem(span, (*paths[first], *spans)))
+            firsts.append(first)
             new_tokens += prompts[first][stop - fresh : stop]
             spans.append(span)
         for index in range(first, last + 1):
@@ -65,6 +67,7 @@ def plan_prompts(
         items=tuple(items),
         new_tokens=torch.tensor(new_tokens, dtype=torch.long),
         ends=tuple(ends),
+        groups=tuple(firsts),
     )
     return plan, tuple(length for _, length in known)
 

@@ -128,7 +128,7 @@ def test_calls_that_save_too_little_run_stock(model):
 
 
 def test_calls_leave_the_model_untouched(model):
-    """Although transformers sets its offset of positions anew: what was found about the model holds for later calls."""
+    """Although transformers sets an offset of positions anew: what was found about the model holds for later calls."""
     inputs = prompts_with_images(model, SEVERAL[0])
     with fd.enabled(model, min_saved_tokens=1):
         run(model, inputs, "samples")

@@ -46,7 +46,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
 
 
 def assert_same(plan: PromptPlan, expected: PromptPlan) -> None:
-    assert (plan.items, plan.ends) == (expected.items, expected.ends)
+    assert (plan.items, plan.ends, plan.groups) == (expected.items, expected.ends, expected.groups)
     assert torch.equal(plan.new_tokens, expected.new_tokens)
     assert plan.forest == expected.forest
 

@@ -9,12 +9,23 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import runners
 
 from ..architectures.classes import tiny_model_of
-from .test_states import CLASSES, PROMPTS, ending_early, run
+from ..tiny_models import ragged_prompts
+from .test_states import BEAMS, CLASSES, PROMPTS, SAMPLING, run
 
 pytestmark = pytest.mark.gpu
 ON_GPU = {name: one.cuda() for name, one in PROMPTS.items()} if torch.cuda.is_available() else {}
+
+ENDING = SAMPLING | {"eos_token_id": list(range(3, 15)), "max_new_tokens": 40}
+"""Rows end after different numbers of steps: the host looks for them every few steps."""
+
+
+def alike(left, right):
+    """The share of equal tokens in the first fifty; by chance it is one in a hundred behind the prompts."""
+    return (left[:, :52] == right[:, :52]).float().mean().item() if left.shape[0] == right.shape[0] else 0.0
 
 
 @pytest.fixture(params=CLASSES)
@@ -33,13 +44,58 @@ def logits_of_steps(model, prompt, tokens, cache):
 
 def test_tokens_are_stocks_in_float32(each):
     model = copy.deepcopy(each).cuda()
-    arguments = ending_early(model, ON_GPU)
-    stock = run(model, arguments, ON_GPU)
+    stock = run(model, ENDING, ON_GPU)
     with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(run(model, arguments, ON_GPU), stock)
+        assert torch.equal(run(model, ENDING, ON_GPU), stock)
         report = fd.explain(model).last_call
-        assert (report.path, report.mode_reason) == ("shared", "steps that update states are not captured yet")
+        assert (report.path, report.mode) == ("shared", "eager")  # attention kernels take half precision only
         assert report.compactions >= 1
+
+
+def test_captured_steps_are_those_that_run_eagerly(each, monkeypatch):
+    """Rows that end leave for a smaller capture; other prompts, and beams, need no other."""
+    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)
+    model = copy.deepcopy(each).bfloat16().cuda()
+    other = {name: one.cuda() for name, one in ragged_prompts(25, 60, 41, shared=20, seed=3).items()}
+    calls = [(ENDING, ON_GPU), (ENDING, other), (BEAMS, ON_GPU)]
+    with fd.enabled(model, min_saved_tokens=1, mode="eager", backend="triton"):
+        eager = [run(model, *call) for call in calls]
+    with fd.enabled(model, min_saved_tokens=1, mode="graph"):
+        for number, (call, expected) in enumerate(zip(calls, eager, strict=True)):
+            found = run(model, *call)
+            report = fd.explain(model).last_call
+            assert report.mode == "graph", report.mode_reason
+            assert alike(found, expected) > 0.9
+            assert number == 2 or report.compactions >= 1
+        assert state_of(model).captures.count <= 8
+
+
+def test_captured_steps_err_as_little_as_stock(each):
+    model, prompt = copy.deepcopy(each).bfloat16().cuda(), PROMPTS["input_ids"][1:2]
+    more = {"return_dict_in_generate": True, "output_logits": True}
+    with fd.enabled(model, mode="graph", min_saved_tokens=1):
+        drawn = model.generate(prompt.cuda(), do_sample=False, max_new_tokens=9, **more)
+        assert fd.explain(model).last_call.mode == "graph"
+    tokens = drawn.sequences[:, prompt.shape[1] : -1]
+    with torch.no_grad():
+        exact = each(drawn.sequences.cpu()).logits[:, prompt.shape[1] : -1]
+    stock = logits_of_steps(model, prompt.cuda(), tokens, None)
+    found = torch.stack(drawn.logits[1:], 1)
+    stock_error, error = ((one.float().cpu() - exact).pow(2).mean().sqrt() for one in (stock, found))
+    assert error <= 2 * stock_error
+
+
+def test_a_returned_cache_keeps_its_states(each):
+    """Other calls use the memory in which captured steps update states."""
+    model = copy.deepcopy(each).bfloat16().cuda()
+    arguments = SAMPLING | {"return_dict_in_generate": True}
+    with fd.enabled(model, mode="graph", min_saved_tokens=1):
+        returned = run(model, arguments, ON_GPU)[CACHE]
+        assert fd.explain(model).last_call.mode == "graph"
+        before = [one.clone() for layer in returned.state_layers for one in layer.states.tensors]
+        run(model, SAMPLING, ON_GPU)
+        after = [one for layer in returned.state_layers for one in layer.states.tensors]
+        assert all(map(torch.equal, before, after))
 
 
 def test_half_precision_errs_as_little_as_stock(each):

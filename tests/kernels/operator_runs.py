@@ -30,6 +30,7 @@ def decode(
     capacity: Capacity | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    biases: Tensor | None = None,
     fewer_programs: bool = True,
     origins: Tensor | None = None,
     other: Partial | None = None,
@@ -50,10 +51,11 @@ def decode(
     queries_per_kv_head = heads // kv_heads * queries
     before = torch.tensor(kv.lengths(), dtype=torch.int32, device=query.device) - queries
     at = before[:, None] + torch.arange(queries, device=query.device)
-    index = at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()
-    new = [part.gather(2, index) for part in kv.suffix]
-    new[1] = torch.cat([new[1], torch.full_like(new[1], torch.nan)], -1)[..., :head_dim]  # strides of their own
-    suffix = Segment(*(part.scatter(2, index, torch.nan) for part in kv.suffix))
+    widths = [part.shape[-1] for part in kv.suffix]  # latents differ in them
+    indices = [at[:, None, :, None].expand(-1, kv_heads, -1, width).long() for width in widths]
+    new = [part.gather(2, index) for part, index in zip(kv.suffix, indices)]
+    new[1] = torch.cat([new[1], torch.full_like(new[1], torch.nan)], -1)[..., : widths[1]]  # strides of their own
+    suffix = Segment(*(part.scatter(2, index, torch.nan) for part, index in zip(kv.suffix, indices)))
     slots = torch.arange(rows, dtype=torch.int32, device=query.device) if slots is None else slots
     taking = slots >= 0
     stored = Segment(*(torch.full_like(part, torch.nan) for part in suffix))
@@ -72,7 +74,8 @@ def decode(
         kv_heads=kv_heads,
         overlap=query.is_cuda and compute_capability(query.device) >= (9, 0),
         shared_memory=shared_memory(query.device),
-        windowed=window is not None,
+        windowed=window is not None or biases is not None,
+        latents=widths[0] != head_dim,
     )
     grid = config.per_sm * multiprocessors(query.device)
     schedule = make_schedule(
@@ -101,12 +104,13 @@ def decode(
         soft_cap=softcap,
         window=window,
         sinks=sinks,
+        biases=biases,
         origins=origins,
         other=other,
         into=into,
         return_lse=return_lse,
     )
-    for whole, part in zip(stored, new, strict=True):
+    for whole, part, index in zip(stored, new, indices, strict=True):
         written = whole[slots[taking].long()].gather(2, index[taking])
         assert torch.equal(written, part[taking]), "the new tokens were not appended"
     return out.to(query.dtype) if rounded else out, lse

@@ -35,9 +35,11 @@ from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
 from hf_fastdecode.kernels.pointwise import api as pointwise
 from hf_fastdecode.kernels.pointwise import reference as pointwise_reference
-from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
 from hf_fastdecode.kernels.sampling.api import sample
 from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
+from hf_fastdecode.kernels.state_steps import api as state_steps
+from hf_fastdecode.kernels.state_steps import reference as state_steps_reference
 from hf_fastdecode.kernels.stored_product.api import Term, stored_product
 
 from ..attention.forests import make_inputs
@@ -145,11 +147,33 @@ def between_products() -> None:
     cos = torch.randn(1, 5, 32, device="cuda").half()
     for function, arguments in (
         ("rms_norm", (x, x[0], 1e-5, NormForm.ROUNDED)),
+        ("gated_rms_norm", (x, x, x[0], 1e-5, GatedNormForm.AFTER)),
         ("gated", (x, x, Activation.GELU_TANH)),
         ("rotate", (heads, heads[:, :3], cos, cos, RotaryForm.ROUNDED)),
     ):
         found, expected = (getattr(module, function)(*arguments) for module in (pointwise, pointwise_reference))
         torch.testing.assert_close(found, expected)
+
+
+def step_states() -> None:
+    """Sizes that blocks do not divide."""
+    x, taps = torch.randn(3, 300, device="cuda"), torch.randn(300, 3, device="cuda")
+    heads, inputs = torch.randn(3, 4, 40, device="cuda"), torch.randn(3, 2, 24, device="cuda")
+    signs, of_heads = torch.randn(3, 4, device="cuda"), -torch.rand(4, device="cuda")
+    for function, arguments, states in (
+        ("delta_rule", (inputs, inputs, heads, -signs.exp(), signs), torch.randn(3, 4, 24, 40, device="cuda")),
+        (
+            "scan",
+            (heads, signs, of_heads, inputs, inputs, of_heads, of_heads),
+            torch.randn(3, 4, 40, 24, device="cuda"),
+        ),
+    ):
+        expected = getattr(state_steps_reference, function)(*arguments, states)
+        found = getattr(state_steps, function)(*arguments, states)
+        torch.testing.assert_close((found, states), expected)
+    states = torch.randn(3, 300, 4, device="cuda")
+    expected = state_steps_reference.convolve(x, states, taps, None, silu=True)
+    torch.testing.assert_close((state_steps.convolve(x, states, taps, None, silu=True), states), expected)
 
 
 def mix() -> None:
@@ -178,6 +202,7 @@ RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}
 CASES = {
     "least": least,
     "between products": between_products,
+    "steps of states": step_states,
     "race": race,
     "outside": outside,
     "nodes and suffixes": lambda: attend(Config(16)),

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from ..fresh_processes import ROOT
 
 LAUNCHES = """
@@ -17,6 +19,7 @@ with pretending((9, 0)):
 """
 
 
+@pytest.mark.exhaustive
 def test_launches_on_a_pretended_gpu() -> None:
     """In an interpreter of its own, where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -33,5 +36,6 @@ def test_launches_on_a_pretended_gpu() -> None:
         "sampling",
         "slim_append",
         "slim_decode",
+        "state_steps",
         "stored_product",
     ]

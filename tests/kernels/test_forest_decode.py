@@ -82,6 +82,42 @@ def test_windows_and_sinks(window, sinks, queries):
     assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
 
 
+def with_biases(query: Tensor, kv: ForestKV, biases: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Attention of each row over a copy of its keys, in a dtype, with biases by distance; and its log-sum-exp."""
+    heads, queries, head_dim = query.shape[1:]
+    outs, lses = [], []
+    for row, own in enumerate(query):
+        keys, values = (part.repeat_interleave(heads // part.shape[0], 0) for part in own_keys_and_values(kv, row))
+        length = keys.shape[1]
+        age = length - queries + torch.arange(queries, device=query.device)[:, None]
+        age = age - torch.arange(length, device=query.device)
+        bias = biases[:, age.clamp(0, biases.shape[1] - 1)].masked_fill(age < 0, -torch.inf).to(dtype)
+        own, keys, values = (part.to(dtype) for part in (own, keys, values))
+        outs.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=bias))
+        lses.append(torch.logsumexp(own.double() @ keys.double().mT * head_dim**-0.5 + bias.double(), -1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+@pytest.mark.parametrize(("queries", "group"), [(1, 1), (3, 1), (1, 4)])
+def test_biases_by_distance(queries, group):
+    """Distances reach into the new tokens, the suffix, and nodes at any depth, beyond the last that has its own."""
+    device = "cpu" if INTERPRETED else "cuda"
+    rows, longest = (7, 60) if INTERPRETED else (70, 500)
+    forest = random_forest(random.Random(5), rows, 3, longest=longest)
+    lengths = [queries + 9 * row % 50 for row in range(rows)]
+    heads, head_dim = 4, 16 if INTERPRETED else 128
+    options = {"heads": heads, "kv_heads": heads // group, "head_dim": head_dim, "queries": queries}
+    query, kv = make_inputs(forest, lengths, **options, dtype=torch.half, device=device)
+    biases = 3 * torch.randn(heads, 41, generator=torch.Generator().manual_seed(0)).half().float().to(device)
+    suffix = SuffixConfig(merge=2)
+    config = Config(16, block_n=16, overlap=False, suffix=suffix, overlap_suffix=queries == 3) if INTERPRETED else None
+    out, lse = decode(query, kv, config=config, biases=biases)
+    oracle, oracle_lse = with_biases(query, kv, biases, torch.double)
+    yardstick, yardstick_lse = with_biases(query, kv, biases, torch.half)
+    assert_error_rule(out, yardstick, oracle, oracle_lse)
+    assert_error_rule(lse, yardstick_lse.float(), oracle_lse, oracle_lse)
+
+
 @pytest.mark.parametrize("least", [-torch.inf, torch.finfo(torch.float32).min, -1e30])
 @pytest.mark.parametrize(("window", "queries"), [(None, 1), (1, 1), (2, 4)])
 def test_the_least_sink_is_none(least, window, queries):

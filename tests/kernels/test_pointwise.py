@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.pointwise import api, reference
-from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts numbers off where bf16 rounds them.
@@ -21,7 +21,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def assert_alike(name: str, given: Sequence[Tensor], *how: object, **named: bool) -> Any:
+def assert_alike(name: str, given: Sequence[Tensor], *how: object, **named: object) -> Any:
     """Error at most twice that of PyTorch's operators and a rounding; at most one in a hundred halves differs.
 
     Numbers under 0.01, where gates are all but shut, are differences of nearly equal ones and may differ more often.
@@ -59,6 +59,16 @@ def test_rms_norm_of_a_sum(shape: tuple[int, ...], form: NormForm, dtype: torch.
     found = api.rms_norm(x, weight, 1e-5, form, plus)
     assert torch.equal(plus.total, x + addend)
     assert torch.equal(found, api.rms_norm(x + addend, weight, 1e-5, form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", GatedNormForm)
+@pytest.mark.parametrize(("shape", "group"), [((3, 5, 128), None), ((7, 1, 3000), 1000), ((2, 96), 24)])
+def test_gated_rms_norm(shape: tuple[int, ...], group: int | None, form: GatedNormForm, dtype: torch.dtype) -> None:
+    """The gate is a part of a product's rows."""
+    x, weight = random(*shape, seed=1, dtype=dtype), random(shape[-1], seed=2, dtype=dtype)
+    gate = 2 * random(*shape[:-1], 2 * shape[-1], seed=3, dtype=dtype)[..., shape[-1] :]
+    assert_alike("gated_rms_norm", (x, gate, weight), 1e-5, form, group=group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -108,7 +108,14 @@ def test_sums_of_many_rows_are_not_kept_in_fp32(rows: int, given: type[HopperCon
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(
     ("columns", "width"),
-    [((4096, 4096, 4096), 4096), ((4096, 1024, 1024), 4096), ((4096,), 11008), ((2880,), 2880), ((32016,), 4096)],
+    [
+        ((4096, 4096, 4096), 4096),
+        ((4096, 1024, 1024), 4096),
+        ((4096,), 11008),
+        ((2880,), 2880),
+        ((32016,), 4096),
+        ((8192, 4096, 32), 2560),
+    ],
 )
 def test_chosen_configurations(columns: tuple[int, ...], width: int, rows: int) -> None:
     """Shapes of 7B and 8B models, and those of a width and of columns that are no multiples of 128."""

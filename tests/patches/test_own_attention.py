@@ -11,14 +11,14 @@ import transformers
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import COMPILED_CALL
+from hf_fastdecode._compat import CACHE, COMPILED_CALL
 from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures.falcon import FALCON
 from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
 from hf_fastdecode.patches.layers import key_bias
-from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_slopes
+from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_query_positions
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -32,8 +32,13 @@ _MPT = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "expansi
 _GPT_NEO = {
     **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "max_position_embeddings": 512},
     **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
+    "seed": 1,  # with 0, logits of two greedy tokens differ by 1e-4, and roundings by up to 1e-5
 }
 _XGLM = {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512}
+_BART = {
+    **{"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 3},
+    **{"encoder_attention_heads": 2, "encoder_ffn_dim": 96, "max_position_embeddings": 512},
+}
 _JETMOE = {
     **{"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_key_value_heads": 2},
     **{"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512},
@@ -51,6 +56,7 @@ _GEMMA3N = {
 }
 
 MODELS = {
+    "bart": ("bart", _BART),
     "bloom": ("bloom", {**_BLOOM, "hidden_size": 96, "n_head": 6}),
     "diffllama": ("diffllama", {**_GATED, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}),
     "doge": ("doge", _DOGE),
@@ -63,7 +69,9 @@ MODELS = {
     "jetmoe": ("jetmoe", _JETMOE),
     "llama4": ("llama4_text", _LLAMA4),
     "mpt": ("mpt", {**_MPT, "d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 1.0}}),
+    "mvp": ("mvp", _BART),
     "rembert": ("rembert", {**_GATED, "input_embedding_size": 32, "output_embedding_size": 32, "is_decoder": True}),
+    "roformer": ("roformer", {**_GATED, "embedding_size": 32, "is_decoder": True, "rotary_value": True}),
     "stablelm": ("stablelm", {**_GATED, "num_key_value_heads": 2}),
     "xglm": ("xglm", _XGLM),
 }
@@ -82,7 +90,7 @@ def test_tokens_equal_stock(name):
             if parameter_name.endswith(".A"):  # of Doge, whose gates are else all the same
                 parameter.copy_(torch.tensor([-1.0, 1.0]))
     verdict = compared(model, prompts, stock_tokens(model, prompts))
-    if name == "rembert" and verdict == ("stock", "the model's mask is not plain causal attention"):
+    if name in ("rembert", "roformer") and verdict == ("stock", "the model's mask is not plain causal attention"):
         pytest.skip(f"transformers {transformers.__version__} lets prompts attend to later tokens")
     assert verdict == ("shared", "")
     stock = model.generate(**prompts, **BEAMS)
@@ -102,7 +110,20 @@ def test_alibi_at_positions_that_half_precision_rounds(name):
     assert torch.allclose(shared, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["bloom", "diffllama", "doge", "falcon-40b"])
+def test_reports_know_what_transformers_caches(name):
+    model_type, fields = MODELS[name]
+    model = tiny_model_of_type(model_type, **fields)
+    call = ragged_prompts(40, 40, shared=40) | {"max_new_tokens": 3, "return_dict_in_generate": True}
+    stock = sum(layer.keys.nbytes + layer.values.nbytes for layer in model.generate(**call)[CACHE].layers)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert model.generate(**call)[CACHE].nbytes.stock == stock
+        assert fd.explain(model).last_call.nbytes.stock == stock
+
+
 SMALL = {
+    "bart": {**_BART, "decoder_layers": 1, "decoder_attention_heads": 2, "d_model": 32},
+    "diffllama": {**_GATED, "num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16},
     "bloom": {**_BLOOM, "n_layer": 1, "n_head": 2, "hidden_size": 32},
     "gemma3n_text": {
         **{**_GEMMA3N, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
@@ -174,7 +195,16 @@ def _scaled(module, *args):
     return 1.5 * _ATTEND(module, *args)[0], None
 
 
+class Derived(GPTNeoSelfAttention):
+    """An attention layer of a user's."""
+
+
 REPLACED = {
+    "derived": (
+        "gpt_neo",
+        lambda module, patch: patch.setattr(module, "__class__", Derived),
+        "Derived derives from GPTNeoSelfAttention, whose attention has code of its own here",
+    ),
     "class": (
         "gpt_neo",
         lambda module, patch: patch.setattr(type(module), "_attn", _scaled),
@@ -282,12 +312,13 @@ def test_llama4_scales_with_the_padding_of_prompts():
 def test_position_bias_is_exact_in_any_dtype(dtype):
     slopes, scale = (0.84089642, 2.0**-8), 128**-0.5
     positions = torch.tensor([[0, 1, 255, 256, 4095, 50_001, MOST_POSITIONS - 1]])
-    key = with_key_positions(torch.zeros(1, 2, positions.shape[1], 128, dtype=dtype), positions)
-    query = with_slopes(torch.zeros(1, 2, 1, 128, dtype=dtype), slopes, scale)
-    assert key.shape[-1] == query.shape[-1] == 128 + WIDTH
-    bias = (query.double() @ key.double().mT)[0, :, 0] * scale
-    exact = torch.tensor(slopes, dtype=torch.float64)[:, None] * positions
-    assert torch.allclose(bias, exact, rtol=2.0**-20, atol=0)
+    key = with_key_positions(torch.zeros(1, 2, positions.shape[1], 128, dtype=dtype), positions, slopes, scale)
+    for at in (50_001, MOST_POSITIONS - 1):
+        query = with_query_positions(torch.zeros(1, 2, 1, 128, dtype=dtype), torch.tensor([[at]]), slopes, scale)
+        assert key.shape[-1] == query.shape[-1] == 128 + WIDTH
+        bias = (query.double() @ key.double().mT)[0, :, 0] * scale
+        exact = torch.tensor(slopes, dtype=torch.float64)[:, None] * (positions - at)
+        assert torch.allclose(bias, exact, rtol=2.0**-20, atol=0)
 
 
 def test_a_name_is_registered_once():

@@ -81,11 +81,16 @@ def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:
 
 
 def _check_strides(segment: Segment) -> None:
-    """The kernels step through values as through keys."""
+    """The kernels step through values as through keys, and through what follows latents in steps of its width."""
     keys, values = segment
     if keys.stride() == values.stride():
         return
-    if any(size > 1 and key != value for size, key, value in zip(keys.shape, keys.stride(), values.stride())):
+    if keys.shape[-1] != values.shape[-1]:
+        as_wide = [stride * keys.shape[-1] // values.shape[-1] for stride in values.stride()[:-1]]
+        strides = list(zip(keys.shape, keys.stride(), [*as_wide, 1]))
+    else:
+        strides = list(zip(keys.shape, keys.stride(), values.stride()))
+    if any(size > 1 and key != value for size, key, value in strides):
         raise ValueError(
             f"keys and values need equal strides, got {keys.stride()} and {values.stride()}; store both in one layout"
         )
@@ -136,6 +141,7 @@ def run_kernels(
         soft_cap=scoring.softcap,
         window=scoring.window,
         sinks=scoring.sinks,
+        biases=scoring.distances,
         origins=origins,
         other=other,
         into=into,

@@ -38,20 +38,24 @@ class HeadShape(NamedTuple):
 
     Attributes:
         queries_per_kv_head: Packed queries of one row per KV head.
-        windowed: Whether a sliding window binds.
+        windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
+        latents: Whether keys are latents, of which `head_dim` numbers are read.
     """
 
     kv_heads: int
     queries_per_kv_head: int
     head_dim: int
     windowed: bool
+    latents: bool = False
 
     @classmethod
     def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> HeadShape:
         """The shape of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
         _, heads, queries, head_dim = query.shape
         kv_heads = keys.shape[1]
-        return cls(kv_heads, heads // kv_heads * queries, head_dim, scoring.window is not None)
+        windowed = scoring.window is not None or scoring.distances is not None
+        latents = keys.shape[-1] != head_dim
+        return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents)
 
 
 class LaunchPlan:
@@ -199,11 +203,12 @@ def decode_config(
         keys=keys // multiprocessors(device),
         windowed=shape.windowed,
         own_dominate=own_dominate,
+        latents=shape.latents,
         overlap=has_pdl,
         shared_memory=shared_memory(device),
         device=device,
     )
-    if shape.windowed or own_dominate or not has_pdl:
+    if shape.windowed or shape.latents or own_dominate or not has_pdl:
         return config
     sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
     return choose_chains(forest, *sizes, config, multiprocessors(device))

@@ -45,6 +45,7 @@ def plain_partial(
     *,
     visible: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Partial:
     """Attention by two matrix products with sums in at least fp32: any shapes, masks and soft-capping.
 
@@ -54,6 +55,7 @@ def plain_partial(
         values: ``[..., length, value_dim]``.
         visible: Boolean, broadcastable to ``[..., queries, length]``: visible keys; all when None.
         softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
+        bias: Added to the scaled scores, broadcastable to ``[..., queries, length]``; not with a soft cap.
     """
     if not keys.shape[-2]:
         batch = torch.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
@@ -61,12 +63,14 @@ def plain_partial(
         return empty_partial((*batch, query.shape[-2], values.shape[-1]), query.device, compute)
     scores = _product(query, keys.mT)  # [..., queries, length]
     if scores.requires_grad or values.requires_grad:
-        return _differentiable(scores, values, scale, visible, softcap)
+        return _differentiable(scores, values, scale, visible, softcap, bias)
     # In place: a prefill's scores are far larger than what else it reads and writes.
     if softcap is None:
         scores.mul_(scale)
     else:
         scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores.add_(bias)
     if visible is not None:
         scores.masked_fill_(~visible, -torch.inf)
     row_max = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
@@ -80,10 +84,17 @@ def plain_partial(
 
 
 def _differentiable(
-    scores: Tensor, values: Tensor, scale: float, visible: Tensor | None, softcap: float | None
+    scores: Tensor,
+    values: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
 ) -> Partial:
     """`plain_partial` from its products ``query @ keys.mT`` on, for gradients."""
     scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
+    if bias is not None:
+        scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, -1)

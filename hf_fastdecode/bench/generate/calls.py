@@ -20,6 +20,7 @@ from transformers import (
 import hf_fastdecode as fd
 
 from ...cache.accounting import KVSizes
+from ...cache.layout import ModelLayout
 from ...measurement.calls import collect
 from ...measurement.runner import NotAvailableError
 from ...measurement.shapes import SHAPES, random_model
@@ -79,6 +80,9 @@ class LatestModel:
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one."""
+    layout = ModelLayout.from_config(model.config)
+    if layout.states:
+        return model.dtype.itemsize * sum(store.numbers for store in layout.per_token.values())
     config = copy.copy(model.config)
     config.slim_layers = None
     return KVSizes.from_config(config).bytes_per_token(model.dtype.itemsize)

@@ -23,12 +23,12 @@ REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
 """What to do about a cache that another model filled."""
 
 
-def require_dtype(computed: torch.dtype, stored: Segment | None) -> None:
+def require_dtype(computed: torch.dtype, stored: Sequence[Tensor] | None, what: str = "keys") -> None:
     """Raise ValueError if a pass computes keys in another dtype than those that a layer holds, if it holds any."""
     if stored is not None and stored[0].dtype != computed:
         raise ValueError(
-            f"the cache holds keys in {stored[0].dtype}, and this pass computes {computed}: the model was converted, "
-            "or runs under another torch.autocast than when the cache was made; prefill again"
+            f"the cache holds {what} in {stored[0].dtype}, and this pass computes {computed}: the model was "
+            "converted, or runs under another torch.autocast than when the cache was made; prefill again"
         )
 
 
@@ -120,7 +120,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             parts = Segment._make(packed(part, places) for part in parts)
         self.storage.describe(suffix_parts or parts)
         if not self.is_initialized:
-            self.lazy_initialization(*self.storage.keys_and_values(parts))
+            self.lazy_initialization(*parts)
         handle: SharedKV
         if self.state.packed:
             require_dtype(parts[0].dtype, self.storage.node_example)

@@ -7,8 +7,10 @@ from weakref import ref
 
 from ..layout import ModelLayout
 from ..state import SharedState
+from ..storage import TokenStorage
 from .attention import REMEDY, SharedContextLayer, other_heads
 from .empty import EmptyLayer
+from .latent import LatentStorage
 from .own import OwnStorage
 from .state import StateAndAttentionLayer, StateLayer
 
@@ -37,16 +39,28 @@ def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer
             continue
         if not isinstance(layer, SharedContextLayer):
             if state_store is None:
-                layer = SharedContextLayer(state, index, store, None if own is None else OwnStorage(ref(own)))
+                layer = SharedContextLayer(state, index, store, _storage(layout, index))
             else:
-                layer = StateAndAttentionLayer(state, index, store, state_store)
+                layer = StateAndAttentionLayer(state, index, store, state_store, _storage(layout, index))
         elif (node := layer.storage.node_example) is not None:
-            for part, width in zip(node, (store.head_dim, store.value_dim), strict=True):
+            rest = store.head_dim - store.value_dim if layer.storage.holds_latents else store.value_dim
+            widths = (store.value_dim if layer.storage.holds_latents else store.head_dim, rest)
+            for part, width in zip(node, widths, strict=True):
                 got = part.shape[-3], part.shape[-1]
                 if 0 not in (store.kv_heads, width) and got != (store.kv_heads, width):
                     raise ValueError(other_heads(got, (store.kv_heads, width)))
         if own is not None and isinstance(layer.storage, OwnStorage):
             layer.storage.layer = ref(own)  # a cache that was loaded or copied has none, or that of another model
+        if isinstance(layer.storage, LatentStorage):
+            layer.storage.layer = ref(layout.expanding[index])
         layer.store = store
         layers.append(layer)
     return layers
+
+
+def _storage(layout: ModelLayout, index: int) -> TokenStorage | None:
+    """A storage for what a layer's own code makes of its tokens; None for keys and values as they come."""
+    if (own := layout.own.get(index)) is not None:
+        return OwnStorage(ref(own))
+    expanding = layout.expanding.get(index)
+    return None if expanding is None else LatentStorage(ref(expanding), layout.per_token[index].kernel_heads)

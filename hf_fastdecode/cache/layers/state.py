@@ -21,7 +21,7 @@ from ...attention.forest import Path
 from ..layout import Store
 from ..state import SharedState
 from ..storage import TokenStorage
-from .attention import SharedContextLayer
+from .attention import SharedContextLayer, require_dtype
 
 End = tuple[int, int]
 """Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
@@ -118,12 +118,34 @@ class KeepsStates(Protocol):
         """Forget the rows' states."""
         ...
 
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        ...
+
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         """Keep, at each of the new ends, what was at the old one, and nothing else."""
         ...
 
 
-class StateLayer(LinearAttentionLayer):
+class LayerOfOwnStates(LinearAttentionLayer):
+    """Adds how code that keeps states elsewhere (`OwnStates`) has them in a layer, as states of recurrences."""
+
+    @property
+    def kept_states(self) -> tuple[Tensor, ...] | None:
+        """The rows' states that `keep_states` was given, in its order; None where rows have none yet."""
+        if not all(self.is_recurrent_states_initialized.values()):
+            return None
+        return tuple(self.recurrent_states[number] for number in range(self.number_of_states))
+
+    def keep_states(self, states: Sequence[Tensor]) -> None:
+        """Store the rows' states after a pass, ``[rows, ...]`` each; copied, in place of those that rows have."""
+        for number, one in enumerate(states):
+            if self.recurrent_states[number] is not one:
+                self.update_recurrent_state(one, number)
+        self.dtype, self.device = states[0].dtype, states[0].device
+
+
+class StateLayer(LayerOfOwnStates):
     """A layer that stores a state per row, and nothing per token."""
 
     is_compileable: ClassVar[bool] = False
@@ -139,10 +161,17 @@ class StateLayer(LinearAttentionLayer):
 
     @property
     def states(self) -> States | None:
-        if not any(self.is_conv_states_initialized.values()):
+        if not any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values())):
             return None
         parts = (self.conv_states, self.recurrent_states)
         return States(*({number: one for number, one in part.items() if one is not None} for part in parts))
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As `LinearAttentionLayer.update_conv_state`; raises ValueError for inputs in another dtype than before."""
+        if (states := self.states) is not None and states.conv:
+            require_dtype(conv_states.dtype, list(states.conv.values()), "states")
+        updated: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
         self.drop_rows()
@@ -156,8 +185,7 @@ class StateLayer(LinearAttentionLayer):
             )
         with _writable():
             states = States.joined([one for one in known if one is not None])
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
+        self.place(states)
         for number, one in states.conv.items():
             self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
             self.conv_kernel_size[number] = one.shape[-1]
@@ -201,8 +229,12 @@ class StateLayer(LinearAttentionLayer):
             for one, new in zip(states.tensors, chosen.tensors, strict=True):
                 one.copy_(new)
             return
-        self.conv_states.update(chosen.conv)
-        self.recurrent_states.update(chosen.recurrent)
+        self.place(chosen)
+
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
 
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)

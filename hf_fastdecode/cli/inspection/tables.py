@@ -141,8 +141,18 @@ def sharing_text(found: Sharing) -> RenderableType:
 
 def _attention_facts(found: Sharing) -> Iterator[tuple[str, str]]:
     """Heads of each kind of layer."""
-    kinds = Counter(replace(store, kind=Kind.FULL, window=None) for store in found.sizes.stores)
+    kinds = Counter(
+        store if store.kind is Kind.LATENT else replace(store, kind=Kind.FULL, window=None)
+        for store in found.sizes.stores
+    )
     for shape, layers in kinds.items():
+        if shape.kind is Kind.LATENT:
+            yield (
+                "attention",
+                f"latent: {layers} layers, h = {shape.query_heads} query heads over {shape.head_dim} numbers of a "
+                f"token, {shape.value_dim} of them its latent",
+            )
+            continue
         yield (
             "attention",
             f"{shape.attention}: {layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV heads, "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..._compat import CACHE, pad_token
 from ...attention.forest import Forest
@@ -106,6 +106,8 @@ class Loop:
             prefill_unshared(self.call.model, cache, unshared, max_tokens=self.call.max_prefill_tokens)
         width = self.prompts.shape[1]
         suffix_tokens = self.start.suffix_tokens[wave.rows]
+        if cache.inputs is not None:  # decoders with an encoder count positions, also those of padding
+            cache.state.padded_length = width - suffix_tokens.shape[1]
         tokens = torch.cat([suffix_tokens, wave.tokens[:, width : width + max(0, wave.drawn - 1)]], dim=1)
         positions = self.start.positions[wave.rows][:, None] - suffix_tokens.shape[1]
         feed = EagerSteps(self.call.model, cache, step_arguments(self.call.arguments)).feed
@@ -124,7 +126,8 @@ class Loop:
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
         row_numbers = wave.rows  # the batch's row numbers in the call
-        synchronous = self.decisions.polls_synchronously or bool(cache.state_layers)  # whose steps cannot be undone
+        kept = bool(cache.state_layers) and self.call.returns_cache  # whose steps cannot be undone
+        synchronous = self.decisions.polls_synchronously or kept
         poller = FinishedRowPoller(self.prompts.device, synchronous=synchronous, draws=self.sampler.generator_draws)
         limit = stopping.max_length or self.call.config.max_length
         while True:
@@ -179,7 +182,8 @@ class Loop:
             for steps in (wave.scores, wave.logits, wave.logprobs):
                 del steps[last:]
             poller.restore_generator(last)
-            cache.crop(-overrun)
+            if not cache.state_layers:  # which cannot go back, and nobody has the cache
+                cache.crop(-overrun)
         wave.drawn = last
         wave.tokens = wave.tokens[:, : self.prompts.shape[1] + last].contiguous()
         if stepped:  # else the report has seen the last pass
@@ -256,6 +260,13 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
     logprobs: Tensor | None = None
 
 
+@dataclass
+class FastDecodeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same of a model with an encoder: transformers' fields plus `logprobs`, see `FastDecodeOutput`."""
+
+    logprobs: Tensor | None = None
+
+
 def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, TokenLogProbs | None]:
     """Split off a `TokenLogProbs` recorder, whose work the loop does itself."""
     recorders = [entry for entry in processors if type(entry) is TokenLogProbs]
@@ -272,7 +283,7 @@ def decode_shared(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,
-) -> FastDecodeOutput | Tensor:
+) -> FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor:
     """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
     model, config = call.model, call.config
     call.report.fused = call.structure.fused_names  # found while the device prefills
@@ -301,7 +312,8 @@ def decode_shared(
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:
         return wave.tokens
-    return FastDecodeOutput(
+    kind = FastDecodeEncoderDecoderOutput if model.config.is_encoder_decoder else FastDecodeOutput
+    return kind(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,
         logits=tuple(wave.logits) if config.output_logits else None,

@@ -16,11 +16,11 @@ from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.own_code import stand_ins_of
 from ...kernels.installed import triton_is_installed
 from ..replaced_calls import ReplacedCall, replaced_calls
-from . import experts, gated, norms, rotary, routers
+from . import delta_nets, experts, gated, gated_norms, norms, rotary, routers, states
 from .runs import fused_here, is_plain
 from .trial import tried
 
-_KINDS: tuple[ModuleType, ...] = (norms, gated, rotary, experts, routers)
+_KINDS: tuple[ModuleType, ...] = (norms, gated_norms, gated, rotary, experts, routers, delta_nets, states)
 """Each has ``WHAT``, ``may_be(class)``, ``kind(module)``, ``form_of(module)`` and ``replacement(module, form)``."""
 
 # What trials found, by kind; a model's own, since its code may read its config.

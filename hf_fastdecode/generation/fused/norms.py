@@ -37,13 +37,13 @@ def kind(module: nn.Module) -> Hashable | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
-    of_module = settings(module) if _eps(module) is not None else None
+    of_module = settings(module) if eps_of(module) is not None else None
     return (of_module, weight.dtype == torch.float32) if of_module is not None else None
 
 
 def form_of(module: nn.Module) -> NormForm | None:
     """Which form a norm computes; None if none of them."""
-    eps, own = _eps(module), module._parameters["weight"]
+    eps, own = eps_of(module), module._parameters["weight"]
     assert eps is not None
     assert own is not None
     x = random(8, _COLUMNS, seed=1) * _SCALES
@@ -58,7 +58,7 @@ def replacement(module: nn.Module, form: NormForm) -> Any:
 
 
 def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    sums, weight, eps = waiting_sums(), module._parameters.get("weight"), _eps(module)
+    sums, weight, eps = waiting_sums(), module._parameters.get("weight"), eps_of(module)
     waits = sums is not None and sums.waits(x)
     # Of queries and keys of many tokens, which models transpose first: [batch, heads, length, head_dim]. A sum that
     # waits would be computed by looking at it.
@@ -88,6 +88,7 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
         return uncompiled_call(module, x)
 
 
-def _eps(module: nn.Module) -> float | None:
+def eps_of(module: nn.Module) -> float | None:
+    """What a norm adds to the mean, by its attribute."""
     found = (vars(module).get(name) for name in _EPS)
     return next((value for value in found if isinstance(value, float)), None)

@@ -1,16 +1,10 @@
-"""Attention modules that rotate queries and keys by their file's ``apply_rotary_pos_emb``.
-
-The function is a global name of the model's file, so the module runs a copy of its ``forward`` in which that name is
-another function; the file itself, and other models and threads, keep theirs.
-"""
+"""Attention modules that rotate queries and keys by their file's ``apply_rotary_pos_emb``, see `copied_code`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import product
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +15,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import rotate
 from ...kernels.pointwise.forms import RotaryForm
+from .copied_code import calling, global_named
 from .runs import is_plain, runs_fused
 from .trial import TRIED_IN, function_key, matching, names_in, random, tried
 
@@ -40,7 +35,7 @@ def may_be(module: type[nn.Module]) -> bool:
 
 def kind(module: nn.Module) -> Hashable | None:
     """What tells modules apart that rotate differently; None where the file has no function of that name."""
-    function = inspect.unwrap(type(module).forward).__globals__.get(_NAME)
+    function = global_named(_NAME, type(module).forward)
     if (key := function_key(function)) is None:
         return None
     return type(module), function_key(type(module).forward), key
@@ -48,8 +43,8 @@ def kind(module: nn.Module) -> Hashable | None:
 
 def form_of(module: nn.Module) -> Forms | None:
     """In which forms the function rotates; None if in none of them, or if no copy of `forward` can call another."""
-    function = inspect.unwrap(type(module).forward).__globals__[_NAME]
-    if _calling(type(module).forward, function) is None:
+    function = global_named(_NAME, type(module).forward)
+    if calling(type(module).forward, {_NAME: function}) is None:
         return None
     queries, keys = (random(2, 5, heads, 32, seed=heads).transpose(1, 2) for heads in (4, 2))
     forms = Forms()
@@ -69,35 +64,9 @@ def form_of(module: nn.Module) -> Forms | None:
 def replacement(module: nn.Module, forms: Forms) -> Any:
     """What runs in the place of the module."""
     forward = type(module).forward
-    function = inspect.unwrap(forward).__globals__[_NAME]
-    copied = _calling(forward, partial(_rotate, function, forms))
+    copied = calling(forward, {_NAME: partial(_rotate, global_named(_NAME, forward), forms)})
     assert copied is not None  # for `form_of` made one
     return partial(_run, module, copied)
-
-
-def _calling(forward: Any, rotate: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A copy of a function, and of its decorators, in which the name is another; None if they cannot be copied."""
-    if not isinstance(forward, FunctionType):
-        return None
-    names, cells, wrapped = forward.__globals__, forward.__closure__ or (), getattr(forward, "__wrapped__", None)
-    if wrapped is None:
-        names = {**names, _NAME: rotate}
-    else:
-        inner = _calling(wrapped, rotate)
-        held = [cell for cell in cells if _contents(cell) is wrapped]
-        if inner is None or not held:
-            return None
-        cells = tuple(CellType(inner) if cell in held else cell for cell in cells)
-    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

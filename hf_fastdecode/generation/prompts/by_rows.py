@@ -1,10 +1,12 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
-It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ,
-layers with a state per row, and prompts that come with images, video or audio. These run as in stock, with its own
-masks and attention, once for each distinct input. Every prompt is a node, shared by its samples and beams; common
-beginnings of different prompts are not shared. A prompt that continues a path of a given cache runs in a pass of its
-own, without padding, which would otherwise come between the state at the path's end and the prompt's next token.
+It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
+that count the padding of prompts, layers with a state per row, decoders with an encoder, whose prompts differ
+where its inputs do, and prompts that come with images, video or audio. These run as in stock, with its own masks and
+attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
+prompts of text begin with is a node of its own where layers continue from its state. It runs first, and the prompts'
+rests, as those of prompts that continue a path of a given cache, after it: without padding, which would come between
+the state and the next token, hence together with rests of the same length only.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
+from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..input_rows import InputRows
-from .packed import PrefillPass
+from .packed import PrefillPass, stacked
 from .prompt_plan import PromptGroup, PromptPlan
 
 
@@ -32,6 +35,7 @@ class Rows(NamedTuple):
         inputs: ``[rows, width]`` ids, or ``[rows, width, hidden]`` embeddings.
         attention_mask: ``[rows, width]``, or None.
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
         numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
         images: The images, videos or audio of the call's rows.
     """
@@ -39,6 +43,7 @@ class Rows(NamedTuple):
     inputs: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor
+    inputs_of: Tensor | None = None
     numbers: Tensor | None = None
     images: InputRows | None = None
 
@@ -48,6 +53,7 @@ class Rows(NamedTuple):
         inputs: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
+        inputs_of: Tensor | None = None,
         images: InputRows | None = None,
     ) -> Rows:
         """Rows whose positions, where none are given, count the tokens that the mask shows."""
@@ -55,7 +61,7 @@ class Rows(NamedTuple):
             shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
             position_ids = (shown.cumsum(1) - 1).clamp_min(0)
         numbers = None if images is None else torch.arange(len(inputs), device="cpu")
-        return cls(inputs, attention_mask, position_ids, numbers, images)
+        return cls(inputs, attention_mask, position_ids, inputs_of, numbers, images)
 
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
@@ -69,18 +75,24 @@ class Rows(NamedTuple):
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         here = rows.to(places.device) if isinstance(rows, Tensor) else rows
         places = places if places.shape[-2] == 1 else places[..., here, :]
-        numbers = self.numbers
-        if numbers is not None:
-            numbers = numbers[rows.cpu() if isinstance(rows, Tensor) else rows]
-        return Rows(self.inputs[rows], mask, places, numbers, self.images)
+        chosen = rows.cpu() if isinstance(rows, Tensor) else rows
+        inputs_of, numbers = (None if part is None else part[chosen] for part in (self.inputs_of, self.numbers))
+        return Rows(self.inputs[rows], mask, places, inputs_of, numbers, self.images)
 
-    def last_tokens(self, count: int) -> Rows:
-        """The last tokens of one row, without padding."""
-        mask, width = self.attention_mask, self.inputs.shape[1]
-        shown = torch.arange(width, device="cpu") if mask is None else mask[0].nonzero().flatten()
-        last = shown[-count:]
-        places = self.position_ids[..., last.to(self.position_ids.device)]
-        return Rows(self.inputs[:, last.to(self.inputs.device)], None, places)
+    def tokens(self, firsts: Sequence[int], count: int) -> Rows:
+        """So many tokens of each row, from its token ``firsts[row]`` on; of rows with padding at the left alone."""
+        at = torch.tensor(firsts, device="cpu")
+        if self.attention_mask is not None:
+            at = at + self.attention_mask.bool().byte().argmax(1).cpu()
+        at = at[:, None] + torch.arange(count, device="cpu")  # [rows, count]
+        row, places = torch.arange(len(at), device="cpu")[:, None], self.position_ids
+        of_places = row if places.shape[-2] > 1 else torch.zeros_like(row)
+        inputs, device = self.inputs, places.device
+        return self._replace(
+            inputs=inputs[row.to(inputs.device), at.to(inputs.device)],
+            attention_mask=None,
+            position_ids=places[..., of_places.to(device), at.to(device)],
+        )
 
 
 def row_passes(
@@ -97,20 +109,23 @@ def row_passes(
 
     Args:
         cache: The cache the plan was made for; the tokens become its next segment.
-        plan: With a node for each prompt.
-        rows: The distinct rows, one for each of the plan's items.
+        plan: Of these rows, each a group.
+        rows: The distinct rows.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
     """
     cache.add_segment(plan.new_tokens)
-    width, device = rows.inputs.shape[1], input_device(model)
-    at_once = max(1, max_tokens // width)
+    device, runs = input_device(model), _passes(plan, rows.inputs.shape[1], max_tokens)
+    if rows.inputs_of is not None and cache.inputs is not None:
+        cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
     if rows.images is not None and not rows.images.apart:
-        at_once = len(plan.items)
-    for run in _passes(plan, at_once):
-        part, items = rows.part(run), plan.items[run]
-        if items[0].context:
-            part = part.last_tokens(items[0].span.length)
+        runs = iter([(list(range(len(plan.items))), True)])
+    for run, whole in runs:
+        items = [plan.items[number] for number in run]
+        part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
+        if not whole:
+            part = part.tokens([item.position for item in items], items[0].span.length)
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
@@ -125,7 +140,12 @@ def row_passes(
             for token in range(item.span.stop - count, item.span.stop)
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
-    cache.set_forest(plan.forest, width)
+    cache.set_forest(plan.forest, rows.inputs.shape[1])
+
+
+def counted_with_padding(width: int) -> Tensor:
+    """Positions of prompts that count padding: ``[1, width]`` int64, on the CPU."""
+    return torch.arange(width, device="cpu")[None]
 
 
 def _pass(
@@ -177,15 +197,29 @@ def _all_shown(inputs: Tensor) -> Tensor:
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-def _passes(plan: PromptPlan, at_once: int) -> Iterator[slice]:
-    """The items of each pass, by index: one that continues a path alone, others together."""
-    first, count = 0, len(plan.items)
-    while first < count:
-        stop = first + 1
-        while not plan.items[first].context and stop < min(count, first + at_once) and not plan.items[stop].context:
-            stop += 1
-        yield slice(first, stop)
-        first = stop
+def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[tuple[list[int], bool]]:
+    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
+    firsts = dict[int, int]()
+    for index, number in enumerate(inputs_of.tolist()):
+        firsts.setdefault(number, index)
+    yield list(firsts.values()), True
+    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
+    yield from ((others[start : start + at_once], True) for start in range(0, len(others), at_once))
+
+
+def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[list[int], bool]]:
+    """The items of each pass, by index, and whether they are whole prompts: those first, then others by length.
+
+    An item comes after what it continues, whose context is a part of its own.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, (item, group) in enumerate(zip(plan.items, plan.groups, strict=True)):
+        whole = not item.context and plan.ends[group] == item.span.stop - 1
+        alike.setdefault((0, 0) if whole else (len(item.context), item.span.length), []).append(number)
+    for (_, length), numbers in sorted(alike.items()):
+        at_once = max(1, max_tokens // (length or width))
+        for first in range(0, len(numbers), at_once):
+            yield numbers[first : first + at_once], not length
 
 
 @torch.no_grad()
@@ -193,5 +227,7 @@ def prefill_rows(
     model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int
 ) -> Tensor:
     """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
-    passes = row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens)
-    return torch.cat([done.logits for done in passes])
+    known: dict[int | None, Tensor] = {}
+    for done in row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens):
+        known |= zip(done.wanted, done.logits, strict=True)
+    return stacked(model, [known[end] for end in plan.ends])

@@ -17,17 +17,18 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.utils import ModelOutput
 
-from ..._compat import CACHE
+from ..._compat import CACHE, with_cache
 from ...attention.forest import path_slice
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..forward_pass import counts_positions
+from ..encoded import find_inputs
+from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, check_arguments, check_prompts, check_unkept
-from .by_rows import Rows, row_passes, try_step
+from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, check_unkept, require_counted
+from .by_rows import Rows, counted_with_padding, row_passes, try_step
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
@@ -52,15 +53,20 @@ class _PlannedFirstPass(NamedTuple):
 
     Attributes:
         ids: ``[rows, width]``; of embeddings, see `_ids_of_embeddings`.
+        padded: Whether positions count the padding of prompts.
+        apart: Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
         by_rows: Whether prompts run by rows, see `by_rows`.
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
         wanted: Number of last positions to return logits for.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     ids: Tensor
     mask: Tensor | None
     positions: Positions
+    padded: bool
+    apart: bool
     by_rows: bool
     tokens_say_all: bool
     embeddings: Callable[[Tensor], Tensor] | None
@@ -69,11 +75,12 @@ class _PlannedFirstPass(NamedTuple):
     groups: list[PromptGroup]
     found: Shared
     plan: PromptPlan
+    inputs_of: Tensor | None
 
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and self.tokens_say_all
+        return self.embeddings is None and self.tokens_say_all and not self.apart
 
 
 @dataclass
@@ -81,14 +88,14 @@ class FirstPassPrompts:
     """Runs a decoding loop's first pass as a shared prefill.
 
     Attributes:
-        stock: The cache that transformers would have used.
+        stock: The cache that transformers would have used; None where the model makes its own.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
         checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
     """
 
     call: CallContext
-    stock: Cache
+    stock: Cache | None
     longest: int
     loop: str
     checks_masks: bool
@@ -104,15 +111,19 @@ class FirstPassPrompts:
             output = self._prefill(cache, arguments)
         if output is not None:
             return output
-        cache.become(self.stock)  # the loop may go on with the object that it was given
         self.call.ranks.watch.enter_foreign_loop()
+        if self.stock is None:
+            return forward(**with_cache(arguments, None))
+        cache.become(self.stock)  # the loop may go on with the object that it was given
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
-    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> ModelOutput:
+    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        ids, mask, positions, by_rows, _, embeddings, hidden, wanted, groups, found, plan = planned
+        *(ids, mask, positions, padded, _, by_rows, _, embeddings, hidden, wanted, groups, found, plan), inputs_of = (
+            planned
+        )
         width, reuse = ids.shape[1], planned.reuses
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
@@ -131,14 +142,17 @@ class FirstPassPrompts:
             self.checks_masks,
             0 if positions.differ else positions.planes,
         )
+        cache.state.padded_width = width if padded else None
         report.cache = ref(cache)
         places = _places(groups, plan, width, wanted)
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
         if by_rows:
-            inputs = ids if embeddings is None else arguments["inputs_embeds"]
-            prepared = positions.ids if call.inputs is None else call.arguments.get("position_ids")
-            distinct = Rows.of(inputs, mask, prepared, call.input_rows).distinct(groups)
+            inputs = ids if embeddings is None else arguments[call.names.embeddings]
+            given = counted_with_padding(width) if padded else positions.ids
+            if call.inputs is not None:  # as the model is given them, which may prepare them further
+                given = call.arguments.get(call.names.positions)
+            distinct = Rows.of(inputs, mask, given, inputs_of, call.input_rows).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
             try_step(call, cache, distinct)
         else:
@@ -152,9 +166,11 @@ class FirstPassPrompts:
             report.observe_nodes(cache)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
-        logits = torch.cat([done.logits for done in passes])
+        numbers, order = numbers.sort()
+        logits = torch.cat([done.logits for done in passes])[order.to(passes[0].logits.device)]
         rows = torch.tensor([group.count for group in groups], device="cpu")
-        fields: dict[str, Any] = {CACHE: cache}
+        kind: Any = type(passes[-1].output)
+        fields: dict[str, Any] = {CACHE: cache} if CACHE in kind.__dataclass_fields__ else {}
         fields["logits"] = _expand_to_rows(logits, torch.searchsorted(numbers, places), places >= 0, rows)
         if hidden:
             every = _places(groups, plan, width, width)
@@ -166,49 +182,58 @@ class FirstPassPrompts:
             )
         reorders = call.config.num_beams is not None and call.config.num_beams > 1
         capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
-        return type(passes[-1].output)(**fields)
+        return kind(**fields)
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
-        check_arguments(arguments, _KNOWN_ARGUMENTS)
+        names, cross = call.names, bool(call.structure.layout.cross)
+        check_arguments(arguments, _KNOWN_ARGUMENTS | ({*names, ENCODER_OUTPUTS} if cross else set()))
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
-        ids, embeddings = arguments.get("input_ids"), None
+        ids, embeddings = arguments.get(names.ids), None
         if ids is None:
-            ids, embeddings = _ids_of_embeddings(arguments["inputs_embeds"])
+            ids, embeddings = _ids_of_embeddings(arguments[names.embeddings])
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
-        mask, width = arguments.get("attention_mask"), ids.shape[1]
-        positions = reduced(arguments.get("position_ids"), mask)
-        text = call.inputs is None
-        check_prompts(
-            model, call.structure.layout, ids, mask, positions if text else Positions(None), longest=self.longest
-        )
-        counts = counts_positions(model) and positions.ids is None
+        mask, width = arguments.get(names.mask), ids.shape[1]
+        positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
+        given = positions if text else Positions(None)
+        check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
+        inputs = find_inputs(arguments) if cross else None
+        counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         if counts and not text:
             raise Unsupported("without position_ids, models count those behind images by themselves")
-        if mask is not None and counts and not bool(mask.all()):
-            raise Unsupported("without position_ids, models count the padding of prompts in positions")
+        padded = mask is not None and counts and not bool(mask.all())
+        apart = padded or places_tokens(model)
+        if inputs is not None:
+            require_counted(model, mask, positions)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        states = bool(call.structure.layout.states)
         tokens_say_all = text and not positions.differ
-        by_rows = states or not tokens_say_all
+        by_rows = apart or not tokens_say_all or call.structure.layout.prefills_by_rows
         if not tokens_say_all:
             check_unkept(call, kept=self.checks_masks, hidden=hidden)
-        if states and hidden:
-            raise Unsupported("output_hidden_states is not for layers with states, whose prompts run by rows, yet")
-        numbers = None if call.input_rows is None else call.input_rows.numbers()
+        if apart and (self.checks_masks or hidden) and inputs is None:
+            what = "hidden states are asked for" if hidden else "the call's cache would be kept"
+            raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
+        if by_rows and hidden:
+            raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
+        of_rows = None if inputs is None else inputs.of_rows
+        numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
         groups = group_prompts(ids, mask, positions.ids if positions.differ else None, numbers)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        reuse = embeddings is None and tokens_say_all
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, reuse=reuse)
+        alike = tokens_say_all and not apart and inputs is None
+        reuse = embeddings is None and alike
+        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
+        if inputs is not None:
+            found.cache.inputs = inputs.inputs
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(
-            ids, mask, positions, by_rows, tokens_say_all, embeddings, hidden, wanted, groups, found, plan
+            *(ids, mask, positions, padded, apart, by_rows, tokens_say_all),
+            *(embeddings, hidden, wanted, groups, found, plan, of_rows),
         )
 
     def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ _ITEM = 8  # bytes of an int64 id
 _FEWEST = 2
 """Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
 
+TOKENS_OF_A_PASS = 2048
+"""Tokens that a prefill pass takes as long for as for its launches, about."""
+
 
 @dataclass(frozen=True)
 class PromptGroup:
@@ -39,7 +42,10 @@ class PromptGroup:
 
 
 def group_prompts(
-    input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None, inputs: Tensor | None = None
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    planes: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> list[PromptGroup]:
     """Group neighbouring rows with equal prompts and drop the padding.
 
@@ -47,7 +53,8 @@ def group_prompts(
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
         planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
-        inputs: ``[rows]`` on the CPU: numbers in which they must agree too, see `InputRows.numbers`.
+        inputs: ``[rows]`` int64 on the CPU: numbers of encoder inputs, or of `InputRows`, of which equal prompts must
+            have the same.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
     if planes is not None and planes.shape[1] > 1:
@@ -149,12 +156,14 @@ class PromptPlan:
         items: Runs of tokens to prefill, parents first, contiguous in the new segment.
         new_tokens: ``[length]`` ids of the new segment.
         ends: Index of each group's last token among the new tokens; None if it is stored.
+        groups: For each item, the first group that has its tokens.
     """
 
     forest: Forest
     items: tuple[PrefillItem, ...]
     new_tokens: Tensor
     ends: tuple[int | None, ...]
+    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -226,12 +235,13 @@ class ComparedPrompts:
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
 
-    def from_ends(self, cache: SharedContextCache, *, continues: bool) -> ComparedPrompts:
+    def from_ends(self, cache: SharedContextCache, *, continues: bool, alike: bool = False) -> ComparedPrompts:
         """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
 
         Whole prompts are computed again where their layers cannot continue from a state (`continues`), or where one
         token is left: a single token runs by other code than several, which may round otherwise. So are those with
-        gaps, and all if a prompt of the cache had gaps: states also depend on hidden places.
+        gaps, and all if a prompt of the cache had gaps: states also depend on hidden places. Prompts share nothing
+        with each other unless they are `alike`: of text alone, so that those that begin alike may share that.
         """
         continues = continues and not cache.gaps
         most = [
@@ -242,7 +252,32 @@ class ComparedPrompts:
             (path, cache.length_with_states(path, min(held, limit)))
             for (path, held), limit in zip(self.stored, most, strict=True)
         ]
-        return replace(self, stored=stored, recompute=0)
+        prompts = replace(self, stored=stored, recompute=0)
+        ends = {path_slice(path, 0, held) for path, held in stored}
+        if alike and continues and len(ends) == 1 and not any(group.gaps for group in self.groups):
+            sharing = prompts._leaving_no_single_token()
+            if sharing._saves_more_than_its_passes_take():
+                return sharing
+        return replace(prompts, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
+
+    def _leaving_no_single_token(self) -> ComparedPrompts:
+        """The same with common prefixes so short that no single token is computed from a state.
+
+        All prompts reuse the same tokens, and have a few more.
+        """
+        reused, lengths = self.reused_lengths[0], [len(group.tokens) for group in self.groups]
+        common = [
+            min(shared, *both)
+            for shared, both in zip(self.common, pairwise(n - _FEWEST for n in lengths), strict=True)
+        ]
+        common = [shared if shared >= reused + _FEWEST else min(shared, reused) for shared in common]
+        return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, _FEWEST))
+
+    def _saves_more_than_its_passes_take(self) -> bool:
+        """Whether common prefixes save tokens enough for their own passes, and those of prompts' rests by length."""
+        alone = sum(len(group.tokens) for group in self.groups) - sum(self.reused_lengths)
+        passes = {(run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges}
+        return alone - self.new_length > (len(passes) - 1) * TOKENS_OF_A_PASS
 
     def plan(self) -> PromptPlan:
         """Plan nodes for the shared prefixes, and the prefill of what is not reused."""
@@ -250,6 +285,7 @@ class ComparedPrompts:
         ends: dict[SharedRange | None, int] = {}
         items: list[PrefillItem] = []
         new_tokens: list[Tensor] = []
+        firsts: list[int] = []
         length = 0
         for run in self._tree.ranges:
             stored_path, _ = self.stored[run.row_start]
@@ -258,6 +294,7 @@ class ComparedPrompts:
             if fresh := run.stop - first_new:
                 span = Span(self.next_segment, length, fresh)
                 items.append(PrefillItem(span, context=path))
+                firsts.append(run.row_start)
                 new_tokens.append(self.groups[run.row_start].tokens[first_new : run.stop])
                 path = (*path, span)
                 length += fresh
@@ -266,7 +303,8 @@ class ComparedPrompts:
         deepest = self._tree.deepest
         row_paths = [paths[run] for run, group in zip(deepest, self.groups, strict=True) for _ in range(group.count)]
         tokens = torch.cat(new_tokens) if new_tokens else torch.empty(0, dtype=torch.long, device="cpu")
-        return PromptPlan(Forest.from_paths(row_paths), tuple(items), tokens, tuple(ends.get(run) for run in deepest))
+        last = tuple(ends.get(run) for run in deepest)
+        return PromptPlan(Forest.from_paths(row_paths), tuple(items), tokens, last, tuple(firsts))
 
 
 def compare_prompts(

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 from weakref import ref
 
@@ -17,7 +17,7 @@ from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
-from ...cache.layout import ModelLayout
+from ...cache.layout import Kind, ModelLayout
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described
@@ -37,11 +37,13 @@ class Shared:
         cache: A new cache, or a fork of the given one or of one in the prefix store.
         prompts: The prompts, compared with each other and with the cache.
         reuses: Whether the cache is a fork.
+        keeps: Whether the prompts are kept for later calls.
     """
 
     cache: SharedContextCache
     prompts: ComparedPrompts
     reuses: bool
+    keeps: bool
 
 
 def find_shared(
@@ -51,6 +53,7 @@ def find_shared(
     *,
     recompute: int = 0,
     by_rows: bool = False,
+    alike: bool = False,
     reuse: bool = True,
     ahead: bool = False,
 ) -> Shared:
@@ -60,7 +63,9 @@ def find_shared(
         max_suffix: Maximum tokens appended per row.
         recompute: See `compare_prompts`.
         by_rows: Whether different prompts share nothing, see `by_rows`.
-        reuse: Whether the prefix store may be used, if the options allow it.
+        alike: Whether they nevertheless do where they begin alike and layers have states, see
+            `ComparedPrompts.from_ends`.
+        reuse: Whether stored tokens may be used: of the given cache, or if the options allow it, of the prefix store.
         ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
     Raises:
@@ -69,7 +74,8 @@ def find_shared(
     options, given, layout = call.options, call.given, call.structure.layout
     base, states, keeps = given, bool(layout.states), keeps_prompts(call)
     if options.reuse_prefix and not keeps:
-        call.state.log_once("reuse_prefix is not used: scans of this model's layers do not continue states")
+        why = "prompts of decoders are of one input" if layout.cross else "its layers' scans do not continue states"
+        call.state.log_once(f"reuse_prefix is not used: {why}")
     if given is not None:
         _check_cache(call, given)
     elif keeps and reuse:
@@ -77,20 +83,27 @@ def find_shared(
         base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
         if not ahead and not numbers_hold(call):
             base = None
-    elif reuse and not states:
+    elif reuse and not layout.prefills_by_rows:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
-    cache.state.parallel = call.structure.parallel
     least = max(len(group.tokens) for group in groups) + 1 if by_rows else options.min_shared_tokens
-    prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+
+    def compared(base: SharedContextCache | None) -> tuple[SharedContextCache, ComparedPrompts]:
+        cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
+        cache.state.parallel = call.structure.parallel
+        return cache, compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+
+    cache, prompts = compared(base)
     for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
         if given is not None and reused == 0 and len(group.tokens) > recompute:
             raise ValueError(
                 f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
                 "part"
             )
+    if given is not None and not reuse:
+        base = given = None
+        cache, prompts = compared(None)
     if base is not None:
         call.report.known_tokens = prompts.reused_lengths
     if given is not None:
@@ -103,10 +116,11 @@ def find_shared(
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
     if states:
-        prompts = prompts.from_ends(cache, continues=layout.continues_states)
+        prompts = replace(prompts, min_shared_tokens=options.min_shared_tokens)
+        prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
-    return Shared(cache, prompts, base is not None)
+    return Shared(cache, prompts, base is not None, keeps and reuse)
 
 
 class Planned(Protocol):
@@ -161,8 +175,11 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
     options, layout = call.options, call.structure.layout
     in_nodes = sum(plan.forest.context_lengths)
     total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
+    if (inputs := found.cache.inputs) is not None:
+        total += plan.forest.rows * inputs.tokens
+        saved += (plan.forest.rows - inputs.count) * inputs.tokens
     least = max(1, options.min_saved_tokens)
-    reuses = keeps_prompts(call)
+    reuses = found.keeps
     may_save = total if reuses else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
@@ -172,7 +189,7 @@ def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix:
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
                 _what_helps(found.prompts.groups, reuses),
             )
-        if not reuses and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
+        if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
     report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
@@ -214,7 +231,8 @@ def numbers_hold(call: CallContext, beside: Beside | None = None) -> bool:
 
 def keeps_prompts(call: CallContext) -> bool:
     """Whether prompts of the call are kept for later ones, which could not continue all models' states."""
-    return bool(call.options.reuse_prefix) and call.structure.layout.continues_states
+    layout = call.structure.layout
+    return bool(call.options.reuse_prefix) and layout.continues_states and not layout.cross
 
 
 def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
@@ -241,7 +259,7 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
         return None
     seconds = defaultdict[str, float](float)
     for store, layers in layout.distinct.items():
-        if not store.numbers:  # no prediction
+        if not store.numbers or store.kind is Kind.LATENT:  # no prediction: stock makes all keys anew in each step
             return None
         heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
         for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from ...cache.shared import SharedContextCache
+from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
-from ..forward_pass import forward_pass, input_device
+from ..encoded import FoundInputs, find_inputs
+from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import check_prompts, check_unkept
-from .by_rows import Rows, prefill_rows, try_step
+from ..support import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -60,33 +62,46 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     with call.ranks.together():
-        groups = _checked_prompts(call, input_ids)
+        inputs = find_inputs(call.arguments) if call.structure.layout.cross else None
+        groups, padded = _checked_prompts(call, input_ids, inputs)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
     ahead, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
     width = input_ids.shape[1]
-    planned = planned_alike(call, partial(_planned, call, groups, width, ahead=ahead))
+    planned = planned_alike(call, partial(_planned, call, groups, width, padded, inputs, ahead=ahead))
     start = _begin(call, passes, planned, input_ids)
     if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
-        start = _begin(call, passes, planned_alike(call, partial(_planned, call, groups, width)), input_ids)
-    if call.tokens_say_all:
-        keep_nodes(call, start.cache)
-    else:
+        again = planned_alike(call, partial(_planned, call, groups, width, padded, inputs))
+        start = _begin(call, passes, again, input_ids)
+    if padded or not call.tokens_say_all:
         call.report.observe_nodes(start.cache)
+    else:
+        keep_nodes(call, start.cache)
     return start
 
 
-def _checked_prompts(call: CallContext, input_ids: Tensor) -> list[PromptGroup]:
-    ids, mask, planar = _on_host(input_ids, call.arguments.get("attention_mask"), call.positions)
+def _checked_prompts(
+    call: CallContext, input_ids: Tensor, inputs: FoundInputs | None
+) -> tuple[list[PromptGroup], bool]:
+    """The groups of prompts, and whether their positions count padding."""
+    ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
     layout, longest = call.structure.layout, int(call.config.max_length)
-    if call.tokens_say_all:
-        check_prompts(call.model, layout, ids, mask, planar, longest=longest)
-        return group_prompts(ids, mask)
-    check_unkept(call, kept=call.returns_cache)
-    check_prompts(call.model, layout, ids, mask, longest=longest)
-    planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
-    return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers())
+    if not call.tokens_say_all:
+        check_unkept(call, kept=call.returns_cache)
+        check_prompts(call.model, layout, ids, mask, longest=longest)
+        planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
+        return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers()), False
+    check_prompts(call.model, layout, ids, mask, planar, longest=longest)
+    padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
+    if places_tokens(call.model):
+        raise Unsupported("the model derives positions from the ids of whole prompts")
+    if inputs is not None:
+        require_counted(call.model, mask, planar)
+        return group_prompts(ids, mask, inputs=inputs.of_rows), padded
+    if padded and call.returns_cache:
+        raise Unsupported(f"{PLACED_OTHERWISE}, and the call's cache would be kept")
+    return group_prompts(ids, mask), padded
 
 
 class _Planned(NamedTuple):
@@ -95,18 +110,35 @@ class _Planned(NamedTuple):
     Attributes:
         unshared: Prompt tokens for suffixes, if any.
         rerun_last_token: Whether each prompt's last token is computed as the first decode step.
+        padded: Whether positions count the padding of prompts.
+        by_rows: Whether prompts run by rows, see `by_rows`.
+        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
     """
 
     found: Shared
     plan: PromptPlan
     unshared: UnsharedPrompts | None
     rerun_last_token: bool
+    padded: bool
+    by_rows: bool
+    inputs_of: Tensor | None
 
 
-def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead: bool = False) -> _Planned:
+def _planned(
+    call: CallContext,
+    groups: list[PromptGroup],
+    width: int,
+    padded: bool,
+    inputs: FoundInputs | None,
+    *,
+    ahead: bool = False,
+) -> _Planned:
     max_suffix = int(call.config.max_length) - width
-    by_rows = call.by_rows
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, reuse=call.tokens_say_all, ahead=ahead)
+    by_rows = padded or call.by_rows
+    alike = not padded and inputs is None and call.tokens_say_all
+    found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
+    if inputs is not None:
+        found.cache.inputs = inputs.inputs
     found.cache.state.position_planes = call.positions.planes
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
@@ -119,12 +151,13 @@ def _planned(call: CallContext, groups: list[PromptGroup], width: int, *, ahead:
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
-    return _Planned(found, plan, unshared, rerun_last_token)
+    inputs_of = None if inputs is None else inputs.of_rows
+    return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
 
 
 def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: Tensor) -> Start:
     """Prefill what is not stored, or queue it on the device."""
-    found, plan, unshared, rerun_last_token = planned
+    found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of = planned
     model, width, cache = call.model, input_ids.shape[1], found.cache
     begin_compiling_attention(call, plan.forest)
     if unshared is not None:
@@ -132,13 +165,16 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
     call.report.padded_length, call.report.context_width = width, width - rerun_last_token
     # Sent to the device before the prefill is queued there, behind which a transfer would wait.
     numbers = [index for index, group in enumerate(found.prompts.groups) for _ in range(group.count)]
-    positions, group_of_row = torch.tensor([plan.forest.context_lengths, numbers], device=input_ids.device)
+    next_places = [width] * len(numbers) if padded else plan.forest.context_lengths
+    positions, group_of_row = torch.tensor([next_places, numbers], device=input_ids.device)
     limit, length = call.max_prefill_tokens, width - rerun_last_token
-    if call.by_rows:
-        places = call.arguments.get("position_ids") if call.inputs is not None else call.positions.ids
+    if by_rows:
+        places = counted_with_padding(width) if padded else call.positions.ids
+        if call.inputs is not None:
+            places = call.arguments.get(call.names.positions)
         if not call.tokens_say_all and (after := call.positions.after) is not None:
             positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
-        rows = Rows.of(input_ids, call.arguments.get("attention_mask"), places, call.input_rows)
+        rows = Rows.of(input_ids, call.mask, places, inputs_of, call.input_rows)
         logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
         try_step(call, cache, rows)
         merge_returned(call, cache)

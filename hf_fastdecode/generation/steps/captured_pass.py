@@ -52,6 +52,8 @@ class OutputFields:
             return len(tensors) - 1
 
         for name, value in output.items():
+            if name.startswith("encoder_"):  # which a step has as a placeholder
+                continue
             if isinstance(value, Cache):
                 self._places[name] = None
             elif name in SET_BY_CALLS and (owner := _owner(model, name, value)) is not None:
@@ -101,7 +103,7 @@ class CapturedPass(CapturedStep):
             tokens = max(_FEWEST_ORIGINS, cache.suffix_length, cache.state.max_suffix or 0)
             capacity = 1 << (tokens - 1).bit_length()
             self._origins = torch.zeros(self.rows, capacity, dtype=torch.int32, device=self.ids.device)
-        view = CapturedCache(self.tables, cache, self._origins)
+        view = CapturedCache(self.tables, cache, self._origins, self._states_of(cache), self.cross)
         view.position_planes = 0  # positions are given with their planes
         return view, lambda output: tuple(fields.take(model, output))
 
@@ -123,9 +125,10 @@ class CapturedPass(CapturedStep):
             positions: ``[..., batch or 1, tokens]`` int64.
         """
         rows, tokens = ids.shape
-        self._follow(cache)
+        self._load_states(cache)
         self.ids[:rows, :tokens].copy_(ids)
         self.positions[..., :rows, :tokens].copy_(positions)
+        self._follow(cache)
         return [one[:rows, :tokens].clone() for one in self._graph.replay()]
 
     def _follow(self, cache: SharedContextCache) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
+from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
+from ...cache.captured_states import CapturedStates
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
@@ -62,6 +64,7 @@ class Captures:
         self._state: Hashable = None
         self._known: Known | None = None  # about the model in this state
         self._pool: Any = None
+        self._states: CapturedStates | None = None  # of the steps' rows, in layers with states
         self._has_workspaces = False
         self._gains_by_compiling: bool | None = None  # None if not known
 
@@ -109,8 +112,8 @@ class Captures:
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             with structure.ranks.together():
-                pool = self._pool_on(model.device)
-                step = kind(model, rows, cache, structure, options, self.compiled, pool)
+                pool, states = self._pool_on(model.device), self._states_for(rows, cache)
+                step = kind(model, rows, cache, structure, options, self.compiled, pool, states)
             step.capture()
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
@@ -128,6 +131,24 @@ class Captures:
             if step.suits(cache) and step.fits(cache):
                 return step
         return None
+
+    def _states_for(self, rows: int, cache: SharedContextCache) -> CapturedStates | None:
+        """Buffers for the states of so many rows; None for layers without.
+
+        Steps that were captured with buffers of fewer rows go with these, whose memory the larger ones may need.
+        """
+        if not cache.state_layers:
+            return None
+        if self._states is None or not self._states.serve(rows, cache):
+            self._states = None
+            self._steps = [kept for kept in self._steps if kept.states is None]
+            self._states = CapturedStates(rows, cache)
+        return self._states
+
+    def release_states(self) -> None:
+        """Copy a batch's states out of the captured steps' memory: its cache outlives the call."""
+        if self._states is not None:
+            self._states.release()
 
     def capture_prefill(
         self,
@@ -259,7 +280,7 @@ class Captures:
         """Drop all captures and their memory."""
         self.join_ahead()
         self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
-        self._known = None
+        self._known = self._states = None
         self.prefills.clear()
         self.retry()
 
@@ -278,8 +299,8 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
     reasons = (layer.no_captured_steps for layer in layout.own.values())
     if (reason := next(filter(None, reasons), None)) is not None:
         return reason
-    if layout.states:
-        return "steps that update states are not captured yet"
+    if (code := own_code_of(type(model))) is not None and code.not_captured is not None:
+        return code.not_captured
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

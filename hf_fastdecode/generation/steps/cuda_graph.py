@@ -6,7 +6,7 @@ levels than the tables hold, a widest node that needs other launch parameters, c
 share, rows that outgrow a sliding window, or changes of the model's state.
 
 Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage
-moves.
+moves. States are in buffers that all captures share (`CapturedStates`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...attention.forest import Forest
 from ...attention.interface import RowLengths
+from ...attention.kv import SuffixLengths
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
+from ...cache.captured_states import CapturedStates, StatesOfACapture
 from ...cache.shared import SharedContextCache
-from ..forward_pass import forward_pass
+from ..forward_pass import forward_pass, takes_positions
 from ..structure import Structure
 from .compiled_layers import CompiledLayers
 from .graph_capture import CapturedGraph, pass_context
@@ -66,6 +69,7 @@ class CapturedStep:
     Args:
         cache: The batch to capture with; other batches can be loaded later.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
+        states: Buffers of layers with states; None if there are none.
 
     Attributes:
         in_place: Versions of the storages whose suffixes are captured in place; () if there are none.
@@ -80,14 +84,22 @@ class CapturedStep:
         options: CaptureOptions,
         compiled: CompiledLayers,
         pool: Any,
+        states: CapturedStates | None = None,
     ):
         device, queries = model.device, options.queries
-        self.rows, self.options = rows, options
+        self.rows, self.options, self.states = rows, options, states
         self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
         self.tables = TablesByShape(rows, self._alike(cache), cache.stored_forest, device, cache.state.make_tables)
+        self.cross = self._cross_tables(cache)
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
         view, tensors_of = self._prepare(model, cache)
+        mask: dict[str, Any] = {}
+        self.next_slot: Tensor | None = None
+        if cache.inputs is not None and not takes_positions(model):
+            self.next_slot = view.next_slot = torch.zeros(1, dtype=torch.long, device=device)
+            # Without one, decoders make a mask of as many tokens, which only the device knows.
+            mask = {"attention_mask": torch.ones(rows, queries, dtype=torch.bool, device=device)}
         self._follow(cache)
         self.lengths = lengths = RowLengths(cache.longest_row(queries))
         self._constants = view.constants
@@ -97,7 +109,8 @@ class CapturedStep:
         # The passes of a capture write keys and values that the first real one overwrites.
         def run() -> tuple[Tensor, ...]:  # no reference to self, so that memory is freed without a cycle
             view.begin()
-            output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **dict(options.arguments))
+            given = dict(options.arguments) | mask
+            output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
             return tensors_of(output)
 
         ours = partial(
@@ -117,19 +130,30 @@ class CapturedStep:
         """Run the step's passes and capture one."""
         assert self._make_graph is not None
         make, self._make_graph = self._make_graph, None
+        if self.states is not None:
+            self.states.release()  # which the first passes change
         self._graph = make()
 
     def _prepare(
         self, model: PreTrainedModel, cache: SharedContextCache
     ) -> tuple[CapturedCache, Callable[[Any], tuple[Tensor, ...]]]:
         """The view of a batch that the capture reads, and what it keeps of the model's output, contiguous."""
-        return CapturedCache(self.tables, cache), lambda output: (output.logits[:, -1].contiguous(),)
+        view = CapturedCache(self.tables, cache, states=self._states_of(cache), cross=self.cross)
+        return view, lambda output: (output.logits[:, -1].contiguous(),)
+
+    def _states_of(self, cache: SharedContextCache) -> list[StatesOfACapture]:
+        """The states that the step updates, of its layers that have some."""
+        if self.states is None:
+            return []
+        return [self.states.layer(number, self.rows) for number in range(len(cache.state_layers))]
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the captured step: its windows, table sizes, and suffixes captured in place."""
-        if not self.reads(cache):
+        """Whether this batch can use the step: its windows, table sizes, states, and suffixes captured in place."""
+        if not self.reads(cache) or not (self.states is None or self.states.serve(self.rows, cache)):
             return False
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
+        if self.cross is not None and not self.cross.fits(_forest_of_inputs(cache)):
+            return False
         return (most is None or longest <= most) and self.tables.fits(cache.stored_forest)
 
     @property
@@ -143,7 +167,30 @@ class CapturedStep:
 
     def suits(self, cache: SharedContextCache) -> bool:
         """Whether a capture for this batch would read such tables: of the same processes and launch parameters."""
+        same = None if self.cross is None else self.cross.layers
+        if same != self._alike_inputs(cache):
+            return False
         return self._parallel is cache.state.parallel and self.tables.layers == self._alike(cache)
+
+    def _cross_tables(self, cache: SharedContextCache) -> TablesByShape | None:
+        """Tables of the inputs that cross-attention reads; None without any."""
+        alike = self._alike_inputs(cache)
+        if alike is None or cache.inputs is None:
+            return None
+        segment = next(iter(cache.inputs.segments.values()))
+        return TablesByShape(self.rows, alike, _forest_of_inputs(cache), segment.keys.device)
+
+    @staticmethod
+    def _alike_inputs(cache: SharedContextCache) -> dict[int, Alike] | None:
+        if cache.inputs is None:
+            return None
+        found = dict[int, Alike]()
+        for layer in cache.attention_layers:
+            if (segment := cache.inputs.segments.get(layer.index)) is not None:
+                kv_heads, _, head_dim = segment.keys.shape
+                group = layer.store.query_heads // kv_heads if layer.store.query_heads else 1
+                found[layer.index] = Alike(HeadShape(kv_heads, max(1, group), head_dim, False), NO_OWN_NODES)
+        return found
 
     def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:
         """For each layer, its heads, and how a capture for this batch would attend to long suffixes."""
@@ -151,8 +198,10 @@ class CapturedStep:
         found = dict[int, Alike]()
         for layer in cache.attention_layers:
             store = layer.store
-            windowed = store.window is not None and longest > store.window
-            shape = HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed)
+            windowed = store.biased or (store.window is not None and longest > store.window)
+            heads = store.kernel_heads
+            group = store.query_heads // heads if heads else 1
+            shape = HeadShape(heads, group, store.head_dim, windowed, layer.storage.holds_latents)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
             without = layer.storage.captured_in_place or self.options.reordered
@@ -171,11 +220,17 @@ class CapturedStep:
             ``[batch, vocabulary]``, overwritten by the next step.
         """
         count = len(ids)
-        self._follow(cache)
+        self._load_states(cache)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
+        self._follow(cache)
         (logits,) = self._graph.replay()
         return logits[:count]
+
+    def _load_states(self, cache: SharedContextCache) -> None:
+        """Have the states of a batch where the step updates them."""
+        if self.states is not None:
+            self.states.load(cache, self.rows)
 
     def _follow(self, cache: SharedContextCache) -> None:
         layers = {layer.index: layer for layer in cache.attention_layers}
@@ -183,3 +238,14 @@ class CapturedStep:
         if not (suffixes.in_order or self.options.reordered):
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
         self.tables.follow(cache.stored_forest, suffixes.lengths, layers)
+        if self.cross is not None and cache.inputs is not None:
+            self.cross.follow(_forest_of_inputs(cache), SuffixLengths(), cache.inputs.stored())
+        if self.next_slot is not None:
+            self.next_slot.fill_(cache.get_seq_length())
+            self.positions.copy_(self.next_slot + torch.arange(self.options.queries, device=self.next_slot.device))
+
+
+def _forest_of_inputs(cache: SharedContextCache) -> Forest:
+    """The forest in which rows attend to their encoder inputs."""
+    assert cache.inputs is not None
+    return cache.inputs.forest_of(cache.forest)

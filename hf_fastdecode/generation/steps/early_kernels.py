@@ -17,7 +17,7 @@ from ...attention.kv import Scoring, SuffixLengths
 from ...attention.launch.own_nodes import choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import StepTables
-from ...cache.layout import Store
+from ...cache.layout import Kind, Store
 from ...kernels.ahead import compile_in_background
 from ..decoding.sampling import compile_sampler
 from .cuda_graph import bucket
@@ -48,7 +48,7 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
 
     def launch() -> None:
         for store in stores:
-            if store.kv_heads and store.head_dim == store.value_dim:
+            if store.kv_heads and (store.head_dim == store.value_dim or store.kind is Kind.LATENT):
                 _attend(store, forest, model.dtype, model.device)
 
     compile_in_background(launch, model.device)
@@ -60,11 +60,13 @@ def _is_first_capture(call: CallContext) -> bool:
 
 def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
     """Launch the kernels of a layer's captured step over a forest, for launches that are left out."""
-    rows, heads = bucket(forest.rows), store.kv_heads * store.group_size
+    rows, heads, kv_heads = bucket(forest.rows), store.kv_heads * store.group_size, store.kernel_heads
+    rest = store.head_dim - store.value_dim  # of latents
     query = torch.empty(rows, heads, 1, store.head_dim, dtype=dtype, device=device)
-    new = torch.empty(rows, store.kv_heads, 1, store.head_dim, dtype=dtype, device=device)
+    keys = torch.empty(rows, kv_heads, 1, store.value_dim, dtype=dtype, device=device)
+    values = torch.empty(rows, kv_heads, 1, rest, dtype=dtype, device=device) if rest else keys
     scoring = Scoring(1.0)
-    own_nodes = choose_own_nodes(rows, HeadShape.of(query, new, scoring), device, dominate=False)
+    own_nodes = choose_own_nodes(rows, HeadShape.of(query, keys, scoring), device, dominate=False)
     tables = StepTables(rows, [0], forest, device, own_nodes)
     tables.follow(forest, SuffixLengths(), {})
-    tables.attend(0, query, new, new, scoring)
+    tables.attend(0, query, keys, values, scoring)

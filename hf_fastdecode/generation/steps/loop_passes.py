@@ -19,11 +19,13 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
 from ...cache.captured import storages_in_place
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, ran_out_of_memory
 from ...kernels.forest_decode.limits import MAX_QUERIES
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
+from ..forward_pass import takes_positions
 from ..identity import captured_state
 from ..model_walk import ModelWalk
 from ..model_watch import ModelWatch
@@ -88,6 +90,8 @@ class CapturedPasses:
         """End with the call, and report what ran."""
         cache.later_passes = None
         call, eager = self._call, self._eager
+        if call.returns_cache or self._watches:
+            self._captures.release_states()
         if not eager:
             return
         why, total = eager.most_common(1)[0][0], eager.total()
@@ -102,7 +106,8 @@ class CapturedPasses:
 
     def _refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
         """Why a pass cannot be captured, or None if no reason is known."""
-        model, ids, positions = self._model, arguments.get("input_ids"), arguments.get("position_ids")
+        model, names = self._model, self._call.names
+        ids, positions = arguments.get(names.ids), self._positions(arguments)
         if self._captures.owner != threading.get_ident():
             return "it runs in another thread than generate"
         if torch.is_grad_enabled() or torch.is_autocast_enabled(model.device.type):
@@ -117,7 +122,7 @@ class CapturedPasses:
             return "its position_ids are not of its tokens"
         if positions.dim() not in (2, 3) or positions.shape[-2] not in (1, len(ids)):
             return "its position_ids are not of its rows"
-        mask, kept = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+        mask, kept = arguments.get(names.mask), arguments.get("logits_to_keep")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             return "its attention_mask is not [rows, tokens]"
         if not (kept is None or (isinstance(kept, int) and kept >= 0)):
@@ -129,12 +134,23 @@ class CapturedPasses:
             return "it returns attention weights"
         for name, value in arguments.items():
             if not (
-                name == CACHE or name in _READ or is_nothing(value) or isinstance(value, bool | int | float | str)
+                name in (CACHE, ENCODER_OUTPUTS, *names)
+                or name in _READ
+                or is_nothing(value)
+                or isinstance(value, bool | int | float | str)
             ):
                 return f"the argument {name!r} is a {type(value).__name__}"
         if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
             return "slim layers are captured with one token of each row, in order"
+        if cache.state_layers and ids.shape[1] > 1:
+            return "layers with states are captured with one token of each row"
         return self._check_model()
+
+    def _positions(self, arguments: dict[str, Any]) -> Any:
+        """The positions of a pass; some tensor of their shape for a model that takes none, with states alone."""
+        names = self._call.names
+        given = arguments.get(names.positions)
+        return arguments.get(names.ids) if given is None and not takes_positions(self._model) else given
 
     def _has_met(self, cache: SharedContextCache) -> bool:
         """Whether the cache's layers are those of the model."""
@@ -160,10 +176,12 @@ class CapturedPasses:
         return self._changed
 
     def _run(self, cache: SharedContextCache, arguments: dict[str, Any]) -> tuple[ModelOutput | None, str | None]:
-        ids, positions, before = arguments["input_ids"], arguments["position_ids"], cache.suffix_length
+        names, before = self._call.names, cache.suffix_length
+        ids, positions = arguments[names.ids], self._positions(arguments)
         if positions.dim() == 2 and cache.position_planes:
             positions = positions.expand(cache.position_planes, -1, -1)
-        extra = {name: value for name, value in arguments.items() if name not in _READ and name != CACHE}
+        read = _READ | {CACHE, ENCODER_OUTPUTS, *names}
+        extra = {name: value for name, value in arguments.items() if name not in read}
         self._reorders |= not cache.state.suffixes.in_order
         parts: list[list[Tensor]] = []
         step: CapturedPass | None = None

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
+from ..structure import Structure
 from ..support import step_arguments
 from .call_lock import LockHolder
 from .captures import capture_reason, reason_of_call
@@ -175,6 +177,8 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 # Which sizes are captured when is not agreed on between processes.
                 prefill = PrefillPasses(call, refresh, fused_tokens) if call.ranks.count == 1 else None
                 yield CallPasses(captured, prefill)
+                if call.returns_cache:
+                    captures.release_states()
             else:
                 yield CallPasses(eager)
     finally:
@@ -223,8 +227,8 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     ) or reason_of_call(model, step_arguments(call.arguments))
     if options.mode == "compile" and reason is None and call.ranks.count > 1:
         reason = "layers that several processes compute together are not compiled"
-    if options.mode == "compile" and reason is None and not decoder_layers(model):
-        reason = f"{type(model).__name__} has no list of decoder layers to compile"
+    if options.mode == "compile" and reason is None:
+        reason = _why_not_compiled(model, structure)
     if reason is not None and (forced := options.needs_capture):
         raise cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
@@ -244,8 +248,18 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     so_far = captures.steps_asked
     if call.ranks.count > 1:
         return "graph", f"{steps} steps {which} pay for a capture"
-    if so_far >= _STEPS_THAT_PAY_A_COMPILATION and decoder_layers(model) and captures.gains_by_compiling(structure):
+    pays_compiling = so_far >= _STEPS_THAT_PAY_A_COMPILATION and captures.gains_by_compiling(structure)
+    if pays_compiling and _why_not_compiled(model, structure) is None:
         if captures.compile_failure is not None:
             return "graph", captures.compile_failure
         return "compile", f"{so_far} steps so far pay for compiling the layers"
     return "graph", f"{steps} steps {which} pay for a capture"
+
+
+def _why_not_compiled(model: PreTrainedModel, structure: Structure) -> str | None:
+    """Why no layers of a model are compiled; None if they can be."""
+    if structure.layout.states:  # whose functions are kernels, which compiled code would leave out
+        return "layers with states are not compiled"
+    if structure.layout.cross:
+        return "layers with cross-attention are not compiled"
+    return None if decoder_layers(model) else f"{type(model).__name__} has no list of decoder layers to compile"

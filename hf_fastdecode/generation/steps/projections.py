@@ -25,7 +25,14 @@ from ...plain_modules import is_linear
 from ..fused.products import RowProducts
 from .capture_memory import branch_streams
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    # Of gated delta nets, as many as one launch takes.
+    ("in_proj_qkv", "in_proj_z", "in_proj_b"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("a_proj", "b_proj", "g_proj"),
+)
 """Names of sibling modules that are applied to the same input."""
 
 

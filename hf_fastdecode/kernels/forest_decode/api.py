@@ -36,6 +36,7 @@ def forest_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    biases: Tensor | None = None,
     origins: Tensor | None = None,
     other: tuple[Tensor, Tensor] | None = None,
     return_lse: bool = False,
@@ -50,10 +51,15 @@ def forest_decode(
     Where suffixes are divided between devices, each of them appends and sees a part of the new tokens, possibly none,
     and a query may see no key at all: then ``out`` is 0 and the log-sum-exp ``-inf``.
 
+    Latents (multi-head latent attention with absorbed queries) are keys whose first numbers are the values too. They
+    are stored once: these numbers in the place of keys, the others in that of values. All query heads read the same,
+    in groups that stand for KV heads with a stride of 0.
+
     Args:
-        query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
+        query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous. Of latents
+            ``head_dim + rest``.
         new_keys: ``[rows, kv_heads, queries, head_dim]``, likewise.
-        new_values: The same shape, likewise.
+        new_values: The same shape, likewise. Of latents ``[rows, kv_heads, queries, rest]``.
         nodes: ``[3, capacity]`` int64: device address of each node's keys ``[kv_heads, length, head_dim]``, of its
             values, and elements from one KV head to the next in both; multiples of 16 bytes. Table, schedule
             and nodes must be complete before the preceding kernel in the stream starts, because they are read while
@@ -72,6 +78,9 @@ def forest_decode(
             depth, suffix and new tokens.
         sinks: ``[heads]`` fp32: when given, attention sinks: one more score per query head, without a value, in the
             softmax's denominator and the log-sum-exp.
+        biases: ``[heads, distances]`` fp32: when given, added to the score of a key by how many tokens it is before
+            the query, counted like a window; the last for all farther keys. Not with a soft cap, `other` or divided
+            suffixes.
         origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
             row's suffix (beam search). New tokens are written to the row's own slot.
         other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
@@ -90,7 +99,9 @@ def forest_decode(
             configuration or backend.
     """
     check_tokens(query, new_keys, new_values)
-    rows, heads, queries, head_dim = query.shape
+    rows, heads, queries, head_dim = *query.shape[:3], new_keys.shape[3]
+    rest = query.shape[3] - head_dim
+    shape = (rows, heads, queries, head_dim)
     check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
     check_table("suffix", suffix, (4,), torch.int64)
     check_table("slots", slots, (rows,), torch.int32)
@@ -100,43 +111,58 @@ def forest_decode(
         check_table("sinks", sinks, (heads,), torch.float32)
     if origins is not None:
         check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
+    if biases is not None:
+        check_table("biases", biases, (heads, *biases.shape[1:2]), torch.float32)
+        if divided or other is not None or soft_cap is not None or not biases.shape[1]:
+            raise ValueError(
+                "biases by distance need whole suffixes, all keys here, no soft cap and at least one bias"
+            )
     if divided and window is not None:
         raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
     if other is not None:
         if window is not None:
             raise ValueError(f"a window of {window} tokens cannot count the keys behind `other`; give it no window")
-        check_table("other[0]", other[0], tuple(query.shape), torch.float32)
+        check_table("other[0]", other[0], shape, torch.float32)
         check_table("other[1]", other[1], (rows, heads, queries), torch.float32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
     queries_per_kv_head = heads // kv_heads * queries
-    scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window}
-    workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores)
+    scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window, "biases": biases}
+    workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores, rest=rest)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse: Tensor | None
     if into is not None:
         out, lse = into
-        check_table("into[0]", out, tuple(query.shape), torch.float32)
+        check_table("into[0]", out, shape, torch.float32)
         check_table("into[1]", lse, (rows, heads, queries), torch.float32)
     else:
         dtype = torch.float32 if return_lse else query.dtype
-        out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
+        out = torch.empty(shape, dtype=dtype, device=query.device)
         lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
     depths = schedule.row_units.shape[0]
     overlap_suffix = config.overlap_suffix and depths > 0
     # Tensor cores need at least 16 queries; what they compute goes through memory to be merged without the padding.
     block_p = (
-        1 if queries_per_kv_head == 1 and not overlap_suffix else max(16, triton.next_power_of_2(queries_per_kv_head))
+        1
+        if queries_per_kv_head == 1 and not overlap_suffix and not rest
+        else max(16, triton.next_power_of_2(queries_per_kv_head))
     )
-    options = _options(query, schedule, config, kv_heads, lse=lse is not None) | {"DIVIDED": divided}
+    options = _options(query, schedule, config, kv_heads, head_dim, lse=lse is not None) | {"DIVIDED": divided}
     own_out = own_lse = out
     if overlap_suffix or (depths > 0 and block_p > 1):
-        own_out = torch.empty(rows, heads, queries, head_dim, **fp32)
+        own_out = torch.empty(shape, **fp32)
         own_lse = torch.empty(rows, heads, queries, **fp32)
     memory = shared_memory(query.device)
     own_config = config.suffix or choose_suffix_config(
-        rows, kv_heads, heads // kv_heads, queries, head_dim, overlap_suffix=overlap_suffix, shared_memory=memory
+        rows,
+        kv_heads,
+        heads // kv_heads,
+        queries,
+        head_dim + rest,
+        overlap_suffix=overlap_suffix,
+        latents=rest > 0,
+        shared_memory=memory,
     )
     results = (out, lse if lse is not None else out)
     with launching(Kernel.FOREST, query.device):
@@ -157,6 +183,7 @@ def forest_decode(
             *results,
             schedule.overlap_suffix,
             sinks if sinks is not None else out,
+            biases if biases is not None else out,
             origins if origins is not None else slots,
             rows,
             kv_heads,
@@ -168,6 +195,8 @@ def forest_decode(
             *query.stride()[:3],
             *new_keys.stride()[:3],
             *new_values.stride()[:3],
+            REST=rest,
+            BLOCK_R=max(16, triton.next_power_of_2(rest)),
             BLOCK_P=block_p,
             BLOCK_Q=1 if block_p == 1 else 16,
             BLOCK_N=own_config.block_n,
@@ -175,6 +204,7 @@ def forest_decode(
             MERGE=own_config.merge,
             SOFT_CAP=soft_cap is not None,
             WINDOW=window is not None,
+            DISTANCES=0 if biases is None else biases.shape[1],
             SINKS=sinks is not None,
             OTHER=other is not None,
             ORIGINS=origins is not None,
@@ -234,14 +264,16 @@ def forest_partial(
         return out.zero_(), lse.fill_(-torch.inf)
     workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)
     with launching(Kernel.FOREST, query.device):
-        options = _options(query, schedule, config, kv_heads, lse=True) | {"DIVIDED": False}
+        options = _options(query, schedule, config, kv_heads, head_dim, lse=True) | {"DIVIDED": False}
         _merge(slots, schedule, workspace, None, (out, lse), options)
     return out, lse
 
 
-def _options(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, *, lse: bool) -> dict[str, Any]:
+def _options(
+    query: Tensor, schedule: Schedule, config: Config, kv_heads: int, head_dim: int, *, lse: bool
+) -> dict[str, Any]:
     """Compile-time arguments and launch options that the kernels after `attend_nodes` share."""
-    _, heads, queries, head_dim = query.shape
+    _, heads, queries, _ = query.shape
     group, overlap = heads // kv_heads, overlaps(query, schedule, config)
     options: dict[str, Any] = {
         "GROUP": group,

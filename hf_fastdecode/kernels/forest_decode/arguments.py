@@ -15,10 +15,14 @@ from .schedule import Schedule
 def check_tokens(query: Tensor, keys: Tensor, values: Tensor) -> None:
     """Check shapes, strides and dtypes of queries, new keys and new values."""
     rows, _, queries, head_dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, rest = keys.shape[1], head_dim - keys.shape[3]
     check_query(query, kv_heads)
-    for name, part in (("new_keys", keys), ("new_values", values)):
-        shape = (rows, kv_heads, queries, head_dim)
+    if rest > 0:  # latents
+        widths = (head_dim - rest, rest)
+    else:
+        widths = (head_dim, head_dim)
+    for name, part, width in zip(("new_keys", "new_values"), (keys, values), widths, strict=True):
+        shape = (rows, kv_heads, queries, width)
         if part.shape != shape or part.dtype != query.dtype or part.stride(3) != 1:
             raise ValueError(f"{name} must be {_in_words(shape, query.dtype)}, got {_found(part)}")
 

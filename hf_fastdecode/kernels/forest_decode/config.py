@@ -89,6 +89,7 @@ def choose_config(
     keys: int = 0,
     windowed: bool = False,
     own_dominate: bool = False,
+    latents: bool = False,
     shared_memory: int = 227 * 1024,
     device: torch.device | None = None,
 ) -> Config:
@@ -105,9 +106,12 @@ def choose_config(
             node.
         windowed: Whether there is a sliding window, which the Hopper kernel does not support.
         own_dominate: Whether nodes of one row each hold most of the keys.
+        latents: Whether nodes hold latents, of which keys have `head_dim` numbers.
         shared_memory: Bytes of shared memory per program.
         device: Where the kernels will run; the current CUDA device when None.
     """
+    if latents:
+        return _config_of_latents(packed, head_dim, overlap=overlap, shared_memory=shared_memory)
     measured = (
         1 < queries_per_kv_head <= 8 and head_dim == 128
     )  # shapes for which suffix parameters at long contexts were measured
@@ -156,6 +160,21 @@ def choose_config(
     return config
 
 
+def _config_of_latents(packed: int, head_dim: int, *, overlap: bool, shared_memory: int) -> Config:
+    """With 64 queries the accumulator fills the registers of 8 warps."""
+    block_m = min(64, max(16, triton.next_power_of_2(packed)))
+    config = Config(block_m, block_n=32, warps=8 if block_m == 64 else 4, stages=3, overlap=overlap)
+
+    def too_large() -> bool:
+        return 2 * head_dim * (config.block_m + config.stages * config.block_n) > shared_memory
+
+    if too_large():
+        config = replace(config, stages=2)
+    while too_large() and config.block_m > 16:
+        config = replace(config, block_m=config.block_m // 2, warps=4)
+    return config
+
+
 def _shared_bytes(config: Config, head_dim: int) -> int:
     """Shared memory of the node kernel: queries, and keys and values of every stage, at two bytes per number."""
     return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
@@ -197,6 +216,7 @@ def choose_suffix_config(
     head_dim: int,
     *,
     overlap_suffix: bool = False,
+    latents: bool = False,
     shared_memory: int = 227 * 1024,
 ) -> SuffixConfig:
     """Launch parameters of the suffix kernel as measured on an H200, for `group` query heads per KV head.
@@ -204,6 +224,11 @@ def choose_suffix_config(
     With `overlap_suffix` the kernel runs beside the node kernel, on few multiprocessors.
     """
     programs, queries_per_kv_head = rows * kv_heads, group * queries
+    if latents:
+        tile = triton.next_power_of_2(queries_per_kv_head)
+        warps = 4 if tile <= 16 else 8
+        room = shared_memory // (2 * head_dim) - max(16, tile)  # for tokens, beside queries
+        return SuffixConfig(32 if room >= 2 * 32 + 16 else 16, warps=warps, stages=2, merge=2)
     if overlap_suffix:  # on few multiprocessors, any number of programs is many
         programs = max(programs, _QUERIES[-2][0] + 1)
     if queries_per_kv_head == 1:

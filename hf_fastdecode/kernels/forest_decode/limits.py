@@ -14,6 +14,7 @@ from ..installed import interpreted, triton_is_installed
 
 MAX_QUERIES = 16
 MAX_HEAD_DIM = 256
+MAX_LATENT = 512
 
 
 def refusal(
@@ -23,8 +24,8 @@ def refusal(
 
     Args:
         query: ``[rows, heads, queries, head_dim]``.
-        keys: New keys ``[rows, kv_heads, queries, head_dim]``.
-        values: New values.
+        keys: New keys ``[rows, kv_heads, queries, head_dim]``, or latents.
+        values: New values, or of latents the keys' other numbers.
         stored: Keys and values of suffixes and node segments.
         sinks: The layer's attention sinks, if any.
     """
@@ -34,12 +35,16 @@ def refusal(
     if reason := refusal_of_any_shape(keys, query, values, *stored, *([sinks] if sinks is not None else [])):
         return reason
     head_dim, queries = keys.shape[-1], keys.shape[-2]
+    if queries > MAX_QUERIES:
+        return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
+    if (rest := query.shape[-1] - head_dim) > 0 and values.shape[-1] == rest:  # latents
+        if head_dim % 16 or rest % 16 or head_dim > MAX_LATENT:
+            return f"it takes latents up to {MAX_LATENT} in multiples of 16, got {head_dim} and {rest}"
+        return failure(Kernel.FOREST, keys.device)
     if values.shape[-1] != head_dim:
         return f"it needs one head_dim for keys and values, got {head_dim} and {values.shape[-1]}"
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"it takes head_dim up to {MAX_HEAD_DIM} in multiples of 16, got {head_dim}"
-    if queries > MAX_QUERIES:
-        return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
     return failure(Kernel.FOREST, keys.device)
 
 

@@ -35,9 +35,16 @@ def aligned(address, element: tl.constexpr):
 
 
 @triton.jit
-def qk_scores(query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """Scores before `base2_scale`: raw products, or with a soft cap scaled and capped ones."""
+def qk_scores(
+    query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr, query_rest=None, keys_rest=None, REST: tl.constexpr = 0
+):
+    """Scores before `base2_scale`: raw products, or with a soft cap scaled and capped ones.
+
+    With REST, keys go on in ``keys_rest``, and queries in ``query_rest``.
+    """
     raw = tl.dot(query, tl.trans(keys))
+    if REST:
+        raw = tl.dot(query_rest, tl.trans(keys_rest), raw)
     return cap_scores(raw * scale, soft_cap) if SOFT_CAP else raw
 
 
@@ -45,6 +52,12 @@ def qk_scores(query, keys, scale, soft_cap, SOFT_CAP: tl.constexpr):
 def base2_scale(scale, SOFT_CAP: tl.constexpr):
     """Factor from `qk_scores` to scores in base 2."""
     return LOG2E if SOFT_CAP else scale * LOG2E
+
+
+@triton.jit
+def distance_biases(biases, head, age, DISTANCES: tl.constexpr):
+    """Biases of a head for keys that are `age` tokens before a query; the last one for all farther keys."""
+    return tl.load(biases + head * DISTANCES + tl.minimum(tl.maximum(age, 0), DISTANCES - 1))
 
 
 @triton.jit
@@ -101,18 +114,19 @@ def row_pointers(rows, dims, element: tl.constexpr):
     do_not_specialize_on_alignment=["nodes", "pieces", "contexts", "lengths"],
 )
 def node_partials(
-    query,  # [rows, heads, queries, head_dim]
+    query,  # [rows, heads, queries, head_dim + rest]
     nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
     partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
     chains,  # [nodes, CHAIN, 2] int32: node and first token of each link; only with CHAIN > 1
-    contexts,  # [rows] int32: tokens of a row's nodes; like the next and `window` only with WINDOW
+    contexts,  # [rows] int32: tokens of a row's nodes; like the next only with WINDOW or DISTANCES
     lengths,  # [rows] int32: tokens in a row's suffix before this step
+    biases,  # [heads, DISTANCES] fp32: with DISTANCES, added to the score of a key by how far it is before the query
     node_capacity,
     scale,
     soft_cap,
-    window,  # a query sees the last `window` tokens up to its own
+    window,  # with WINDOW, a query sees the last `window` tokens up to its own
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -120,16 +134,21 @@ def node_partials(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,  # numbers of latents' keys that are no values, in the values' place; 0 for keys and values
+    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAIN: tl.constexpr,  # most nodes that a query tile reads as one; not with WINDOW
+    DISTANCES: tl.constexpr,  # number of distances with a bias of their own; 0 for no biases
+    CHAIN: tl.constexpr,  # most nodes that a query tile reads as one; not with WINDOW or DISTANCES
     PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
+    rest = tl.arange(0, BLOCK_R)
+    in_rest = rest < REST
     queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     element = query.dtype.element_ty
     size: tl.constexpr = element.primitive_bitwidth // 8
@@ -173,7 +192,8 @@ def node_partials(
             skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
             wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
             prefetch(key_address + skip + line, wanted)
-            prefetch(value_address + skip + line, wanted)
+            if REST == 0:
+                prefetch(value_address + skip + line, wanted)
     if PDL and node < 0:  # PDL: dependents also rely on earlier kernels, so wait even without work
         tl.extra.cuda.gdc_wait()
     while node >= 0:
@@ -204,30 +224,47 @@ def node_partials(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         q = tl.load(query + query_at[:, None] + dims[None, :], mask=in_tile[:, None] & in_dim[None, :], other=0.0)
+        q_rest = q
+        if REST:
+            has_rest = in_tile[:, None] & in_rest[None, :]
+            q_rest = tl.load(query + query_at[:, None] + HEAD_DIM + rest[None, :], mask=has_rest, other=0.0)
 
         row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         full_tiles = tl.minimum(last, length // BLOCK_N)  # tiles before this one need no mask
-        if WINDOW:  # oldest visible key per query; tiles before the minimum are skipped
+        if WINDOW or DISTANCES > 0:  # the queries' positions, counted from the node's first token
             own = tl.load(contexts + row, mask=in_tile, other=0) + tl.load(lengths + row, mask=in_tile, other=0)
-            oldest = own + within % QUERIES - window + 1 - position
+            stands = own + within % QUERIES - position
+            query_head = head * GROUP + within // QUERIES
+        if WINDOW:  # oldest visible key per query; tiles before the minimum are skipped
+            oldest = stands - window + 1
             first = tl.minimum(last, tl.maximum(first, tl.min(tl.where(in_tile, oldest, length), 0) // BLOCK_N))
         tile_at = tl.arange(0, BLOCK_N)[:, None] * HEAD_DIM + dims[None, :]
         step = tl.full([], BLOCK_N * HEAD_DIM, tl.int64)  # offsets in a node may exceed 32 bits
+        rest_at = tl.arange(0, BLOCK_N)[:, None] * REST + rest[None, :]
+        rest_step = tl.full([], BLOCK_N * REST, tl.int64)
         for key_tile in tl.range(first, full_tiles, num_stages=STAGES):
             if CHAIN > 1:
                 token = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
                 k = tl.load(row_pointers(key_rows, dims, element), mask=in_dim[None, :], other=0.0)
                 v = tl.load(row_pointers(value_rows, dims, element), mask=in_dim[None, :], other=0.0)
+            elif REST:
+                k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
+                v = tl.load(values + key_tile * rest_step + rest_at, mask=in_rest[None, :], other=0.0)
             elif HEAD_DIM == BLOCK_D:
                 k = tl.load(keys + key_tile * step + tile_at)
                 v = tl.load(values + key_tile * step + tile_at)
             else:
                 k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
                 v = tl.load(values + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
-            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
+            if REST:
+                v = k
+            if DISTANCES > 0:
+                age = stands[:, None] - (key_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+                scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
             if WINDOW:
                 key = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 scores = tl.where(key[None, :] >= oldest[:, None], scores, -float("inf"))
@@ -240,10 +277,19 @@ def node_partials(
                 key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
                 k = tl.load(row_pointers(key_rows, dims, element), mask=kept, other=0.0)
                 v = tl.load(row_pointers(value_rows, dims, element), mask=kept, other=0.0)
+            elif REST:
+                k = tl.load(keys + full_tiles * step + tile_at, mask=kept, other=0.0)
+                kept_rest = seen[:, None] & in_rest[None, :]
+                v = tl.load(values + full_tiles * rest_step + rest_at, mask=kept_rest, other=0.0)
             else:
                 k = tl.load(keys + full_tiles * step + tile_at, mask=kept, other=0.0)
                 v = tl.load(values + full_tiles * step + tile_at, mask=kept, other=0.0)
-            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
+            if REST:
+                v = k
+            if DISTANCES > 0:
+                age = stands[:, None] - token[None, :]
+                scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
             scores = tl.where(seen[None, :], scores, -float("inf"))
             if WINDOW:
                 scores = tl.where(token[None, :] >= oldest[:, None], scores, -float("inf"))

@@ -91,18 +91,22 @@ def attend_nodes(
     scale: float,
     soft_cap: float | None = None,
     window: int | None = None,
+    biases: Tensor | None = None,
+    rest: int = 0,
 ) -> NodeWorkspace:
-    """Launch the node kernel; arguments as for `forest_decode`.
+    """Launch the node kernel; arguments as for `forest_decode`, and the numbers of a rotated key beside its latent.
 
     Raises:
-        ValueError: A window is combined with the Hopper kernel.
+        ValueError: A window, or biases by distance, are combined with the Hopper kernel or chains.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    if window is not None and config.hopper:
+    placed = window is not None or biases is not None
+    if placed and config.hopper:
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
-    if config.chain > 1 and (config.hopper or window is not None):
+    if config.chain > 1 and (config.hopper or placed):
         raise ValueError(f"chains of {config.chain} nodes need the portable kernel and no window")
-    heads, queries, head_dim = query.shape[1:]
+    heads, queries, width = query.shape[1:]
+    head_dim = width - rest
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     workspace = NodeWorkspace(
         torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
@@ -135,6 +139,7 @@ def attend_nodes(
                 schedule.chains,
                 schedule.contexts,
                 lengths,
+                biases if biases is not None else lengths,
                 nodes.shape[1],
                 scale,
                 soft_cap or 0.0,
@@ -142,7 +147,10 @@ def attend_nodes(
                 *strides,
                 **options,
                 BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+                REST=rest,
+                BLOCK_R=max(16, triton.next_power_of_2(rest)),
                 WINDOW=window is not None,
+                DISTANCES=0 if biases is None else biases.shape[1],
                 CHAIN=config.chain,
                 num_warps=config.warps,
             )

@@ -9,17 +9,43 @@ import triton
 import triton.language as tl
 
 from .merge import locate_depths, merge_depths, merge_partial
-from .node_kernel import LN2, LOG2E, LOWEST, aligned, base2_scale, cap_scores, online_softmax_step, qk_scores
+from .node_kernel import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    aligned,
+    base2_scale,
+    cap_scores,
+    distance_biases,
+    online_softmax_step,
+    qk_scores,
+)
 
 
 @triton.jit
 def online_softmax_step_single_query(
-    q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr
+    q,
+    k,
+    v,
+    seen,
+    row_max,
+    row_sum,
+    acc,
+    scale,
+    soft_cap,
+    biases,
+    head,
+    age,
+    BLOCK_N: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    DISTANCES: tl.constexpr,
 ):
     """`online_softmax_step` for one query ``[1, D]``, without tensor cores."""
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :] * scale
     if SOFT_CAP:
         scores = cap_scores(scores, soft_cap)
+    if DISTANCES > 0:
+        scores += distance_biases(biases, head, age, DISTANCES)[None, :]
     scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
     new_row_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_row_max[:, None])
@@ -36,7 +62,7 @@ def online_softmax_step_single_query(
     ],
 )
 def attend_suffixes(
-    query,  # [rows, heads, queries, head_dim]
+    query,  # [rows, heads, queries, head_dim + rest]
     new_keys,  # [rows, kv_heads, queries, head_dim]
     new_values,
     suffix,  # [4] int64: addresses of keys and values [slots, kv_heads, capacity, head_dim], slot and head strides
@@ -57,6 +83,7 @@ def attend_suffixes(
     out_lse,  # [rows, heads, queries] fp32
     overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_rows` merges
     sinks,  # [heads] fp32: with SINKS, one more score per head, without a value
+    biases,  # [heads, DISTANCES] fp32, as for `node_partials`
     origins,  # [rows, origin_stride] int32: with ORIGINS, the slot that holds each token of a row's suffix
     rows,
     kv_heads,
@@ -78,6 +105,8 @@ def attend_suffixes(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,  # as in `node_partials`
+    BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,  # packed queries of a row, padded for tensor cores; 1 for a single query without them
     TILE: tl.constexpr,  # packed queries of a row, padded to a power of two
     BLOCK_Q: tl.constexpr,  # new tokens, padded like BLOCK_P
@@ -87,6 +116,7 @@ def attend_suffixes(
     DEPTHS: tl.constexpr,  # levels of nodes
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
     OTHER: tl.constexpr,
     DIVIDED: tl.constexpr,  # whether suffixes are divided between devices: this one may have no key of a row
@@ -104,6 +134,8 @@ def attend_suffixes(
     queries_per_kv_head: tl.constexpr = GROUP * QUERIES
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
+    rest = tl.arange(0, BLOCK_R)
+    in_rest = rest < REST
     within = tl.arange(0, BLOCK_P)
     valid_query = within < queries_per_kv_head
     position = within % QUERIES
@@ -118,11 +150,18 @@ def attend_suffixes(
     slot_stride = tl.load(suffix + 2)
     base = (slot * slot_stride + head * tl.load(suffix + 3)) * (element.primitive_bitwidth // 8)
     suffix_keys = aligned(tl.load(suffix) + base, element)
+    rest_stride = slot_stride // HEAD_DIM * REST
+    if REST:  # the same for all KV heads
+        base = slot * rest_stride * (element.primitive_bitwidth // 8)
     suffix_values = aligned(tl.load(suffix + 1) + base, element)
     query_at = (
         row64 * query_row_stride + (head * GROUP + within // QUERIES) * query_head_stride + position * query_stride
     )
     q = tl.load(query + query_at[:, None] + dims[None, :], mask=valid_query[:, None] & in_dim[None, :], other=0.0)
+    q_rest = q
+    if REST:
+        has_rest = valid_query[:, None] & in_rest[None, :]
+        q_rest = tl.load(query + query_at[:, None] + HEAD_DIM + rest[None, :], mask=has_rest, other=0.0)
     new_token = tl.arange(0, BLOCK_Q)
     key_at = row64 * new_key_row_stride + head * new_key_head_stride + new_token[:, None] * new_key_stride
     value_at = row64 * new_value_row_stride + head * new_value_head_stride + new_token[:, None] * new_value_stride
@@ -131,7 +170,11 @@ def attend_suffixes(
         is_new = is_new & (new_token >= first_new) & (new_token < stop_new)
     kept = is_new[:, None] & in_dim[None, :]
     new_k = tl.load(new_keys + key_at + dims[None, :], mask=kept, other=0.0)
-    new_v = tl.load(new_values + value_at + dims[None, :], mask=kept, other=0.0)
+    if REST:
+        kept_rest = is_new[:, None] & in_rest[None, :]
+        new_v = tl.load(new_values + value_at + rest[None, :], mask=kept_rest, other=0.0)
+    else:
+        new_v = tl.load(new_values + value_at + dims[None, :], mask=kept, other=0.0)
     active = slot >= 0
     if active == 0:
         before = 0
@@ -164,6 +207,7 @@ def attend_suffixes(
             located = locate_depths(row, head, 0, active, tables, DEPTHS, True)
         else:
             located = locate_depths(row, head, index, active_query, tables, DEPTHS, False)
+    query_head = head * GROUP + within // QUERIES
     # Query j sees the suffix from token `oldest + j` on.
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
@@ -174,13 +218,26 @@ def attend_suffixes(
             origin = tl.load(origins + row64 * origin_stride + token, mask=seen, other=0)
             at += ((origin - slot) * slot_stride)[:, None]
         k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
-        v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+        if REST:
+            at = token[:, None] * REST + rest[None, :]
+            if ORIGINS:
+                at += ((origin - slot) * rest_stride)[:, None]
+            v = tl.load(suffix_values + at, mask=seen[:, None] & in_rest[None, :], other=0.0)
+        else:
+            v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         if BLOCK_P == 1:  # one query: tensor cores would compute 15 padding rows
+            age = before - token
             row_max, row_sum, acc = online_softmax_step_single_query(
-                q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, BLOCK_N, SOFT_CAP
+                q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, biases, head, age, BLOCK_N, SOFT_CAP, DISTANCES
             )
         else:
-            scores = tl.where(seen[None, :], qk_scores(q, k, scale, soft_cap, SOFT_CAP), -float("inf"))
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
+            if DISTANCES > 0:
+                age = (before + position)[:, None] - token[None, :]
+                scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
+            scores = tl.where(seen[None, :], scores, -float("inf"))
+            if REST:
+                v = k
             if WINDOW and QUERIES > 1:
                 scores = tl.where(token[None, :] > (before + position - window)[:, None], scores, -float("inf"))
             row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
@@ -188,22 +245,44 @@ def attend_suffixes(
     # Attend to the new tokens in registers, and append them to the suffix.
     if BLOCK_P == 1:
         row_max, row_sum, acc = online_softmax_step_single_query(
-            q, new_k, new_v, is_new, row_max, row_sum, acc, scale, soft_cap, 1, SOFT_CAP
+            q,
+            new_k,
+            new_v,
+            is_new,
+            row_max,
+            row_sum,
+            acc,
+            scale,
+            soft_cap,
+            biases,
+            head,
+            -new_token,
+            1,
+            SOFT_CAP,
+            DISTANCES,
         )
     else:
-        scores = qk_scores(q, new_k, scale, soft_cap, SOFT_CAP)
+        scores = qk_scores(q, new_k, scale, soft_cap, SOFT_CAP, q_rest, new_v, REST)
+        if DISTANCES > 0:
+            age = position[:, None] - new_token[None, :]
+            scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
         scores = tl.where(new_token[None, :] <= position[:, None], scores, -float("inf"))
         if DIVIDED:
             scores = tl.where(is_new[None, :], scores, -float("inf"))
         if WINDOW and QUERIES > 1:
             scores = tl.where(new_token[None, :] > (position - window)[:, None], scores, -float("inf"))
-        row_max, row_sum, acc = online_softmax_step(scores, scale_log2, new_v, row_max, row_sum, acc, element)
+        opened = new_k if REST else new_v
+        row_max, row_sum, acc = online_softmax_step(scores, scale_log2, opened, row_max, row_sum, acc, element)
     if DIVIDED:
         before -= first_new
     if active:
         place = (before + new_token)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(suffix_keys + place, new_k, mask=kept)
-        tl.store(suffix_values + place, new_v, mask=kept)
+        if REST:
+            place = (before + new_token)[:, None] * REST + rest[None, :]
+            tl.store(suffix_values + place, new_v, mask=kept_rest)
+        else:
+            tl.store(suffix_values + place, new_v, mask=kept)
 
     # Normalise, merge the node partials, and store.
     first_query = (row64 * kv_heads + head) * queries_per_kv_head

@@ -1,4 +1,4 @@
-"""`rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have (`forms`).
+"""`rms_norm`, `gated_rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have (`forms`).
 
 They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. They have no backward
 pass.
@@ -15,7 +15,7 @@ from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options
 from . import kernel
-from .forms import Activation, NormForm, RotaryForm
+from .forms import Activation, GatedNormForm, NormForm, RotaryForm
 
 MOST_COLUMNS = 16384
 """Numbers of a row of `rms_norm`, which a program holds whole."""
@@ -78,6 +78,61 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
             COLUMNS=columns,
             ADDS=plus is not None,
             ROUNDING=form.value,
+            BLOCK_R=at_once,
+            BLOCK_C=block,
+            num_warps=min(16, max(4, at_once * block // 512)),
+            **overlap_options(x.device),
+        )
+    return out
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: GatedNormForm, *, group: int | None = None
+) -> Tensor:
+    """`rms_norm` along the last axis, or in groups of it, with a gate.
+
+    Args:
+        x: ``[..., columns]``, contiguous, fp32, fp16 or bf16.
+        gate: Likewise, in any dtype; rows may be strided, as halves of one product are.
+        weight: ``[columns]``, contiguous, in the dtype of `x`.
+        eps: Added to the mean.
+        form: Where the gate comes in.
+        group: Numbers of a group, at most `MOST_COLUMNS`; all columns when None.
+
+    Returns:
+        As `x`, in its dtype.
+
+    Raises:
+        ValueError: Shapes, strides or dtypes are others.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    columns = x.shape[-1]
+    group, gates = group or columns, gate.reshape(-1, columns)
+    alike = gate.shape == x.shape and weight.shape == (columns,) and weight.dtype == x.dtype and columns % group == 0
+    if not alike or not (x.is_contiguous() and weight.is_contiguous()) or group > MOST_COLUMNS:
+        raise ValueError(
+            f"gated_rms_norm takes contiguous x [..., columns], gate of its shape and weight [columns] of its dtype, "
+            f"in groups of up to {MOST_COLUMNS}, got {tuple(x.shape)}, {tuple(gate.shape)} and {tuple(weight.shape)}"
+        )
+    if gates.stride(1) != 1:
+        gates = gates.contiguous()
+    block = _power_of_two(group)
+    at_once = max(1, _NUMBERS // block)
+    rows, out = x.numel() // group, torch.empty_like(x)
+    with launching(Kernel.POINTWISE, x.device):
+        launch(
+            kernel.normalize_gated,
+            (-(-rows // at_once),),
+            x,
+            gates,
+            weight,
+            out,
+            rows,
+            gates.stride(0),
+            eps,
+            COLUMNS=group,
+            GROUPS=columns // group,
+            AFTER=form is GatedNormForm.AFTER,
             BLOCK_R=at_once,
             BLOCK_C=block,
             num_warps=min(16, max(4, at_once * block // 512)),

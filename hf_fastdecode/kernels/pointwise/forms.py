@@ -18,6 +18,16 @@ class NormForm(Enum):
     """``((1 + weight) * normalized).to(dtype)``, as in Gemma."""
 
 
+class GatedNormForm(Enum):
+    """Where ``silu(gate)``, computed in fp32, comes in; the weight multiplies rounded numbers, as `ROUNDED`."""
+
+    AFTER = 0
+    """``(weight * normalized) * silu(gate)``, as in Qwen3-Next."""
+
+    BEFORE = 1
+    """``weight * normalized(x * silu(gate))``, in groups of numbers, as in Mamba-2."""
+
+
 class RotaryForm(Enum):
     """How ``x * cos + rotate_half(x) * sin`` is rounded."""
 

@@ -50,6 +50,44 @@ def normalize(
     tl.store(out + at, (factor * numbers).to(out.dtype.element_ty), mask=kept)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def normalize_gated(
+    x,  # [rows, COLUMNS], contiguous: rows of GROUPS groups
+    gates,  # likewise, of strided rows of groups
+    weight,  # [GROUPS, COLUMNS], contiguous
+    out,  # as x
+    rows,
+    gate_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AFTER: tl.constexpr,  # whether gates multiply normalized numbers
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,  # as of `normalize`
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    column = tl.arange(0, BLOCK_C)
+    kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at, group = row[:, None] * COLUMNS + column[None, :], row % GROUPS
+    within = group[:, None] * COLUMNS + column[None, :]
+    numbers = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    opened = tl.load(gates + (row // GROUPS)[:, None] * gate_stride + within, mask=kept, other=0.0).to(tl.float32)
+    opened = opened / (1.0 + tl.exp(-opened))
+    if not AFTER:
+        numbers = numbers * opened
+    mean = tl.sum(numbers * numbers, 1) / COLUMNS
+    numbers = (numbers * tl.rsqrt(mean + eps)[:, None]).to(dtype).to(tl.float32)
+    numbers = numbers * tl.load(weight + within, mask=kept, other=0.0).to(tl.float32)
+    if AFTER:
+        numbers = numbers.to(dtype).to(tl.float32) * opened
+    tl.store(out + at, numbers.to(dtype), mask=kept)
+
+
 @triton.jit(do_not_specialize=["length"])
 def rotate(
     queries,  # [batch, QUERY_HEADS, length, HEAD_DIM], contiguous along head_dim

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .forms import Activation, NormForm, RotaryForm
+from .forms import Activation, GatedNormForm, NormForm, RotaryForm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
@@ -17,6 +17,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         return weight * normalized.to(x.dtype)
     factor = _wide(weight) + (1.0 if form is NormForm.PLUS_ONE else 0.0)
     return (factor * normalized).to(x.dtype)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: GatedNormForm, *, group: int | None = None
+) -> Tensor:
+    """See `api.gated_rms_norm`."""
+    wide, opened = _wide(x), F.silu(_wide(gate))
+    if form is GatedNormForm.BEFORE:
+        wide = wide * opened
+    groups = wide.unflatten(-1, (-1, group or x.shape[-1]))
+    normalized = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    weighted = weight * normalized.to(x.dtype)
+    return weighted if form is GatedNormForm.BEFORE else (_wide(weighted) * opened).to(x.dtype)
 
 
 def rotate(

@@ -16,7 +16,7 @@ from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
 from ...errors import Unsupported
 from ..layers import key_bias
-from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
+from ..layers.key_bias import biased_widths, widened, with_key_positions, with_query_positions
 
 
 def attend(
@@ -34,8 +34,9 @@ def attend(
         raise Unsupported("with slow_but_exact its attention leaves the bias of its output projection out")
     fused = module.query_key_value(hidden_states).unflatten(-1, (module.num_heads, 3, module.head_dim))
     query, key, value = fused.transpose(1, 2).unbind(3)
-    query = with_slopes(query, alibi_slopes(module.num_heads), module.inv_norm_factor)
-    kv, _ = layer_past.update(with_key_positions(key, positions_of_pass()), widened(value), module.layer_idx)
+    bias = positions_of_pass(), alibi_slopes(module.num_heads), module.inv_norm_factor
+    query, key = with_query_positions(query, *bias), with_key_positions(key, *bias)
+    kv, _ = layer_past.update(key, widened(value), module.layer_idx)
     out = attend_shared(module, query, kv, scaling=module.inv_norm_factor)[..., : module.head_dim]
     projected = module.dense(out.flatten(2))
     return F.dropout(projected, module.hidden_dropout, module.training) + residual, None

@@ -1,7 +1,8 @@
 """DiffLlama: each head attends to two values, those of a KV head in either half of them (Ye et al. 2024, eq. 1).
 
 `DiffLlamaAttention.forward` calls the interface twice, each time with the keys of all KV heads and half of the values,
-repeated. Here the two values of a KV head are cached side by side, and read by one call.
+repeated. Here the two values of a KV head are cached side by side, and read by one call. Keys get as many zeros:
+kernels of captured steps take keys and values of one width.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.own_code import OwnCode
@@ -33,6 +35,7 @@ def attend(
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query, key = rotate(query, key, *position_embeddings)
     both = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [rows, kv_heads, tokens, 2 * head_dim]
+    query, key = (F.pad(part, (0, module.head_dim)) for part in (query, key))
     kv, _ = (past_key_values if cache is None else cache).update(key, both, module.layer_idx)
     out = attend_shared(module, query, kv, scaling=module.scaling)  # [rows, tokens, heads, 2 * head_dim]
     minuend, subtrahend = out.chunk(2, 2)
@@ -45,4 +48,6 @@ def attend(
     return module.o_proj(normed.flatten(2)), None
 
 
-DIFFLLAMA = OwnCode({"DiffLlamaAttention": {"forward": attend}}, widths=lambda config, key, value: (key, 2 * value))
+DIFFLLAMA = OwnCode(
+    {"DiffLlamaAttention": {"forward": attend}}, widths=lambda config, key, value: (2 * key, 2 * value)
+)

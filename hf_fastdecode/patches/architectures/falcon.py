@@ -72,4 +72,5 @@ FALCON = OwnCode(
     reads_masks=True,
     compares_name=True,
     widths=lambda config, key, value: biased_widths(config, key, value) if config.alibi else (key, value),
+    repeats_heads=lambda config: config.new_decoder_architecture,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
 from ..layers import key_bias
-from ..layers.key_bias import biased_widths, widened, with_key_positions, with_slopes
+from ..layers.key_bias import biased_widths, widened, with_key_positions, with_query_positions
 
 _LARGEST = 8  # exponent of the smallest slope; `MptModel` leaves `alibi_bias_max` of the config out
 
@@ -30,8 +30,8 @@ def attend(
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = fused.unflatten(-1, (3, module.n_heads, module.head_dim)).transpose(1, 3).unbind(2)
-    query = with_slopes(query, alibi_slopes(module.n_heads), module.softmax_scale)
-    key, value = with_key_positions(key, positions_of_pass()), widened(value)
+    bias = positions_of_pass(), alibi_slopes(module.n_heads), module.softmax_scale
+    query, key, value = with_query_positions(query, *bias), with_key_positions(key, *bias), widened(value)
     kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
     out = attend_shared(module, query, kv, scaling=module.softmax_scale)[..., : module.head_dim]
     return module.out_proj(out.flatten(2)), None

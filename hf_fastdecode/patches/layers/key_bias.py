@@ -3,12 +3,13 @@
 A bias of each key, such as a gate, is three numbers of half precision, which have the 24 bits of fp32; queries have a
 one for each.
 
-ALiBi (Press et al. 2022) adds ``slope * position`` of the key to each score, a slope per query head; what the query's
-position would add is the same for all its keys, and drops out of the softmax. With ``position = 256 * high + low``,
-keys get ``(high, high, high, low, low, low)`` and queries three parts of ``256 * slope / scale``, then of
-``slope / scale``. High and low are whole numbers below 256, exact in any dtype, and three parts of half precision
-have the 24 bits of an fp32 slope, so that the bias is exact up to position 65,535 also in half precision, of which
-the operators sum products in fp32.
+ALiBi (Press et al. 2022) adds ``slope * (key's position - query's)`` to each score, a slope per head. With
+``position = 256 * high + low`` and ``slope / scale`` as the sum of three parts, each part adds four products: of
+``256 * part`` and `high`, and of ``part`` and `low`, of the key and less those of the query. High and low are whole
+numbers below 256, exact in any dtype, and three parts of half precision have the 24 bits of an fp32 slope, so that
+products are exact up to position 65,535 also in half precision, of which the operators sum products in fp32. They come
+before those of queries and keys themselves, and the query's beside the key's, so that sums stay small near the query:
+what its position adds drops out of the softmax, but sums of partials would round far from 0.
 """
 
 from __future__ import annotations
@@ -33,12 +34,27 @@ def biased_widths(config: Any, key: int, value: int) -> tuple[int, int]:
     return key + WIDTH, value + WIDTH
 
 
-def with_key_positions(keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys ``[rows, kv_heads, tokens, head_dim + WIDTH]``, of ``head_dim`` and positions ``[rows or 1, tokens]``."""
-    high, low = positions // _LOW, positions % _LOW
-    numbers = torch.stack([*[high] * _PARTS, *[low] * _PARTS], -1).to(keys.dtype)  # [rows or 1, tokens, 6]
-    numbers = F.pad(numbers, (0, WIDTH - 2 * _PARTS))[:, None].expand(*keys.shape[:-1], -1)
-    return torch.cat([keys, numbers], -1)
+def with_key_positions(keys: Tensor, positions: Tensor, slopes: tuple[float, ...], scale: float) -> Tensor:
+    """Keys ``[rows, heads, tokens, WIDTH + head_dim]``, of ``head_dim`` at positions ``[rows or 1, tokens]``."""
+    digits, parts = _digits(keys, positions), _slope_parts(slopes, scale, keys.dtype, keys.device)
+    return _with_pairs(digits, parts[:, None].expand(digits.shape), keys)
+
+
+def with_query_positions(query: Tensor, positions: Tensor, slopes: tuple[float, ...], scale: float) -> Tensor:
+    """Queries of such keys: ``[rows, heads, tokens, WIDTH + head_dim]``."""
+    digits, parts = _digits(query, positions), _slope_parts(slopes, scale, query.dtype, query.device)
+    return _with_pairs(parts[:, None].expand(digits.shape), -digits, query)
+
+
+def _digits(of: Tensor, positions: Tensor) -> Tensor:
+    """High and low of positions, once for each part of a slope: ``[rows, heads, tokens, 2 * _PARTS]``."""
+    digits = torch.stack([positions // _LOW, positions % _LOW] * _PARTS, -1).to(of.dtype)
+    return digits[:, None].expand(*of.shape[:-1], -1)
+
+
+def _with_pairs(first: Tensor, second: Tensor, of: Tensor) -> Tensor:
+    numbers = torch.stack([first, second], -1).flatten(-2)
+    return torch.cat([F.pad(numbers, (0, WIDTH - numbers.shape[-1])), of], -1)
 
 
 def with_key_bias(keys: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -52,12 +68,6 @@ def with_ones(query: Tensor) -> Tensor:
     return torch.cat([query, F.pad(torch.ones_like(query[..., :_PARTS]), (0, WIDTH - _PARTS))], -1)
 
 
-def with_slopes(query: Tensor, slopes: tuple[float, ...], scale: float) -> Tensor:
-    """Queries ``[rows, heads, tokens, head_dim + WIDTH]``, of ``head_dim``, with a slope per head."""
-    numbers = _slope_parts(slopes, scale, query.dtype, query.device)[:, None].expand(*query.shape[:-1], -1)
-    return torch.cat([query, numbers], -1)
-
-
 def widened(values: Tensor) -> Tensor:
     """Values as wide as their keys."""
     return F.pad(values, (0, WIDTH))
@@ -65,11 +75,10 @@ def widened(values: Tensor) -> Tensor:
 
 @cache  # never let go, since captured graphs read them
 def _slope_parts(slopes: tuple[float, ...], scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[heads, WIDTH]``: parts of each slope over the scale."""
+    """``[heads, 2 * _PARTS]``: parts of each slope over the scale, times 256 and as they are."""
     with torch.inference_mode(False):
         parts = _parts(torch.tensor(slopes, dtype=torch.float64, device="cpu") / scale, dtype)
-        numbers = torch.stack([*[_LOW * part for part in parts], *parts], -1)
-        return F.pad(numbers, (0, WIDTH - 2 * _PARTS)).to(dtype).to(device)
+        return torch.stack([number for part in parts for number in (_LOW * part, part)], -1).to(dtype).to(device)
 
 
 def _parts(numbers: Tensor, dtype: torch.dtype) -> list[Tensor]:

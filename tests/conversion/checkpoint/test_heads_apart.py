@@ -22,6 +22,8 @@ from ...patches.multimodal_models import MULTIMODAL, multimodal_model
 from ...patches.slim_models import TEXT
 from ...tiny_models import tiny_model
 
+pytestmark = pytest.mark.exhaustive
+
 DECODERS = ["llama", *FAMILIES]
 TYING = [name for name in MULTIMODAL if name != "qwen2_audio"]  # whose class ties nothing
 

@@ -24,6 +24,8 @@ from ...patches.slim_models import TEXT
 from ...tiny_models import tiny_model
 from .checkpoints import save_multi_head
 
+pytestmark = pytest.mark.exhaustive
+
 ENCODERS = ["t5", "bart", "whisper"]
 DECODERS = ["llama", *(name for name in FAMILIES if "-" not in name and name != "codegen")]
 UNUSED = {

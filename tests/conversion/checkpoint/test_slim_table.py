@@ -11,6 +11,8 @@ from tools.slim_table import PAGE, rows
 from ...cli.command_line import needs_weights
 from .page_tables import read_table
 
+pytestmark = pytest.mark.exhaustive
+
 
 @needs_weights
 def test_the_page_shows_what_is_measured() -> None:

@@ -9,6 +9,8 @@ from tools.slim_tokens import PAGE, caches
 from ...cli.command_line import needs_weights
 from .page_tables import check_tokens
 
+pytestmark = pytest.mark.exhaustive
+
 SOME = ["keys + d/32 V-coordinates, int8"]
 """One, as each takes minutes on a busy machine."""
 

@@ -40,6 +40,17 @@ def attend_everything() -> None:
         (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
     ):
         attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
+    for head_dim, queries in product((64, 128), (1, 3)):
+        biased = Scoring(1.0, distances=torch.empty(32, 129, device=CUDA))
+        attend(torch.bfloat16, head_dim, 1, 32, Forest(32, [Node(Span(0, 0, 4), 0, 32)]), queries, biased)
+
+
+def attend_to_latents() -> None:
+    """Decode steps of multi-head latent attention."""
+    for (latent, rest), rows, queries in product(((512, 64), (256, 64), (256, 32)), (1, 7, 64), (1, 3)):
+        forest = Forest(rows, [Node(Span(0, 0, 8192), 0, rows)])
+        scoring = Scoring(0.1, None, None, None)
+        attend(torch.bfloat16, latent, 16, 2, forest, queries, scoring, rest)
 
 
 def deep_tree() -> Forest:
@@ -61,6 +72,7 @@ def attend(
     forest: Forest,
     queries: int,
     scoring: Scoring,
+    rest: int = 0,
 ) -> None:
     """One decode step of a layer, with suffixes that are short and long, in order and reordered."""
 
@@ -68,8 +80,8 @@ def attend(
         return torch.empty(shape, dtype=dtype, device=CUDA)
 
     rows = forest.rows
-    query = empty(rows, group * kv_heads, queries, head_dim)
-    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, head_dim)
+    query = empty(rows, group * kv_heads, queries, head_dim + rest)
+    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, rest or head_dim)
     if scoring.sinks is not None:
         scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
     addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
@@ -79,7 +91,8 @@ def attend(
         schedule = plan.schedule(programs)
         for origins in (None, empty(rows, 4096, dtype=torch.int32)):
             run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
-        attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
+        if not rest:
+            attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
 
 
 def attend_in_parts(
@@ -94,7 +107,7 @@ def attend_in_parts(
     """The nodes alone, a step that goes on with their partial and returns its own, and one of divided suffixes."""
     nodes, kv_heads = addresses[0], new[0].shape[1]
     parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
-    if scoring.window is not None:
+    if scoring.window is not None or scoring.distances is not None:
         return
     forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
     other = (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from .attention import attend_everything, prefill_everything
-from .other_parts import compute_between_products, draw_everything, multiply_few_rows, run_experts
+from .attention import attend_everything, attend_to_latents, prefill_everything
+from .other_parts import compute_between_products, draw_everything, multiply_few_rows, run_experts, step_states
 from .slim_layers import append_to_slim_caches, attend_to_slim_caches, multiply_by_stored_matrices
 
 
@@ -62,6 +62,7 @@ def launches() -> list[Launch]:
 
     with patch.object(JITFunction, "run", record):
         attend_everything()
+        attend_to_latents()
         prefill_everything()
         draw_everything()
         attend_to_slim_caches()
@@ -70,6 +71,7 @@ def launches() -> list[Launch]:
         compute_between_products()
         multiply_few_rows()
         run_experts()
+        step_states()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())

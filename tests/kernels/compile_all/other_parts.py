@@ -11,11 +11,13 @@ from hf_fastdecode.kernels.experts import grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
 from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
-from hf_fastdecode.kernels.pointwise.api import gated, rms_norm, rotate
-from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.api import gated, gated_rms_norm, rms_norm, rotate
+from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
+from hf_fastdecode.kernels.state_steps.api import convolve, delta_rule, scan
+from hf_fastdecode.kernels.state_steps.reference import Gates
 
 from .pretended import CUDA, Claimed
 
@@ -38,6 +40,8 @@ def compute_between_products() -> None:
         x = torch.empty(3, columns, dtype=dtype, device=CUDA)
         for form in NormForm:
             rms_norm(x, x[0].as_subclass(Claimed), 1e-5, form)
+        for gated_form in GatedNormForm:
+            gated_rms_norm(x, x, x[0].as_subclass(Claimed), 1e-5, gated_form)
         for activation in Activation:
             gated(x, x, activation)
     for dtype, (head_dim, rotary), heads in product(
@@ -102,3 +106,22 @@ def run_experts() -> None:
         for rows, own, first, whole in ((1, None, True, True), (16, bias, False, False), (32, None, True, False)):
             x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
             route(x, router, own, Routing(per_row, first, whole))
+
+
+def step_states() -> None:
+    """Steps of layers with states of many sizes."""
+    for dtype, kept in product((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
+
+        def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=CUDA)
+
+        for (length, taps), silu in product(((4, 4), (3, 3), (3, 4)), (False, True)):
+            convolve(made(3, 8192), made(3, 8192, length), made(8192, taps), made(8192) if silu else None, silu=silu)
+        for key_heads, heads, key_dim, value_dim in ((16, 32, 128, 128), (4, 4, 24, 40), (2, 2, 256, 256)):
+            keys, states = made(3, key_heads, key_dim), made(3, heads, key_dim, value_dim, dtype=kept)
+            for gates in (None, Gates(made(heads), made(heads))):
+                delta_rule(keys, keys, made(3, heads, value_dim), made(3, heads), made(3, heads), states, gates)
+        for groups, heads, width, size in ((8, 128, 64, 128), (1, 3, 24, 16), (1, 2, 128, 256)):
+            inputs, rates, of_heads = made(3, groups, size), made(heads, dtype=torch.float32), made(heads)
+            states = made(3, heads, width, size, dtype=kept)
+            scan(made(3, heads, width), made(3, heads), rates, inputs, inputs, of_heads, of_heads, states)

@@ -61,8 +61,8 @@ def chosen(problem, of: Case) -> ClusterConfig:
     return config
 
 
-EMULATED = [
-    case(150, 7, heads=4, head_dim=64, rank=16),
+FIRST_EMULATED = case(150, 7, heads=4, head_dim=64, rank=16)
+MORE_EMULATED = [
     case(150, 90, heads=4, rank=16, starts=(3, 0), dtype=BRAIN, tables_of_rows=True),
     case(300, heads=2, head_dim=256, offset=False, dtype=INT8),
     case(200, 0, 40, heads=4, rank=48, starts=(7, 0, 39), dtype=INT8),
@@ -73,7 +73,9 @@ EMULATED = [
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles with g++")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself runs")
-@pytest.mark.parametrize("of", EMULATED, ids=str)
+@pytest.mark.parametrize(
+    "of", [FIRST_EMULATED, *(pytest.param(of, marks=pytest.mark.exhaustive) for of in MORE_EMULATED)], ids=str
+)
 def test_averages_and_lse_on_an_emulator(of, monkeypatch, tmp_path):
     emulate(monkeypatch, tmp_path)
     problem = make_problem(of)

@@ -1,0 +1,270 @@
+"""Cross-attention of encoder-decoders: keys and values of the encoder's output, once for all samples and beams.
+
+The keys and values of an input never grow. Each layer computes those of all distinct inputs in its first pass, keeps
+the tokens that the model's mask shows, end to end, and later passes read an input's tokens as a node of all its rows.
+
+Which input a row reads follows from the node that its path begins with: prompts of different inputs share no node,
+since all layers behind the first cross-attention compute with the encoder's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache, EncoderDecoderCache
+from transformers.cache_utils import CacheLayerMixin
+
+from ...attention.autocast import cast
+from ...attention.forest import Forest, Path, Span
+from ...attention.interface import CrossKV
+from ...attention.kv import Scoring, Segment
+from ...attention.torch_operators.decode_ops import nodes_attention
+from ...errors import Unsupported
+from ..state import PrefillItem, SharedState
+
+ENCODER_OUTPUTS: Final = "encoder_outputs"
+"""Name of the encoder's output among model arguments."""
+
+Begin = tuple[int, int]
+"""Where a path of nodes begins: the number of its first segment, and the place in it of the first token."""
+
+
+def begin_of(path: Path) -> Begin:
+    """The beginning of a path, which is not empty."""
+    return path[0].segment, path[0].start
+
+
+class EncodedInputs:
+    """The distinct inputs of a call, and each layer's keys and values of them.
+
+    Args:
+        arguments: Model arguments with the encoder's output, one row per distinct input, and its attention mask.
+        count: Number of distinct inputs.
+        tokens: Tokens of the encoder's output of an input, padding included.
+
+    Attributes:
+        segments: By layer, keys and values of the shown tokens of all inputs: ``[kv_heads, tokens, head_dim]`` each.
+        spans: For each input, its tokens in a segment; () before the first pass.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], count: int, tokens: int):
+        self._arguments, self.count, self.tokens = arguments, count, tokens
+        self.segments: dict[int, Segment] = {}
+        self.spans: tuple[Span, ...] = ()
+        self._shown: Tensor | None = None  # the mask that the spans are of
+        self._places: Tensor | None = None  # of shown tokens, counted input by input; None if all are
+        self._begins: dict[Begin, int] = {}
+        self._latest: tuple[Forest, Forest] | None = None
+        self._of_pass: tuple[Sequence[PrefillItem], Forest] | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Model arguments of the next pass; the mask is of no use once keys and values are stored."""
+        given = dict(self._arguments)
+        return given if not self.segments else given | {"attention_mask": None}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose keys and values are stored."""
+        return tuple(self.segments)
+
+    @property
+    def placeholders(self) -> dict[str, Any]:
+        """Arguments like `arguments` for passes that store nothing: of one token, in memory of their own."""
+        given = self.arguments
+        outputs = given[ENCODER_OUTPUTS]
+        hidden = outputs[0]
+        return given | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=torch.zeros_like(hidden[:1, :1]))}
+
+    def assign(self, begins: Sequence[Begin], inputs: Sequence[int]) -> None:
+        """Set which inputs the rows read whose paths begin there."""
+        self._begins.update(zip(begins, inputs, strict=True))
+
+    def moved(self, begins: Mapping[Begin, Begin]) -> EncodedInputs:
+        """The same inputs, for paths that begin where `begins` says, by where they began."""
+        twin = EncodedInputs(self._arguments, self.count, self.tokens)
+        vars(twin).update(vars(self) | {"_latest": None, "_of_pass": None})
+        twin._begins = {new: self._begins[old] for old, new in begins.items() if old in self._begins}
+        return twin
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Keep a layer's keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each.
+
+        Args:
+            mask: ``[inputs, tokens]`` bool, the tokens that the decoder sees; all of them when None.
+
+        Raises:
+            Unsupported: An input has no shown token, or layers have different masks.
+        """
+        count, _, tokens, _ = keys.shape
+        if count != self.count:
+            raise Unsupported(f"a layer has keys of {count} inputs, and the call has {self.count}")
+        if not self.spans:
+            self._show(mask, count, tokens)
+        elif mask is not self._shown and (mask is None or self._shown is None or not torch.equal(mask, self._shown)):
+            raise Unsupported("its layers see different tokens of the encoder's output")
+        parts = (part.transpose(0, 1).flatten(1, 2) for part in (keys, values))
+        if self._places is not None:
+            parts = (part.index_select(1, self._places.to(part.device)) for part in parts)
+        self.segments[layer] = Segment(*(part.contiguous() for part in parts))
+
+    def _show(self, mask: Tensor | None, count: int, tokens: int) -> None:
+        lengths = [tokens] * count
+        if mask is not None and mask.shape != (count, tokens):
+            raise Unsupported(f"the mask over {count} encoder outputs of {tokens} tokens is {list(mask.shape)}")
+        if mask is not None and not bool(mask.all()):
+            lengths = mask.sum(1).tolist()
+            self._places = mask.flatten().nonzero().flatten()
+        if not all(lengths):
+            raise Unsupported("an input's encoder output is masked whole")
+        ends = torch.tensor(lengths, device="cpu").cumsum(0).tolist()
+        self._shown = mask
+        self.spans = tuple(Span(0, end - length, length) for end, length in zip(ends, lengths, strict=True))
+
+    def forest_of(self, forest: Forest) -> Forest:
+        """The forest in which each row of a forest of prompts attends to its input; the same for the same forest."""
+        if self._latest is None or self._latest[0] is not forest:
+            self._latest = forest, self._forest(list(map(begin_of, forest.paths)))
+        return self._latest[1]
+
+    def forest_of_pass(self, state: SharedState) -> Forest:
+        """The forest of the current pass's rows: of the prompts that it prefills, or of the batch."""
+        if state.packed:
+            if self._of_pass is None or self._of_pass[0] is not state.packed:
+                begins = [begin_of((*item.context, item.span)) for item in state.packed]
+                self._of_pass = state.packed, self._forest(begins)
+            return self._of_pass[1]
+        assert state.forest is not None
+        return self.forest_of(state.forest)
+
+    def _forest(self, begins: Sequence[Begin]) -> Forest:
+        return Forest.from_paths([(self.spans[self._begins[begin]],) for begin in begins])
+
+    def view(self, cache: Cache, state: SharedState) -> CrossView:
+        """The cache as decoders take it, with these inputs, for a pass that runs eagerly."""
+
+        def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+            part = nodes_attention(
+                query,
+                self.forest_of_pass(state),
+                {0: self.segments[layer]},
+                scoring.scale,
+                softcap=scoring.softcap,
+                backend=state.torch_backend,
+            )
+            return part.out.to(query.dtype).transpose(1, 2)
+
+        return CrossView(cache, self, attend)
+
+    def stored(self) -> dict[int, StoredInputs]:
+        """By layer, the storage that kernels' tables describe."""
+        return {layer: StoredInputs(segment) for layer, segment in self.segments.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(part.nbytes for segment in self.segments.values() for part in segment)
+
+
+@dataclass(frozen=True)
+class StoredInputs:
+    """A layer's keys and values of all inputs, as `StepTables` reads them: nodes without suffixes."""
+
+    segment: Segment
+
+    @property
+    def segments(self) -> Mapping[int, Segment]:
+        return {0: self.segment}
+
+    @property
+    def suffix(self) -> None:
+        return None
+
+    @property
+    def version(self) -> object:
+        return self.segment
+
+
+Attend = Callable[[int, Tensor, Scoring], Tensor]
+"""Attends a layer's queries ``[rows, heads, queries, head_dim]``; returns ``[rows, queries, heads, head_dim]``."""
+
+
+class HasInputs(Protocol):
+    """What a view asks of inputs: the layers that hold theirs, how long one is, and room for those of a new layer."""
+
+    tokens: int
+
+    @property
+    def layers(self) -> Sequence[int]: ...
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None: ...
+
+
+class CrossView(EncoderDecoderCache):
+    """What a decoder with cross-attention takes as its cache: a cache of its own tokens, and the inputs' layers."""
+
+    def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
+        self.self_attention_cache = cache
+        self.cross_attention_cache = _CrossCache(inputs, attend, len(cache.layers))
+        self.is_updated = dict.fromkeys(inputs.layers, True)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse tokens of code that expects the cache of a decoder alone."""
+        raise Unsupported("its attention code does not tell its own tokens from those of an encoder")
+
+
+class _CrossCache(Cache):
+    def __init__(self, inputs: HasInputs, attend: Attend, layers: int):
+        super().__init__(layers=[_CrossLayer(inputs, attend, index) for index in range(layers)])
+
+
+class _CrossLayer(CacheLayerMixin):
+    """Hands out handles in the place of keys and values, also to models that read these as attributes."""
+
+    is_sliding = False
+
+    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
+        super().__init__()
+        self.keys = self.values = _Stored(inputs, attend, index)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """No-op: there is nothing to allocate."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
+        """Take keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each."""
+        handle = _New(self.keys, cast(key_states), cast(value_states))
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return self.keys.inputs.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Stored(CrossKV):
+    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
+        self.inputs, self._attend, self.index = inputs, attend, index
+
+    def show(self, mask: Tensor | None) -> None:
+        """No-op: the mask was needed to store them."""
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        return self._attend(self.index, query, scoring)
+
+
+class _New(CrossKV):
+    def __init__(self, stored: _Stored, keys: Tensor, values: Tensor):
+        self._stored, self._keys, self._values, self.device = stored, keys, values, keys.device
+
+    def show(self, mask: Tensor | None) -> None:
+        self._stored.inputs.store(self._stored.index, self._keys, self._values, mask)
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        return self._stored.attend(query, scoring)

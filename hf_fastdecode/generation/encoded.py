@@ -1,0 +1,128 @@
+"""Encoder-decoders: the names of a decoder's prompts among model arguments, and the distinct inputs of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from ..cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from ..errors import Unsupported
+
+
+class PromptNames(NamedTuple):
+    """Names of arguments that say what the decoder, or the whole model if it has no encoder, is given."""
+
+    ids: str = "input_ids"
+    embeddings: str = "inputs_embeds"
+    mask: str = "attention_mask"
+    positions: str = "position_ids"
+
+    def named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that have the names of a model without an encoder, renamed."""
+        names = dict(zip(PromptNames(), self, strict=True))
+        return {names.get(name, name): value for name, value in arguments.items()}
+
+
+_OF_DECODERS: Final = PromptNames(*(f"decoder_{name}" for name in PromptNames()))
+_ALONE: Final = PromptNames()
+
+
+def prompt_names(model: PreTrainedModel) -> PromptNames:
+    """The names that a model's `forward`, and `generate`, have for its prompts."""
+    return _OF_DECODERS if model.config.is_encoder_decoder else _ALONE
+
+
+class FoundInputs(NamedTuple):
+    """The distinct inputs of a call, and for each row which one is its: ``[rows]`` int64 on the CPU."""
+
+    inputs: EncodedInputs
+    of_rows: Tensor
+
+
+def find_inputs(arguments: Mapping[str, Any]) -> FoundInputs | None:
+    """Compare neighbouring rows' encoder outputs and attention masks; None without an encoder.
+
+    Rows are equal where the encoder's output is equal bit by bit, as it is for samples and beams, which are copies.
+
+    Args:
+        arguments: Model arguments of all rows.
+
+    Raises:
+        Unsupported: They hold the encoder's output in another form.
+    """
+    outputs = arguments.get(ENCODER_OUTPUTS)
+    if outputs is None:
+        return None
+    named = dict(outputs) if isinstance(outputs, ModelOutput) else {}
+    hidden = named.get("last_hidden_state", outputs[0] if len(outputs) else None)
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not len(hidden):
+        raise Unsupported("the encoder's output is not [rows, tokens, numbers]")
+    rows, mask = len(hidden), arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and len(mask) != rows:
+        mask = None  # of whole recordings, which Whisper's encoder alone reads
+    per_row = {"last_hidden_state": hidden} | _per_row(named, rows)
+    of_rows, firsts = _distinct_rows([*per_row.values(), *([mask] if isinstance(mask, Tensor) else [])])
+    kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+    of_inputs = kind(**{name: _selected(one, firsts) for name, one in per_row.items()})
+    given: dict[str, Any] = {ENCODER_OUTPUTS: of_inputs}
+    if isinstance(mask, Tensor):
+        given["attention_mask"] = _selected(mask, firsts)
+    return FoundInputs(EncodedInputs(given, len(firsts), hidden.shape[1]), of_rows)
+
+
+def encode_distinct(
+    encode: Callable[[Tensor, dict[str, Any]], dict[str, Any]], inputs: Tensor, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Run an encoder on the distinct ones among neighbouring rows, and give each row its output.
+
+    Args:
+        encode: Adds the encoder's output of inputs to these model arguments.
+        inputs: ``[rows, ...]``.
+        arguments: Model arguments; tensors of as many rows are the rows' own.
+    """
+    own = _per_row(arguments, len(inputs))
+    of_rows, firsts = _distinct_rows([inputs, *own.values()])
+    if len(firsts) == len(inputs):
+        return encode(inputs, arguments)
+    few = encode(_selected(inputs, firsts), arguments | {name: _selected(one, firsts) for name, one in own.items()})
+    outputs = few.get(ENCODER_OUTPUTS)
+    if not isinstance(outputs, ModelOutput):
+        return encode(inputs, arguments)
+    for name, one in outputs.items():
+        outputs[name] = _of_all_rows(one, of_rows, len(firsts))
+    return few | own | {ENCODER_OUTPUTS: outputs}
+
+
+def _of_all_rows(output: Any, of_rows: Tensor, count: int) -> Any:
+    if isinstance(output, tuple):
+        return tuple(_of_all_rows(one, of_rows, count) for one in output)
+    if isinstance(output, Tensor) and output.shape[:1] == (count,):
+        return output.index_select(0, of_rows.to(output.device))
+    return output
+
+
+def _per_row(arguments: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
+    return {name: one for name, one in arguments.items() if isinstance(one, Tensor) and one.shape[:1] == (rows,)}
+
+
+def _distinct_rows(compared: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compare neighbouring rows of tensors ``[rows, ...]``; int64 on the CPU.
+
+    Returns:
+        For each row the number of its distinct one, ``[rows]``, and the first row of each of these.
+    """
+    device = compared[0].device
+    same = torch.stack([(one[1:] == one[:-1]).flatten(1).all(1).to(device) for one in compared]).all(0).cpu()
+    of_rows = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), (~same).long()]).cumsum(0)
+    return of_rows, torch.searchsorted(of_rows, torch.arange(int(of_rows[-1]) + 1, device="cpu"))
+
+
+def _selected(one: Tensor, rows: Tensor) -> Tensor:
+    """Some of the rows, in order; the tensor itself for all."""
+    return one if len(rows) == len(one) else one.index_select(0, rows.to(one.device))

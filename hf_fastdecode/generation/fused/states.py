@@ -1,0 +1,205 @@
+"""Layers with states: the functions by which their code updates these, for a step of one token per row.
+
+transformers' own functions, which it runs unless other packages are installed, take some dozens of launches a step,
+of which several read whole states. A layer's `forward` here runs with others in the place of these functions, one
+launch each (`copied_code`): its code, projections and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..._compat import uncompiled_call
+from ...kernels.failures import KernelFailedError
+from ...kernels.state_steps import reference
+from ...kernels.state_steps.api import MOST_WIDTH, convolve, delta_rule, scan
+from .copied_code import calling, global_named
+from .runs import is_plain, runs_fused
+from .trial import function_key, names_in, random, tried
+
+WHAT = "layers with states"
+
+
+def may_be(module: type[nn.Module]) -> bool:
+    """Whether modules of a class may update states by such functions."""
+    return not _REPLACED.keys().isdisjoint(names_in(module))
+
+
+def kind(module: nn.Module) -> Hashable | None:
+    """What tells modules apart whose functions are others."""
+    forward = type(module).forward
+    found = [(name, function_key(global_named(name, forward))) for name in sorted(_REPLACED)]
+    return type(module), function_key(forward), tuple(found)
+
+
+def form_of(module: nn.Module) -> frozenset[str] | None:
+    """The names of those functions that compute what is known here; None if there are none, or no copy can be made."""
+    forward, read = type(module).forward, names_in(type(module))
+    if calling(forward, {}) is None:
+        return None
+    tries = {name: computes for name, (computes, _) in _REPLACED.items() if name in read}
+    return frozenset(name for name, computes in tries.items() if tried(computes, global_named(name, forward))) or None
+
+
+def replacement(module: nn.Module, names: frozenset[str]) -> Any:
+    """What runs in the place of the module."""
+    forward = type(module).forward
+    copied = calling(forward, {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names})
+    assert copied is not None  # for `form_of` made one
+    return partial(_run, module, copied)
+
+
+def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor) or hidden.shape[1:-1] != (1,) or not runs_fused(hidden) or not is_plain(module):
+        return uncompiled_call(module, *args, **kwargs)
+    return forward(module, *args, **kwargs)
+
+
+def _convolve(
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """``causal_conv1d_update``: ``[rows, channels, 1]`` through states ``[rows, channels, length]``."""
+    dtypes = {one.dtype for one in (hidden_states, conv_state, weight, bias) if one is not None}
+    if hidden_states.shape[-1] == 1 and len(dtypes) == 1 and activation in (None, "silu", "swish"):
+        try:
+            silu = activation is not None
+            return convolve(hidden_states[..., 0], conv_state, weight.contiguous(), bias, silu=silu)[..., None]
+        except (ValueError, KernelFailedError):
+            pass
+    return own(hidden_states, conv_state, weight, bias, activation)
+
+
+def _delta_rule(
+    own: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``torch_recurrent_gated_delta_rule`` of one token: the state that it returns is the given one, overwritten."""
+    served = output_final_state and use_qk_l2norm_in_kernel and kwargs.get("cu_seqlens") is None
+    if served and initial_state is not None and query.shape[1] == 1 and query.shape[-1] <= MOST_WIDTH:
+        try:
+            out = delta_rule(query[:, 0], key[:, 0], value[:, 0], g[:, 0], beta[:, 0], initial_state)
+            return out[:, None], initial_state
+        except (ValueError, KernelFailedError):
+            pass
+    return own(
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **kwargs,
+    )
+
+
+def _scan(
+    own: Callable[..., Any],
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``mamba2_selective_state_update``, whose arguments are expanded to the numbers of a head and of a state."""
+    # Numbers that are the same throughout a head are views of one.
+    expanded = dt.stride(-1) == 0 and A.stride()[1:] == (0, 0)
+    expanded = expanded and all(one is not None and one.stride(-1) == 0 for one in (D, dt_bias))
+    if expanded and dt_softplus and D is not None and dt_bias is not None:
+        try:
+            out = scan(hidden_states, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], dt_bias[:, 0], state)
+            return out if z is None else out * F.silu(z)
+        except (ValueError, KernelFailedError):
+            pass
+    return own(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
+
+
+_ROWS, _CHANNELS, _HEADS, _WIDTH, _SIZE = 3, 12, 4, 8, 16
+
+
+def _numbers(*shape: int, seed: int) -> Tensor:
+    return random(*shape, seed=seed, dtype=torch.float32)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def _convolves(own: Callable[..., Any]) -> bool:
+    x, states, weight = (_numbers(_ROWS, _CHANNELS, width, seed=width) for width in (1, 4, 3))
+    weight, bias = weight[0], _numbers(_CHANNELS, seed=5)
+    for activation, given in ((None, None), ("silu", bias)):
+        held = states.clone()
+        found = own(x, held, weight, given, activation)
+        expected, after = reference.convolve(x[..., 0], states, weight, given, silu=activation is not None)
+        if not _close(found[..., 0], expected) or not torch.equal(held, after):
+            return False
+    return True
+
+
+def _follows_delta_rule(own: Callable[..., Any]) -> bool:
+    query, key, value = (_numbers(_ROWS, 1, _HEADS, _SIZE, seed=seed) for seed in range(3))
+    decay, beta = (_numbers(_ROWS, 1, _HEADS, seed=seed) for seed in (3, 4))
+    states = _numbers(_ROWS, _HEADS, _SIZE, _SIZE, seed=5)
+    named = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    found, after = own(query, key, value, g=-decay.exp(), beta=beta, initial_state=states.clone(), **named)
+    expected, then = reference.delta_rule(query[:, 0], key[:, 0], value[:, 0], -decay.exp()[:, 0], beta[:, 0], states)
+    return _close(found[:, 0], expected) and _close(after, then)
+
+
+def _scans(own: Callable[..., Any]) -> bool:
+    x, gate = (_numbers(_ROWS, _HEADS, _WIDTH, seed=seed) for seed in (0, 8))
+    steps = 12 * _numbers(_ROWS, _HEADS, seed=1)
+    inputs, outputs = (_numbers(_ROWS, 2, _SIZE, seed=seed) for seed in (2, 3))
+    rates, skips, biases = (_numbers(_HEADS, seed=seed) for seed in (4, 5, 6))
+    states, rates = _numbers(_ROWS, _HEADS, _WIDTH, _SIZE, seed=7), -rates.exp()
+    held = states.clone()
+    found = own(
+        held,
+        x,
+        steps[..., None].expand(-1, -1, _WIDTH),
+        rates[:, None, None].expand(-1, _WIDTH, _SIZE),
+        inputs,
+        outputs,
+        skips[:, None].expand(-1, _WIDTH),
+        z=gate,
+        dt_bias=biases[:, None].expand(-1, _WIDTH),
+        dt_softplus=True,
+    )
+    expected, after = reference.scan(x, steps, rates, inputs, outputs, skips, biases, states)
+    return _close(found, expected * F.silu(gate)) and _close(held, after)
+
+
+_REPLACED: Mapping[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
+    "causal_conv1d_update": (_convolves, _convolve),
+    "torch_recurrent_gated_delta_rule": (_follows_delta_rule, _delta_rule),
+    "mamba2_selective_state_update": (_scans, _scan),
+}
+"""By name of transformers' function: a trial whether it computes what is known, and what runs in its place."""

@@ -1,0 +1,217 @@
+"""`convolve`, `delta_rule` and `scan`: one token of each row through a layer's states, in one launch each.
+
+States are read and written once, in place. There is no backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ahead import launch
+from ..failures import Kernel, launching
+from ..forest_decode.limits import overlap_options
+from . import kernel
+from .reference import L2_EPS, Gates
+
+MOST_WIDTH = 256
+"""Numbers of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
+
+_CHANNELS = 256  # of a program of `convolve`
+_NUMBERS = 4096  # of a state, of a program
+
+
+def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+    """A causal convolution of each channel, over its latest inputs and a new one, which joins these.
+
+    Args:
+        x: ``[rows, channels]``: the new inputs.
+        states: ``[rows, channels, length]``, contiguous, in the dtype of `x`: the latest ones, overwritten.
+        weight: ``[channels, taps]``, contiguous, at most length + 1 taps.
+        bias: ``[channels]``, if any.
+        silu: Whether SiLU follows.
+
+    Returns:
+        ``[rows, channels]`` in the dtype of `x`.
+
+    Raises:
+        ValueError: Shapes or strides are others.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, channels), (length, taps) = x.shape, (states.shape[-1], weight.shape[-1])
+    shapes = states.shape == (rows, channels, length) and weight.shape == (channels, taps) and taps <= length + 1
+    shapes = shapes and (bias is None or bias.shape == (channels,))
+    if not shapes or not _contiguous(states, weight, bias):
+        raise ValueError(
+            "convolve takes x [rows, channels], contiguous states [rows, channels, length] and weight [channels, "
+            f"taps], got {tuple(x.shape)}, {tuple(states.shape)} and {tuple(weight.shape)}"
+        )
+    out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
+    with launching(Kernel.STATES, x.device):
+        launch(
+            kernel.convolve,
+            (rows * -(-channels // _CHANNELS),),
+            x,
+            states,
+            weight,
+            weight if bias is None else bias,
+            out,
+            *x.stride(),
+            CHANNELS=channels,
+            LENGTH=length,
+            TAPS=taps,
+            BIASED=bias is not None,
+            SILU=silu,
+            BLOCK=_CHANNELS,
+            **overlap_options(x.device),
+        )
+    return out
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor, gates: Gates | None = None
+) -> Tensor:
+    """A step of the gated delta rule, with L2-normalized queries and keys.
+
+    Args:
+        query: ``[rows, key_heads, key_dim]``, contiguous along key_dim, at most `MOST_WIDTH` of it.
+        key: Likewise.
+        value: ``[rows, heads, value_dim]``, contiguous along value_dim; a multiple of key_heads.
+        decay: ``[rows, heads]``: logarithms of what states are multiplied by.
+        beta: ``[rows, heads]``: how much of a value is written.
+        states: ``[rows, heads, key_dim, value_dim]``, contiguous, overwritten.
+        gates: When given, `decay` and `beta` are projections of which the kernel makes them.
+
+    Returns:
+        ``[rows, heads, value_dim]`` in the dtype of `query`.
+
+    Raises:
+        ValueError: Shapes or strides are others.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, key_heads, key_dim), (heads, value_dim) = key.shape, value.shape[1:]
+    shapes = query.shape == key.shape and value.shape[0] == rows and heads % key_heads == 0 and key_dim <= MOST_WIDTH
+    shapes = (
+        shapes and decay.shape == beta.shape == (rows, heads) and states.shape == (rows, heads, key_dim, value_dim)
+    )
+    dense = all(one.stride(-1) == 1 for one in (query, key, value, decay, beta))
+    rates, biases = gates or (decay, decay)
+    shapes = shapes and (gates is None or rates.shape == biases.shape == (heads,))
+    if not shapes or not dense or not _contiguous(states, *(gates or ())):
+        raise ValueError(
+            "delta_rule takes query and key [rows, key_heads, key_dim], value [rows, heads, value_dim], decay and "
+            f"beta [rows, heads] and contiguous states [rows, heads, key_dim, value_dim] of up to {MOST_WIDTH} "
+            f"numbers of a key, got {[tuple(one.shape) for one in (query, key, value, decay, beta, states)]}"
+        )
+    block_k = _power_of_two(key_dim)
+    block_v = min(_power_of_two(value_dim), max(16, _NUMBERS // block_k))
+    out = torch.empty(rows, heads, value_dim, dtype=query.dtype, device=query.device)
+    with launching(Kernel.STATES, query.device):
+        launch(
+            kernel.delta_rule,
+            (rows * heads * -(-value_dim // block_v),),
+            query,
+            key,
+            value,
+            decay,
+            beta,
+            rates,
+            biases,
+            states,
+            out,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            decay.stride(0),
+            beta.stride(0),
+            key_dim**-0.5,
+            L2_EPS,
+            HEADS=heads,
+            GROUP=heads // key_heads,
+            K=key_dim,
+            V=value_dim,
+            BLOCK_K=block_k,
+            PROJECTED=gates is not None,
+            BLOCK_V=block_v,
+            **overlap_options(query.device),
+        )
+    return out
+
+
+def scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    inputs: Tensor,
+    outputs: Tensor,
+    skips: Tensor,
+    biases: Tensor,
+    states: Tensor,
+) -> Tensor:
+    """A step of Mamba-2: states become ``states * exp(step * rate) + step * x * input``.
+
+    Args:
+        x: ``[rows, heads, width]``, contiguous along width.
+        steps: ``[rows, heads]``, before a bias is added and softplus taken.
+        rates: ``[heads]``, contiguous (A).
+        inputs: ``[rows, groups, size]``, contiguous along size, at most `MOST_WIDTH` of it (B).
+        outputs: Likewise (C).
+        skips: ``[heads]``, contiguous (D).
+        biases: ``[heads]``, contiguous.
+        states: ``[rows, heads, width, size]``, contiguous, overwritten.
+
+    Returns:
+        ``states @ output + skip * x``, ``[rows, heads, width]`` in the dtype of `x`.
+
+    Raises:
+        ValueError: Shapes or strides are others.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    (rows, heads, width), (groups, size) = x.shape, inputs.shape[1:]
+    shapes = inputs.shape == outputs.shape and inputs.shape[0] == rows and heads % groups == 0 and size <= MOST_WIDTH
+    shapes = shapes and steps.shape == (rows, heads) and states.shape == (rows, heads, width, size)
+    shapes = shapes and rates.shape == skips.shape == biases.shape == (heads,)
+    dense = all(one.stride(-1) == 1 for one in (x, inputs, outputs))
+    if not shapes or not dense or not _contiguous(states, rates, skips, biases):
+        raise ValueError(
+            "scan takes x [rows, heads, width], steps [rows, heads], inputs and outputs [rows, groups, size], "
+            f"contiguous states [rows, heads, width, size] of up to {MOST_WIDTH} numbers of an input, and rates, "
+            f"skips and biases [heads], got {[tuple(one.shape) for one in (x, steps, inputs, outputs, states, rates)]}"
+        )
+    block_s = _power_of_two(size)
+    block_w = min(_power_of_two(width), max(1, _NUMBERS // block_s))
+    out = torch.empty(rows, heads, width, dtype=x.dtype, device=x.device)
+    with launching(Kernel.STATES, x.device):
+        launch(
+            kernel.scan,
+            (rows * heads * -(-width // block_w),),
+            x,
+            steps,
+            rates,
+            inputs,
+            outputs,
+            skips,
+            biases,
+            states,
+            out,
+            *x.stride()[:2],
+            *steps.stride(),
+            *inputs.stride()[:2],
+            *outputs.stride()[:2],
+            HEADS=heads,
+            GROUP=heads // groups,
+            WIDTH=width,
+            SIZE=size,
+            BLOCK_W=block_w,
+            BLOCK_S=block_s,
+            **overlap_options(x.device),
+        )
+    return out
+
+
+def _contiguous(*tensors: Tensor | None) -> bool:
+    return all(one is None or one.is_contiguous() for one in tensors)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,70 @@
+"""Multi-head latent attention: DeepSeek-V2 and V3, and those that follow them.
+
+Their attention makes keys and values of all latents that ``update`` returns, by ``expand_kv``, and hands them to the
+interface. Passes of prefill get keys and values that `LatentStorage` has made. In steps, each head's query takes in
+the product that would make its keys of latents, and the mean of the latents that it sees becomes that of its values
+(DeepSeek-V2, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...attention.interface import SharedKV
+from ...attention.kv import Scoring
+from ...attention.own_code import OwnCode
+from ...cache.layers.latent import multiplying
+from ...parallel.groups import local_part
+
+
+class _OfLatents(SharedKV):
+    """Keys and values of a layer, which are made of latents or read as such."""
+
+    def __init__(self, kv: SharedKV, module: Any):
+        self._kv, self._module = kv, module
+        self.stored_window, self.device = kv.stored_window, kv.device
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        module = self._module
+        if not self._kv.reads_latents:
+            query = F.pad(query, (0, max(0, module.v_head_dim - query.shape[-1])))  # keys are as wide as values
+            return self._kv.attend(query, scoring)[..., : module.v_head_dim]
+        rows, _, queries, _ = query.shape
+        weight = _weight(module, query.dtype).unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+        to_keys, to_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)  # [heads, width, latent]
+        plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+        absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
+        absorbed = absorbed.unflatten(1, (rows, queries)).transpose(0, 1)
+        mean = self._kv.attend(torch.cat([absorbed, rotated], -1), scoring)  # [rows, queries, heads, latent]
+        out = torch.bmm(mean.flatten(0, 1).transpose(0, 1), to_values.mT)
+        return out.transpose(0, 1).unflatten(0, (rows, queries))
+
+
+def _weight(module: Any, dtype: torch.dtype) -> Tensor:
+    """The weight from latents to keys and values, ``[heads * (key + value), latent]``, of this process's heads."""
+    projection = module.kv_b_proj
+    if type(projection) is nn.Linear and not (projection._forward_hooks or projection._forward_pre_hooks):
+        return local_part(projection.weight).to(dtype)
+    # What another module computes, such as one with an adapter or with quantized weights.
+    unit = torch.eye(module.kv_lora_rank, dtype=dtype, device=next(module.parameters()).device)
+    with multiplying(projection, unit):
+        rows: Tensor = projection(unit)
+    return rows.mT.to(dtype)
+
+
+def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
+    """Stands in for ``expand_kv``."""
+    if not isinstance(latents, SharedKV):  # a pass without a cache
+        keys, values = type(module).expand_kv(module, latents, rotated)
+        return keys, values
+    kv = _OfLatents(latents, module)
+    return kv, kv
+
+
+def latent_attention(attention: str) -> OwnCode:
+    """The entry of an architecture with this attention class."""
+    return OwnCode({attention: {"expand_kv": expand}})

@@ -1,0 +1,107 @@
+"""Layers with states: the functions that run as kernels in a step, in each kind of model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.fused import delta_nets, gated_norms, states
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+
+from ...architectures.classes import tiny_model_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLASSES = {
+    "Qwen3_5ForCausalLM": "convolve delta_rule gated_rms_norm",
+    "Qwen3NextForCausalLM": "convolve delta_rule gated_rms_norm",
+    "NemotronHForCausalLM": "convolve gated_rms_norm scan",
+    "FalconH1ForCausalLM": "convolve scan",
+}
+KINDS = (states, delta_nets, gated_norms)
+OPERATORS = (
+    *((module, name) for module in (states, delta_nets) for name in ("convolve", "delta_rule")),
+    (states, "scan"),
+    (gated_norms, "gated_rms_norm"),
+)
+IDS = torch.arange(3, 19, device=DEVICE).view(2, 8)
+
+
+def steps(model: PreTrainedModel, fused: FusedModules | None = None) -> torch.Tensor:
+    """Logits of the last two tokens, one at a time behind the first six."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:, :6], **{CACHE: cache})
+        with nullcontext() if fused is None else fused.installed():
+            return torch.cat([model(ids[:, None], **{CACHE: cache}).logits for ids in IDS[:, 6:].T], 1)
+
+
+def of_states(model: PreTrainedModel) -> FusedModules:
+    """The layers with states and their norms, and no other modules."""
+    return FusedModules(model, found=[one for one in FusedModules(model).found if one.kind in KINDS])
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in OPERATORS:
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    return counts
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_same_logits(name: str, launched: Counter[str]) -> None:
+    """Error against fp32 at most twice that of the model's own code."""
+    model = tiny_model_of(name).to(DEVICE)
+    exact = steps(model)
+    model.half()
+    own = steps(model)
+    found = steps(model, of_states(model))
+    assert " ".join(sorted(launched)) == CLASSES[name]
+    own_error, error = ((one.float() - exact).pow(2).mean().sqrt() for one in (own, found))
+    assert error <= 2 * own_error
+
+
+@pytest.mark.parametrize(
+    ("name", "all_fail"), [("Qwen3NextForCausalLM", True), ("Qwen3_5ForCausalLM", True), ("Qwen3_5ForCausalLM", False)]
+)
+def test_kernels_that_fail_leave_the_models_own_functions(
+    name: str, all_fail: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one fails after another has moved its states."""
+    model = tiny_model_of(name).half().to(DEVICE)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KernelFailedError(Kernel.STATES.value[0])
+
+    for module, operator in OPERATORS:
+        if all_fail or operator == "delta_rule":
+            monkeypatch.setattr(module, operator, fail)
+    own, found = steps(model), steps(model, of_states(model))
+    torch.testing.assert_close(found, own, rtol=0 if all_fail else 0.02, atol=0 if all_fail else 0.02)
+
+
+def test_other_functions_than_those_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a package with kernels of its own is installed, or takes other arguments."""
+    model = tiny_model_of("Qwen3NextForCausalLM").half()
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_update", lambda *args: args[0])
+    (form,) = (one.form for one in FusedModules(model).found if one.kind is states)
+    assert form == {"torch_recurrent_gated_delta_rule"}

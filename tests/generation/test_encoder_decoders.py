@@ -1,0 +1,153 @@
+"""Encoder-decoders: keys and values of an encoder's output are stored and read once for all samples and beams.
+
+One model of each kind; `make test-architectures` compares all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.steps.runners import EagerSteps
+
+from ..architectures.classes import tiny_model_of
+from ..tiny_models import ragged_prompts, seeded
+
+CLASSES = [
+    "BartForConditionalGeneration",
+    "T5ForConditionalGeneration",  # biases by distance, which all layers share
+]
+
+WIDTH, NEW = 21, 8
+INPUTS = ragged_prompts(WIDTH, 13, 17)
+DECODER_PROMPTS = ragged_prompts(4, 4, 2, seed=1)
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": NEW}
+BEAMS = {"do_sample": False, "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": NEW}
+BEAM_SAMPLES = {"do_sample": True, "num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW}
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def each(request):
+    return tiny_model_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model_of("BartForConditionalGeneration")
+
+
+def inputs(model):
+    """Inputs of unequal lengths, padded at the right."""
+    mask = INPUTS["attention_mask"].flip(1)
+    return {"input_ids": INPUTS["input_ids"].flip(1), "attention_mask": mask}
+
+
+def run(model, arguments, **more):
+    return seeded(lambda: model.generate(**inputs(model), **arguments, **more))
+
+
+def check(model, arguments, **more):
+    """Compare with stock; returns the report."""
+    stock = run(model, arguments, **more)
+    with fd.enabled(model, min_saved_tokens=1):
+        tokens = run(model, arguments, **more)
+        report = fd.explain(model).last_call
+    assert torch.equal(tokens, stock)
+    assert report.path == "shared", report.reason
+    assert report.inputs == 3
+    return report
+
+
+def test_samples_end_early_at_stocks_tokens(each):
+    new = run(each, SAMPLING)
+    ends = [*new[:4, 3].tolist(), int(new[5, 5])]
+    report = check(each, SAMPLING | {"eos_token_id": ends})
+    assert report.prefilled_tokens == 3  # a decoder's first token for each input
+    assert report.compactions
+
+
+@pytest.mark.parametrize("arguments", [BEAMS, BEAM_SAMPLES], ids=["beams", "beam-samples"])
+def test_beams_are_stocks(each, arguments):
+    check(each, arguments)
+
+
+def test_decoder_prompts_of_several_tokens(each):
+    check(each, SAMPLING, decoder_input_ids=DECODER_PROMPTS["input_ids"])
+
+
+def test_decoder_prompts_of_unequal_lengths(model):
+    padded = {f"decoder_{name}": tensor for name, tensor in DECODER_PROMPTS.items()}
+    check(model, SAMPLING, **padded)
+    check(model, BEAMS, **padded)
+
+
+def test_keys_and_values_are_those_of_distinct_inputs(model):
+    with fd.enabled(model, min_saved_tokens=1):
+        output = run(model, SAMPLING, return_dict_in_generate=True, output_scores=True)
+    stored = output[CACHE]
+    shown = int(INPUTS["attention_mask"].sum())
+    assert {part.shape[1] for segment in stored.inputs.segments.values() for part in segment} == {shown}
+    assert len(stored.inputs.segments) == model.config.decoder_layers
+    assert stored.rows == 9
+    stock = run(model, SAMPLING, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(output.sequences, stock.sequences)
+    for shared, plain in zip(output.scores, stock.scores, strict=True):
+        torch.testing.assert_close(shared, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_encoders_run_as_in_stock(model):
+    """Of an encoder's output or embeddings that the caller gives, and of rows that repeat an input."""
+    given, ids = inputs(model), inputs(model)["input_ids"]
+    with torch.no_grad():
+        outputs = model.get_encoder()(**given)
+        embeddings = model.get_input_embeddings()(ids)
+    mask = given["attention_mask"]
+    for other in (
+        {"encoder_outputs": outputs, "attention_mask": mask},
+        {"inputs_embeds": embeddings, "attention_mask": mask},
+        {"input_ids": ids[[0, 0, 1]], "attention_mask": mask[[0, 0, 1]]},
+    ):
+
+        def call(other=other):
+            copied = {name: type(one)(one) if name == "encoder_outputs" else one for name, one in other.items()}
+            return seeded(lambda: model.generate(**copied, **SAMPLING))
+
+        stock = call()
+        with fd.enabled(model, min_saved_tokens=1):
+            assert torch.equal(call(), stock)
+            report = fd.explain(model).last_call
+        assert report.path == "shared"
+        assert report.inputs == (2 if "input_ids" in other else 3)
+
+
+def test_a_call_that_does_not_fit_at_once_is_split(model, monkeypatch):
+    rows = [0, 0, 0, 1, 1, 2, 2]
+    given = {name: one[rows] for name, one in inputs(model).items()}
+    given |= {f"decoder_{name}": one[rows] for name, one in DECODER_PROMPTS.items()}
+    stock, feed, failed = model.generate(**given, max_new_tokens=NEW), EagerSteps.feed, []
+
+    def lacking(steps, ids, positions):
+        if len(ids) > 4 and steps.cache.suffix_length == 3:
+            failed.append(len(ids))
+            raise torch.OutOfMemoryError("as if")
+        return feed(steps, ids, positions)
+
+    monkeypatch.setattr(EagerSteps, "feed", lacking)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**given, max_new_tokens=NEW), stock)
+    assert failed == [7]
+
+
+def test_what_is_not_shared(model):
+    with fd.enabled(model, min_saved_tokens=1):
+        run(model, {"max_new_tokens": 2})
+        assert "would save 0 tokens" in fd.explain(model).last_call.reason
+        with pytest.raises(ValueError, match="encoder's output, which generate computes"):
+            fd.prefill(model, INPUTS["input_ids"])
+        cache = run(model, SAMPLING, return_dict_in_generate=True)[CACHE]
+        with pytest.raises(ValueError, match="no call continues them"):
+            run(model, SAMPLING, **{CACHE: cache})
+        with pytest.raises(ValueError, match="made by generate"):
+            model(**inputs(model), decoder_input_ids=torch.ones(3, 1).long(), **{CACHE: fd.SharedContextCache()})

@@ -1,0 +1,93 @@
+"""Positions that are not those of the attention mask, and calls that a class's own `generate` hands on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.mask_overlays import without_blocks
+from hf_fastdecode.generation.loop_argument import hands_generate_on
+
+from ..architectures.classes import class_named, generating_classes, tiny_model_of
+from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
+
+RAGGED = ragged_prompts(57, 71, 64, shared=40)
+SAMPLES = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
+BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+BY_ROWS, PACKED = 57 + 71 + 64, 40 + 17 + 31 + 24
+
+CLASSES = {
+    "Exaone4_5_ForConditionalGeneration": BY_ROWS,  # gives no positions, and counts padding
+    "Kosmos2TextForCausalLM": BY_ROWS,  # derives positions from ids
+    "Gemma4UnifiedForConditionalGeneration": PACKED,  # makes masks with blocks, also where there are no images
+    "JanusForConditionalGeneration": PACKED,  # has a generate of its own
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_tokens_equal_stock(name):
+    if name not in generating_classes():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model = tiny_model_of(name)
+    stock = [seeded(lambda call=call: model.generate(**RAGGED, **call)) for call in (SAMPLES, BEAMS)]
+    with fd.enabled(model, min_saved_tokens=1):
+        kept = {CACHE: fd.prefill(model, RAGGED["input_ids"][1:2, :40])}
+        for call, expected in zip((SAMPLES, BEAMS), stock, strict=True):
+            assert torch.equal(seeded(lambda call=call: model.generate(**RAGGED, **call)), expected)
+            report = fd.explain(model).last_call
+            assert (report.path, report.prefilled_tokens) == ("shared", CLASSES[name]), report.reason
+            assert torch.equal(seeded(lambda call=call: model.generate(**RAGGED, **call, **kept)), expected)
+
+
+@pytest.fixture(scope="module")
+def bart():
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    return tiny_model_of_type("bart", **sizes, max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["sample", "beams"])
+@pytest.mark.parametrize("more", [{"return_dict_in_generate": True}, {"output_hidden_states": True}], ids=str)
+def test_padding_in_positions_leaves_no_cache(bart, call, more):
+    """It would serve other prompts that begin alike, at other positions."""
+    more = more | {"return_dict_in_generate": True}
+    stock = seeded(lambda: bart.generate(**RAGGED, **call, **more)).sequences
+    with fd.enabled(bart, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: bart.generate(**RAGGED, **call, **more)).sequences, stock)
+        report = fd.explain(bart).last_call
+    assert report.path == "stock"
+    assert "other positions than those counted from a row's first" in report.reason
+
+
+def test_padding_in_positions_keeps_no_prompts(bart):
+    """Prompts of one length are packed, and kept for later calls; those of a batch with padding are neither."""
+    alike, call = ragged_prompts(64, 64, shared=40), SAMPLES | {"max_new_tokens": 3}
+    with fd.enabled(bart, reuse_prefix=True, min_saved_tokens=1):
+        for prompts, new in ((RAGGED, BY_ROWS), (alike, 88), (alike, 0), (RAGGED, BY_ROWS)):
+            shared = seeded(lambda prompts=prompts: bart.generate(**prompts, **call))
+            assert fd.explain(bart).last_call.prefilled_tokens == new
+    assert torch.equal(shared, seeded(lambda: bart.generate(**RAGGED, **call)))
+
+
+def test_blocks_of_images_stay():
+    masking = pytest.importorskip("transformers.masking_utils")
+    causal = masking.causal_mask_function
+    for blocks, shown in (([-1, -1, -1], True), ([-1, 0, 0], False)):
+        union = masking.or_masks(causal, masking.blockwise_overlay(torch.tensor([blocks])))
+        assert (without_blocks(union, 3) is causal) is shown
+        assert without_blocks(union, 1) is causal
+    other = masking.or_masks(causal, lambda *places: True)
+    assert without_blocks(other, 3) is other
+    assert without_blocks(causal, 3) is causal
+
+
+def test_calls_that_a_class_does_not_hand_on():
+    if "JanusForConditionalGeneration" not in generating_classes():
+        pytest.skip("no Janus")
+    janus = class_named("JanusForConditionalGeneration")
+    assert hands_generate_on(janus, {})
+    assert not hands_generate_on(janus, {"generation_mode": "image"})
+    replaced = type("Replaced", (janus,), {"generate": lambda self, **kwargs: None})
+    assert not hands_generate_on(replaced, {})

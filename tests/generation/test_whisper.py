@@ -1,0 +1,104 @@
+"""Whisper, whose own `generate` calls transformers' for each segment and temperature, and repeats features itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+import hf_fastdecode as fd
+
+from ..tiny_models import seeded
+
+_SIZES = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+_SIZES |= {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 16}
+_TOKENS = {"decoder_start_token_id": 101, "eos_token_id": 100, "pad_token_id": 100, "prev_sot_token_id": 105}
+
+_TOKENS_OF_CONFIG = {name: one for name, one in _TOKENS.items() if name != "prev_sot_token_id"}
+
+SAMPLES = {"do_sample": True, "temperature": 0.8, "num_return_sequences": 3, "language": "en"}
+BEAMS = {"num_beams": 5, "language": "en"}
+FALLBACK = {"temperature": (0.0, 0.8), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0}
+CALLS = {
+    "samples": SAMPLES,
+    "beams": BEAMS,
+    "timestamps": SAMPLES | {"return_timestamps": True},
+    "prompt": SAMPLES | {"prompt_ids": torch.tensor([105, 11, 22, 33])},
+    "language is detected": SAMPLES | {"language": None},
+    "scores": SAMPLES | {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=1700,
+        max_source_positions=30,
+        max_target_positions=64,
+        bos_token_id=100,
+        **_TOKENS_OF_CONFIG,
+        **_SIZES,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+    settings = {"is_multilingual": True, "no_timestamps_token_id": 106, "max_initial_timestamp_index": 10}
+    settings |= {"lang_to_id": {"<|en|>": 102, "<|de|>": 103}, "task_to_id": {"transcribe": 104}}
+    settings |= {"suppress_tokens": None, "begin_suppress_tokens": None, "forced_decoder_ids": None, "max_length": 20}
+    for name, value in (_TOKENS | settings).items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def recordings(frames, seed=0):
+    return torch.randn(2, 16, frames, generator=torch.Generator().manual_seed(seed))
+
+
+def both(model, **arguments):
+    """Stock's output and ours, with the numbers of rows that the encoder ran and the last report."""
+    settings, counted = copy.deepcopy(model.generation_config), []
+
+    def run():
+        model.generation_config = copy.deepcopy(settings)  # which Whisper changes
+        return seeded(lambda: model.generate(**copy.deepcopy(arguments)))
+
+    try:
+        stock, conv = run(), model.model.encoder.conv1
+        with fd.enabled(model, min_saved_tokens=1), pytest.MonkeyPatch.context() as patch:
+            forward = conv._conv_forward
+            patch.setattr(conv, "_conv_forward", lambda x, *rest: counted.append(len(x)) or forward(x, *rest))
+            output = run()
+            report = fd.explain(model).last_call
+    finally:
+        model.generation_config = settings
+    return stock, output, counted, report
+
+
+@pytest.mark.parametrize("arguments", CALLS.values(), ids=CALLS)
+def test_short_recordings(model, arguments):
+    stock, output, counted, report = both(model, input_features=recordings(60), **arguments)
+    assert report.path == "shared", report.reason
+    assert report.inputs == 2
+    assert set(counted) == {2}  # rows of the encoder's batch, also where stock's has one for each sample
+    if not isinstance(stock, torch.Tensor):
+        for shared, plain in zip(output["scores"], stock["scores"], strict=True):
+            torch.testing.assert_close(shared, plain, rtol=1e-4, atol=1e-4)
+        stock, output = stock["sequences"], output["sequences"]
+    assert torch.equal(output, stock)
+
+
+@pytest.mark.parametrize(
+    "arguments", [SAMPLES | FALLBACK | {"temperature": (0.4, 0.8)}, BEAMS | FALLBACK], ids=["samples", "beams"]
+)
+def test_long_recordings(model, arguments):
+    """Segment by segment, with fallback, and conditioned on each sample's own previous tokens."""
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, 150:] = 0
+    arguments = arguments | {"return_timestamps": True, "condition_on_prev_tokens": True, "attention_mask": mask}
+    stock, output, _, _ = both(model, input_features=recordings(200), **arguments)
+    assert torch.equal(output, stock)

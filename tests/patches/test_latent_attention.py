@@ -1,0 +1,137 @@
+"""Multi-head latent attention: stock's tokens in fp32, and what is stored."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.launch import own_nodes
+from hf_fastdecode.generation.steps import captured_prefill, modes
+from hf_fastdecode.patches.architectures.latent_attention import _weight
+
+from ..architectures.compare import compared, stock_tokens
+from ..generation.uncaptured import SAMPLING, on_the_cpu
+from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
+
+_SIZES = {
+    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"intermediate_size": 96, "max_position_embeddings": 512, "q_lora_rank": 32, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+}
+_EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1},
+    "first_k_dense_replace": 1,
+}
+
+MODELS = {
+    "without-query-ranks": ("deepseek_v2", {**_SIZES, **_EXPERTS, "q_lora_rank": None, "topk_method": "greedy"}),
+    "two-in-a-layer": (
+        "longcat_flash",
+        {
+            **{name: size for name, size in _SIZES.items() if name != "num_hidden_layers"},
+            **{"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 4},
+            **{"moe_topk": 2, "zero_expert_num": 2, "head_dim": 8},
+        },
+    ),
+    "wide-values": ("deepseek_v3", {**_SIZES, **_EXPERTS, "v_head_dim": 32}),
+    "scaled-depth": ("minicpm3", {**_SIZES, "scale_emb": 1, "dim_model_base": 64}),
+}
+
+
+def model_of(name: str, **fields):
+    model_type, given = MODELS[name]
+    return tiny_model_of_type(model_type, **{**given, **fields})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_stock(name):
+    """Greedy and sampled, left-padded prompts that begin alike, also over a kept cache; and beams."""
+    model, prompts = model_of(name), ragged_prompts(57, 71, 64, shared=40)
+    assert compared(model, prompts, stock_tokens(model, prompts)) == ("shared", "")
+    beams = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+    stock = model.generate(**prompts, **beams)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(model.generate(**prompts, **beams), stock)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_contexts_are_continued_under_autocast():
+    """Whose latents are in half precision, and weights are not."""
+    model, prompts = model_of("without-query-ranks"), ragged_prompts(57, 71, shared=40)
+    call = {"do_sample": False, "max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits():
+        return torch.stack(model.generate(**prompts, **call).logits)[:, :, :8]
+
+    exact = logits()
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = logits()
+        with fd.enabled(model, min_saved_tokens=1):
+            shared = logits()
+            assert fd.explain(model).last_call.path == "shared"
+    assert float((shared - exact).norm()) <= 2 * float((stock - exact).norm())
+
+
+def test_projections_of_other_modules_count():
+    """Such as those with adapters or quantized weights."""
+    model = model_of("without-query-ranks")
+    layer = model.model.layers[0].self_attn
+    weight = _weight(layer, torch.float32)
+    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Identity())
+    assert torch.equal(_weight(layer, torch.float32), weight)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("samples", [3, 1])
+def test_captured_steps(samples, monkeypatch):
+    """Query heads in two groups; then two rows, whose completions become nodes."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    monkeypatch.setattr(own_nodes, "STEP", 4)
+    heads, hidden = (18, 72) if samples == 3 else (2, 64)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": hidden}
+    widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    model = model_of("without-query-ranks", **sizes, **widths)
+    call = ragged_prompts(41, 36, shared=33) | SAMPLING | {"num_return_sequences": samples}
+    call["max_new_tokens"] = 4 if samples == 3 else 10
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        assert fd.explain(model).last_call.mode == "graph"
+
+
+@on_the_cpu
+def test_captured_prefill(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    monkeypatch.setattr(captured_prefill, "_PASSES_THAT_PAY_A_CAPTURE", {True: 1, False: 1})
+    model, found = model_of("without-query-ranks"), []
+    call = ragged_prompts(41, 36) | SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
+    for mode in ("eager", "graph"):
+        with fd.enabled(model, mode=mode, min_saved_tokens=1):
+            found.append(model.generate(**call | {"max_new_tokens": 1}))
+            assert fd.explain(model).last_call.captured_prefill_tokens == (77 if mode == "graph" else 0)
+    eager, captured = found
+    torch.testing.assert_close(captured.logits, eager.logits)
+    for one, other in zip(captured[CACHE].attention_layers, eager[CACHE].attention_layers, strict=True):
+        for number, parts in one.storage.segments.items():
+            torch.testing.assert_close(parts, other.storage.segments[number])
+
+
+def test_a_copied_cache_is_continued_and_knows_its_bytes():
+    model, prompt = model_of("without-query-ranks"), ragged_prompts(60)["input_ids"]
+    call = {"do_sample": False, "max_new_tokens": 4}
+    stock = model.generate(prompt, **call)
+    with fd.enabled(model, min_saved_tokens=1):
+        kept = fd.prefill(model, prompt[:, :50])
+        for cache in (pickle.loads(pickle.dumps(kept)), copy.deepcopy(kept), kept):
+            assert torch.equal(model.generate(prompt, **{CACHE: cache}, **call), stock)
+    tokens, layers = 50, 2
+    latents = 16 + 8
+    assert kept.nbytes.stored == kept.nbytes.stock == tokens * layers * latents * 4
