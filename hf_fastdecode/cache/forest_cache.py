@@ -245,7 +245,12 @@ class ForestCache(Cache):
 
     @contextmanager
     def prefilling(
-        self, items: Sequence[PrefillItem], rows: Tensor | None = None, *, divide: bool = False
+        self,
+        items: Sequence[PrefillItem],
+        rows: Tensor | None = None,
+        *,
+        divide: bool = False,
+        tensors: bool = False,
     ) -> Iterator[None]:
         """Context in which a forward pass over the items' tokens fills their spans.
 
@@ -254,9 +259,11 @@ class ForestCache(Cache):
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own. With
                 states, it is, unless there is one item.
             divide: Whether processes may divide the pass, whose part here is then `SharedState.divided`.
+            tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored.
         """
         self.state.pack(items, divide=divide)
         self.state.places_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
+        self.state.tensors_of_pass = (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None
         try:
             for layer in self.state_layers:
                 layer.begin_rows([end_of(item.context) for item in items])
@@ -265,7 +272,7 @@ class ForestCache(Cache):
                 layer.keep([(item.span.segment, item.span.stop) for item in items])
         finally:
             self.state.pack(())
-            self.state.places_of_pass = None
+            self.state.places_of_pass = self.state.tensors_of_pass = None
 
     @contextmanager
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:

@@ -325,7 +325,7 @@ class SharedContextCache(ForestCache):
             NotATensorError: The model is not enabled, or a submodule was called directly.
             Unsupported: By the model's layout the layer stores nothing.
         """
-        require_active()  # fail before appending tokens that attention could not read
+        self._require_active()  # fail before appending tokens that attention could not read
         if layer_idx not in range(len(self.layers)) or not isinstance(self.layers[layer_idx], SharedContextLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -335,15 +335,20 @@ class SharedContextCache(ForestCache):
 
         Another pass would begin with no prompt's states, and leave its own behind for later ones.
         """
-        require_active("get_conv_state", "states")
+        self._require_active("get_conv_state", "states")
         state: Tensor | None = super().get_conv_state(*args, **kwargs)
         return state
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """The same of what layers call first in earlier transformers, which has no `get_conv_state`."""
         if layer_idx is not None:
-            require_active("has_previous_state", "states")
+            self._require_active("has_previous_state", "states")
         return bool(super().has_previous_state(layer_idx, *args, **kwargs))
+
+    def _require_active(self, *names: str) -> None:
+        """Fail outside of passes that can read the cache, but for those by transformers' own attention."""
+        if self.state.tensors_of_pass is None:
+            require_active(*names)
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""

@@ -230,6 +230,8 @@ class SharedState:
         segment_runs: Of segments that are made of suffixes, the tokens of each of these, by number.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
             int64; None when tokens are packed into one row.
+        tensors_of_pass: During prefill by transformers' own attention and masks, the pass's rows and their width:
+            layers return the keys and values that they are given. Otherwise None.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
         padded_width: Where positions count the padding of prompts, the width of their batch; None where they count
@@ -255,6 +257,7 @@ class SharedState:
     segment_lengths: list[int] = field(default_factory=list)
     segment_runs: dict[int, int] = field(default_factory=dict)
     places_of_pass: Tensor | None = None
+    tensors_of_pass: tuple[int, int] | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
     padded_width: int | None = None

@@ -19,7 +19,9 @@ from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
 from .encoded import PromptNames, prompt_names
+from .given_inputs import GivenInputs
 from .identity import Fingerprint
+from .input_rows import InputRows
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport
@@ -50,6 +52,22 @@ class Positions(NamedTuple):
         """Whether planes differ, so that tokens have no single position."""
         return self.ids is not None and self.ids.dim() == 3
 
+    @property
+    def after(self) -> Tensor | None:
+        """``[rows or 1]``: the position of the token after each prompt; None where planes differ there too.
+
+        Of four planes the first is that of text, by which only packed training rows are told apart.
+        """
+        if self.ids is None:
+            return None
+        last = self.ids[..., -1]
+        if self.differ:
+            last = last[1:] if len(last) == 4 else last
+            if not bool((last == last[0]).all()):
+                return None
+            last = last[0]
+        return last + 1
+
 
 def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
     """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
@@ -60,7 +78,8 @@ def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Posit
         return Positions(position_ids)
     first = position_ids[0]
     equal = position_ids == first
-    if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[-1] == position_ids.shape[-1]:
+    rows, width = position_ids.shape[1:]
+    if attention_mask is not None and attention_mask.shape[-1] == width and rows in (1, len(attention_mask)):
         equal = equal | (attention_mask == 0)
     return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
 
@@ -109,6 +128,7 @@ class CallContext:
         mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
+        inputs: Images, videos or audio that the prompts come with.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
     """
 
@@ -121,6 +141,7 @@ class CallContext:
     mode: str = "eager"
     runs_stock: bool = False
     scope: CallScope | None = None
+    inputs: GivenInputs | None = None
     fingerprint: Fingerprint | None = None
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)
@@ -150,10 +171,25 @@ class CallContext:
         mask: Tensor | None = self.arguments.get(self.names.mask)
         return mask
 
+    @cached_property
+    def input_rows(self) -> InputRows | None:
+        """Which of the inputs belong to which row; None of text alone."""
+        return None if self.inputs is None else InputRows(self.inputs, self.model.config)
+
     @property
     def ranks(self) -> Ranks:
         """The processes that compute the model together."""
         return self.structure.ranks
+
+    @property
+    def tokens_say_all(self) -> bool:
+        """Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored."""
+        return self.inputs is None and not self.positions.differ
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether prompts run by rows, see `prompts.by_rows`."""
+        return self.structure.layout.prefills_by_rows or not self.tokens_say_all
 
     @property
     def returns_cache(self) -> bool:

@@ -9,6 +9,8 @@ Each is called with the state (`ModelState`), the model and the method's argumen
 - ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
 - `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
+- ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
+  call (`input_hooks`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -16,8 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -54,11 +55,13 @@ from ..cache.shared import SharedContextCache
 from ..errors import Unsupported
 from ..parallel.groups import in_several_processes
 from ..parallel.unwatched import UNWATCHED, Unwatched
-from .call_context import CallContext, CallScope
+from .active_call import ActiveCall, active_call_of_thread
+from .call_context import CallContext
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
 from .encoded import encode_distinct, prompt_names
 from .forward_pass import input_device, takes_positions
+from .input_hooks import INPUT_METHODS, hold_before_encoding
 from .loop_argument import (
     hands_generate_on,
     name_of,
@@ -80,32 +83,6 @@ from .support import check_call, check_sequence_parallel, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
-
-
-@dataclass
-class _ActiveCall:
-    """A `generate` call in progress.
-
-    Attributes:
-        loop_is_ours: Whether this package's decoding loop was passed.
-        loop: The user's ``custom_generate``, if any.
-        given: Tensors that `generate` was given, by name.
-        context: What our loop decodes; None for a call that it hands over to transformers' loops.
-        scope: Ends with the call.
-    """
-
-    model: PreTrainedModel
-    loop_is_ours: bool
-    loop: Callable[..., Any] | None = None
-    given: dict[str, Tensor] = field(default_factory=dict)
-    report: CallReport | None = None
-    structure: Structure | None = None
-    context: CallContext | None = None
-    scope: CallScope = field(default_factory=CallScope)
-
-
-# The innermost active call of this thread.
-_active_call: ContextVar[_ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
 def _forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
@@ -147,14 +124,15 @@ def _forward_shared(
     elif model.config.is_encoder_decoder:
         raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = _structure(model_state, model)
-    active_call = _active_call.get()
+    active_call = active_call_of_thread.get()
     if active_call is not None and active_call.loop is not None:
         structure.forget()  # the user's loop may have changed the model since the last pass
         if not cache.state.packed:
             require_same_pass(model, structure.ranks, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
-        passing = structure.passing(RowLengths(cache.longest_row(queries)))
+        own = cache.state.tensors_of_pass is not None  # by transformers' own attention
+        passing = nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries)))
         alike = cache.all_or_nothing(rows, queries)
         with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, alike:
             if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
@@ -182,7 +160,7 @@ def _forward_shared(
 
 def _structure(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
-    call = _active_call.get()
+    call = active_call_of_thread.get()
     if call is None or call.model is not model:
         return model_state.structure_of(model)
     if call.structure is None:
@@ -194,7 +172,7 @@ def _prepare_cache_for_generation(
     model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
 ) -> Any:
     prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
-    active_call = _active_call.get()
+    active_call = active_call_of_thread.get()
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
     if active_call is not None and active_call.model is model:
@@ -217,10 +195,14 @@ def _prepare_cache_for_generation(
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given
+        held = active_call.inputs
+        call.inputs = None if held is None or held.says_nothing else held
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
         check_call(model, structure, generation_mode, generation_config, model_kwargs)
+        if call.inputs is not None:
+            call.inputs.check(model, structure, generation_mode)
         check_sequence_parallel(model, structure, longest=max_cache_length + 1)
         if not loop_is_ours and users_loop is None:
             raise Unsupported(_why_not_ours(model_state, model))
@@ -264,8 +246,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
     with model_state.call(model) as may_share:
         ours = may_share and takes and loop is None
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
-        call = _ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
-        token = _active_call.set(call)
+        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
+        token = active_call_of_thread.set(call)
         try:
             with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
                 if ours:
@@ -282,7 +264,7 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
             raise
         finally:
             call.scope.close()
-            _active_call.reset(token)
+            active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
 
@@ -297,7 +279,7 @@ def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> 
 
 
 def _begin_prefill(
-    model_state: ModelState, model: PreTrainedModel, call: _ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model_state: ModelState, model: PreTrainedModel, call: ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
     if in_several_processes() and _structure(model_state, model).ranks.count > 1:
@@ -323,6 +305,9 @@ def _extract_generation_mode_kwargs(
     model_state: ModelState, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
+    call = active_call_of_thread.get()
+    if call is not None and call.model is model:
+        call.may_hold = custom_generate is _decode and not model.config.is_encoder_decoder
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 
@@ -349,7 +334,7 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
-    call, active_call = None, _active_call.get()
+    call, active_call = None, active_call_of_thread.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
     if call is not None and call.model is model:
@@ -383,6 +368,8 @@ def _decode(
         cache.first_pass.call.refuse(_synced())
         cache.first_pass.call.ranks.watch.enter_foreign_loop()
         model_kwargs[CACHE] = cache.first_pass.stock
+    if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
+        active_call.give_back(model_kwargs)
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
@@ -421,6 +408,8 @@ def _synced() -> Unsupported:
 def _encode(
     model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
+    if not model.config.is_encoder_decoder:
+        return hold_before_encoding(model_state, model, inputs_tensor, model_kwargs, *args)
     encode = model_state.methods.original(model, ENCODE)
     encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
     if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
@@ -436,5 +425,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_get_deprecated_gen_repo": _get_deprecated_gen_repo,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     ENCODE: _encode,
+    **INPUT_METHODS,
 }
 """Overrides by method name."""

@@ -40,7 +40,7 @@ class WrappedMethods:
         vars(instance)[STATE_ATTRIBUTE] = state
         for name, wrapper in self._wrappers.items():
             # A method is rebound by deepcopy of the instance; a closure would not be.
-            method = _wrapped(wrapper, name, self.key, getattr(type(instance), name))
+            method = _wrapped(wrapper, name, self.key, _of_class(type(instance), name))
             if name in self._saved:  # transformers inspects forward's signature
                 own = inspect.signature(self._saved[name])
                 first = inspect.Parameter("_instance", inspect.Parameter.POSITIONAL_ONLY)
@@ -75,7 +75,20 @@ class WrappedMethods:
 
     def original(self, instance: object, name: str) -> Callable[..., Any]:
         """The original method, bound to the instance."""
-        return self._saved[name] if name in self._saved else partial(getattr(type(instance), name), instance)
+        return self._saved[name] if name in self._saved else partial(_of_class(type(instance), name), instance)
+
+
+def _of_class(kind: type, name: str) -> Callable[..., Any]:
+    """A method as the class has it, called with the instance first, also where it is static."""
+    function: Callable[..., Any] = getattr(kind, name)
+    if not isinstance(inspect.getattr_static(kind, name), staticmethod):
+        return function
+
+    @functools.wraps(function)
+    def of_instance(_: object, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return of_instance
 
 
 def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks
-from .identity import ADAPTER_SWITCHES, addresses, config_field, forward_of, layouts
+from .identity import ADAPTER_SWITCHES, SET_BY_CALLS, addresses, config_field, forward_of, layouts
 from .model_walk import ModelWalk
 
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -37,7 +37,7 @@ class ModelWatch:
 
     Compared are classes, attributes, parameters, buffers, hooks and configs by identity, tensors also by their memory,
     and containers by what is in them. Numbers written to weights in place are no change. What is found may be none at
-    all, as of an equal string: `identity.captured_state` then tells.
+    all, as of an equal string: `identity.captured_state` then tells. `SET_BY_CALLS` is left aside.
 
     An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
     replaced ones are freed at once, and their end is a change. Tensors have ids and addresses alone: those with weak
@@ -78,7 +78,7 @@ class ModelWatch:
             (index, name)
             for index, attributes in enumerate(own)
             for name, value in attributes.items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and name not in SET_BY_CALLS
         ]
         self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
@@ -172,7 +172,7 @@ class ModelWatch:
 def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]]) -> itemgetter[Any]:
     """Reads what a model's code may read, of modules with these names of attributes, in one call."""
     if names not in known:
-        read = [name for name in names if name not in _OF_EVERY_MODULE]
+        read = [name for name in names if name not in _OF_EVERY_MODULE and name not in SET_BY_CALLS]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
 

@@ -34,14 +34,15 @@ from .model_walk import ModelWalk, attributes
 from .structure import Structure
 
 # Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
-# position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask out of steps, or count positions
-# by it.
+# position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask or token types out of steps, or
+# count positions by it.
 _HARMLESS = {
     f"transformers.models.{name}.modeling_{name}"
     for name in (
         *("phi3", "phimoe"),
         *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
         *("falcon_mamba", "mamba", "mamba2"),
+        *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "molmo2"),
         "whisper",
     )
 }
@@ -218,6 +219,22 @@ def _check_cache_implementation(config: GenerationConfig) -> None:
     raise Unsupported(f"cache_implementation={kind!r} was requested{returned}")
 
 
+def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False) -> None:
+    """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
+
+    Or for hidden states, which are spread to rows by tokens.
+    """
+    what = "the planes of position_ids differ"
+    if call.inputs is not None:
+        what = f"prompts come with {next(iter(call.inputs.arguments))}"
+    if call.must_share:
+        raise Unsupported(f"a SharedContextCache is for positions of text, and {what}")
+    if hidden:
+        raise Unsupported(f"output_hidden_states is for positions of text, and {what}")
+    if kept:
+        raise Unsupported(f"{what}, and the call's cache would be kept")
+
+
 def check_states(structure: Structure) -> None:
     """Raise `Unsupported` where layers have states, or an encoder, and several processes compute the model."""
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
@@ -255,8 +272,8 @@ def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
         return "output_hidden_states=True"
     if not is_nothing(call.arguments.get(call.names.embeddings)):
         return "the prompts are inputs_embeds"
-    if call.positions.differ:
-        return "position_ids whose planes differ"
+    if call.positions.differ and call.positions.after is None:
+        return "position_ids whose planes differ at the end of a prompt"
     return None
 
 

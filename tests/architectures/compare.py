@@ -13,6 +13,7 @@ from transformers.generation import GenerationMixin
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
+from ..image_inputs import KINDS, prompts_with_images
 from ..tiny_models import ragged_prompts, seeded
 from .classes import tiny_model_of
 from .overrides import INPUTS
@@ -22,6 +23,10 @@ _PROMPTS = ragged_prompts(57, 71, 64, shared=_SHARED)
 _CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
+}
+_CALLS_WITH: dict[str, dict[str, Any]] = {
+    "sampling": _CALLS["sampling"],
+    "beams": {"do_sample": False, "num_beams": 2},
 }
 _WITH_ENCODER: dict[str, dict[str, Any]] = {"beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}}
 _NEW_TOKENS = 10
@@ -37,16 +42,18 @@ class Verdict:
             shows nothing; ``not compared`` is a class that stock transformers does not build or run here.
         reason: Why, for all but ``shared``.
         model_type: Of its config, where it was built.
+        inputs: Images or sounds in prompts that it was compared with too, and how those calls ran, if not shared.
     """
 
     kind: str
     reason: str = ""
     model_type: str = ""
+    inputs: str = ""
 
 
 def verdict_on(name: str) -> Verdict:
     """Compare a class with stock: several left-padded prompts that begin alike, greedy and sampled, also over a kept
-    cache."""
+    cache; and prompts with images or sounds, sampled and by beams."""
     model_type = ""
     try:
         model = tiny_model_of(name)
@@ -56,7 +63,13 @@ def verdict_on(name: str) -> Verdict:
     except Exception as error:
         return Verdict("not compared", _line(error), model_type)
     try:
-        return Verdict(*compared(model, inputs, stock), model_type)
+        kind, reason = compared(model, inputs, stock)
+        found = (
+            [_compared_with(model, kind_of_input) for kind_of_input in KINDS] if kind in ("shared", "stock") else []
+        )
+        if wrong := [ran for ran in found if ran.startswith("wrong")]:
+            return Verdict("wrong", "; ".join(wrong), model_type)
+        return Verdict(kind, reason, model_type, "; ".join(filter(None, found)))
     except Exception as error:
         return Verdict("crashed", _line(error), model_type)
 
@@ -90,6 +103,29 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
         if all(torch.equal(_spoilt_tokens(model, inputs, call, continued), _new(stock[call])) for call in _CALLS):
             return "blind", "tokens do not depend on the shared context"
         return "shared", ""
+
+
+def _compared_with(model: PreTrainedModel, kind: str) -> str:
+    """How calls with images or sounds ran; nothing where the class takes none, or none that stock runs are known."""
+    try:
+        inputs = prompts_with_images(model, (5, (4, 4), 9), (3, (4, 8, 1), 12), kind=kind)
+        stock = {call: _generate_with(model, inputs, call) for call in _CALLS_WITH}
+    except Exception:
+        return ""
+    with fd.enabled(model, min_saved_tokens=1):
+        for call in _CALLS_WITH:
+            tokens = _generate_with(model, inputs, call)
+            report = fd.explain(model).last_call
+            if not torch.equal(tokens, stock[call]):
+                return f"wrong with {kind}, {call}"
+            if report is None or report.path == "stock":
+                return f"{kind}: stock, {report.reason if report else 'not seen'}"
+    return kind
+
+
+def _generate_with(model: PreTrainedModel, inputs: dict[str, Tensor], call: str) -> Tensor:
+    tokens = seeded(lambda: model.generate(**inputs, **_CALLS_WITH[call], max_new_tokens=_NEW_TOKENS))
+    return tokens if isinstance(tokens, Tensor) else tokens[0]
 
 
 def _why_unseen(model: PreTrainedModel) -> str:

@@ -27,11 +27,15 @@ _OMNI_TALKER = {
 }
 _VISION_IDS = {"vision_start_token_id": 120, "vision_end_token_id": 121}
 
+_SOUND = {"audio_config": {"max_source_positions": 50}}
+_TILES = {"image_grid_pinpoints": [[56, 56], [56, 112]]}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "Apertus1p5ForConditionalGeneration": {
         **{"image_token_offset": 104, "vision_config": {"codebook_size": 8, "base_channels": 32}},
         **{"audio_token_offset": 112, "audio_config": {"codebook_dim": 64, "codebook_size": 8}},
     },
+    "AudioFlamingo3ForConditionalGeneration": _SOUND,
     "BambaForCausalLM": {"attn_layer_indices": [1]},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 128, "num_hidden_layers": 2},
     "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 100}, "image_token_id": 100, "vq_config": _VQ},
@@ -65,6 +69,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 16}},
+    "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 4},
+    "Gemma4ForConditionalGeneration": {
+        "vision_config": {
+            **{"model_type": "gemma4_vision", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "position_embedding_size": 64},
+        }
+    },
+    "GlmAsrForConditionalGeneration": {"audio_config": {"intermediate_size": 128}},
     "HYV4VLForConditionalGeneration": {"text_config": _sections(2, 1, 1)},
     "Glm46VForConditionalGeneration": _ROPE3,
     "Glm4vForConditionalGeneration": _ROPE3,
@@ -74,6 +86,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Granite4VisionForConditionalGeneration": {"deepstack_layer_map": [[1, 0]], "downsample_rate": "1/4"},
     "GraniteMoeHybridForCausalLM": _HYBRID,
     "HrmTextForCausalLM": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
+    "InternVLForConditionalGeneration": {"vision_config": {"image_size": [56, 56]}},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "HunYuanVLForConditionalGeneration": _ROPE3,
     "JanusForConditionalGeneration": {"vq_config": {k: v for k, v in _VQ.items() if k != "resolution"}},
@@ -81,6 +94,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": _CONV,
     "Lfm2MoeForCausalLM": _CONV,
     "Lfm2VlForConditionalGeneration": {"text_config": _CONV},
+    "LlavaNextForConditionalGeneration": _TILES,
+    "LlavaNextVideoForConditionalGeneration": _TILES,
+    "LlavaOnevisionForConditionalGeneration": _TILES,
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
     "MiniCPM3ForCausalLM": {"scale_emb": 1, "dim_model_base": 64},
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
@@ -89,6 +105,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "MuseSparkForConditionalGeneration": {"audio_config": {"hidden_sizes": [8, 16, 32, 64]}},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
     "PaddleOCRVLForConditionalGeneration": _ROPE3,
+    "Qwen2AudioForConditionalGeneration": _SOUND,
     "Qwen2VLForConditionalGeneration": _ROPE3,
     "Qwen2_5OmniTalkerForConditionalGeneration": _sections(2, 3, 3),
     "Qwen2_5OmniThinkerForConditionalGeneration": {**_ROPE3, **_VISION_IDS},
@@ -109,6 +126,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"]},
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 24}},
+    "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
+    "VoxtralForConditionalGeneration": {
+        "audio_token_id": 100,
+        "audio_config": {"max_source_positions": 48, "intermediate_size": 128},
+    },
     "Zamba2ForCausalLM": {
         "mamba_headdim": 16,
         "attention_head_dim": 32,

@@ -34,7 +34,7 @@ def written(verdicts: Mapping[str, Verdict]) -> str:
         f"The {len(verdicts)} classes of transformers {transformers.__version__} that have `generate`, each as a tiny",
         "random model in fp32 on the CPU: left-padded prompts of unequal length that begin alike, greedy and sampled,",
         "stock beside enabled, and over a kept cache. In the first two tables all tokens are equal to stock's.",
-        "Multimodal classes get text alone; their calls with images run stock.",
+        *_with_inputs(verdicts),
         "",
         f"`make test-architectures` wrote this page with torch {torch.__version__}: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
@@ -47,10 +47,27 @@ def written(verdicts: Mapping[str, Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _with_inputs(verdicts: Mapping[str, Verdict]) -> list[str]:
+    if not any(verdict.inputs for verdict in verdicts.values()):
+        return ["Multimodal classes get text alone; their calls with images run stock."]
+    return [
+        "Classes with an entry under *also with* were compared with a small image or sound in each prompt too,",
+        "sampled and by beams; other multimodal classes get text alone: no such prompt is made here that stock runs.",
+    ]
+
+
 def _table(names: list[str], verdicts: Mapping[str, Verdict]) -> list[str]:
-    reasons = any(verdicts[name].reason for name in names)
-    head = ["class", "model type", *["reason"] * reasons]
-    rows = [[name, _family(name, verdicts[name]), *[_cell(verdicts[name].reason)] * reasons] for name in names]
+    reasons, inputs = (any(getattr(verdicts[name], part) for name in names) for part in ("reason", "inputs"))
+    head = ["class", "model type", *["also with"] * inputs, *["reason"] * reasons]
+    rows = [
+        [
+            name,
+            _family(name, verdicts[name]),
+            *[_cell(verdicts[name].inputs)] * inputs,
+            *[_cell(verdicts[name].reason)] * reasons,
+        ]
+        for name in names
+    ]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
@@ -73,9 +90,12 @@ def read() -> dict[str, Verdict]:
     found: dict[str, Verdict] = {}
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         title, _, table = section.partition("\n")
-        for row in re.findall(r"^\| (.*) \|$", table, re.MULTILINE)[2:]:
-            name, model_type, *reason = row.split(" | ", 2)
-            found[name] = Verdict(kinds[title], _text("".join(reason)), model_type)
+        rows = re.findall(r"^\| (.*) \|$", table, re.MULTILINE)
+        inputs = "| also with |" in f"| {rows[0]} |"
+        for row in rows[2:]:
+            name, model_type, *others = row.split(" | ", 2 + inputs)
+            with_inputs = others.pop(0).strip() if inputs else ""
+            found[name] = Verdict(kinds[title], _text("".join(others)), model_type, _text(with_inputs))
     return found
 
 

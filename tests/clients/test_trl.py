@@ -37,6 +37,7 @@ def assert_equal(stock: dict[str, Tensor], enabled: dict[str, Tensor]) -> None:
         pytest.param("grpo", {}, id="grpo"),  # fp32 weights, bf16=True, gradient checkpointing
         pytest.param("grpo", {"num_iterations": 2, "disable_dropout": True}, id="grpo-two-iterations-no-dropout"),
         pytest.param("grpo", {"bf16": False, "gradient_checkpointing": False}, id="grpo-fp32"),
+        pytest.param("grpo", {"images": True, "bf16": False, "gradient_checkpointing": False}, id="grpo-images"),
         pytest.param("rloo", {}, id="rloo"),
         # It draws for all prompts, then for all of them again, so what is shared is what different prompts begin with.
         pytest.param("online-dpo", {"gradient_checkpointing": False, "shots": 1}, id="online-dpo"),
@@ -81,6 +82,7 @@ def test_training_a_hybrid_ends_in_the_weights_of_stock(tmp_path):
     ("name", "options"),
     [
         pytest.param("grpo", {"gradient_checkpointing": True}, id="grpo-checkpointing"),
+        pytest.param("grpo", {"images": True, "bf16": False, "gradient_checkpointing": False}, id="grpo-images"),
         pytest.param("grpo", {"num_iterations": 2, "beta": 0.04}, id="grpo-two-iterations-reference"),
         pytest.param("rloo", {"gradient_checkpointing": False}, id="rloo"),
     ],

@@ -16,6 +16,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 import hf_fastdecode as fd
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
+from .images import model_with_images, processor, prompts_with_images, tokenizer_with_images
 from .recording import Calls, recorded
 
 TRAINERS: dict[str, tuple[type, type]] = {
@@ -43,9 +44,10 @@ class Run:
     calls: Calls
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
+def reward(completions: list[Any], **_: Any) -> list[float]:
     """Share of distinct characters: differs between completions, the same for the same text."""
-    return [len(set(text)) / max(1, len(text)) for text in completions]
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [len(set(text)) / max(1, len(text)) for text in texts]
 
 
 def base_of(model: Any) -> PreTrainedModel:
@@ -58,6 +60,7 @@ def make_trainer(
     folder: Path,
     *,
     shots: int = 0,
+    images: bool = False,
     peft_config: Any = None,
     model: PreTrainedModel | None = None,
     **options: Any,
@@ -68,6 +71,7 @@ def make_trainer(
         name: Of `TRAINERS`.
         folder: Where it writes.
         shots: Solved examples in front of each prompt.
+        images: Whether a model with images is trained, on prompts that have some.
         peft_config: Trains an adapter.
         model: The model to train; None means the embedded one, in fp32.
         options: Fields of the trainer's config.
@@ -87,13 +91,17 @@ def make_trainer(
         | options,
     )
     prompts = [few_shot_prompt(task, shots=shots) for task in embedded_tasks()[:24]]
+    dataset, processing = Dataset.from_dict({"prompt": prompts}), tokenizer
+    if images:
+        tokenizer = tokenizer_with_images()
+        model, dataset, processing = model_with_images(tokenizer), prompts_with_images(), processor(tokenizer)
     set_seed(0)  # an adapter's first weights
     return kind(
         model=model or embedded,
         args=arguments,
         reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer,
+        train_dataset=dataset,
+        processing_class=processing,
         peft_config=peft_config,
     )
 

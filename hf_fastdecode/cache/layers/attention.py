@@ -13,6 +13,7 @@ from ..._compat import CACHE
 from ...attention.forest import Forest, Span
 from ...attention.interface import SharedKV
 from ...attention.kv import Segment
+from ...errors import Unsupported
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
 from ..layout import Store
 from ..state import SharedState
@@ -91,7 +92,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         *args: Any,
         suffix_parts: Segment | None = None,
         **kwargs: Any,
-    ) -> tuple[SharedKV, SharedKV]:
+    ) -> tuple[SharedKV, SharedKV] | tuple[Tensor, Tensor]:
         """Store new tokens.
 
         Args:
@@ -102,11 +103,18 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
                 width]`` each; None where they hold them as nodes do.
 
         Returns:
-            The handle for the attention function, twice.
+            The handle for the attention function, twice; in a pass by transformers' own attention
+            (`SharedState.tensors_of_pass`) the tensors.
 
         Raises:
             ValueError: The cache holds another dtype, number of rows, or shape.
+            Unsupported: A pass by transformers' own attention has other rows or positions than its prompts.
         """
+        if (given := self.state.tensors_of_pass) is not None and given != (len(key_states), key_states.shape[2]):
+            raise Unsupported(
+                f"the model makes {len(key_states)} rows of {key_states.shape[2]} positions of {given[0]} prompts of "
+                f"{given[1]} tokens"
+            )
         parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
         if (places := self.state.places_of_pass) is not None:
             parts = Segment._make(packed(part, places) for part in parts)
@@ -130,6 +138,9 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
                 places = kept.places.to(new.keys.device)
                 spans, new = kept.spans, Segment._make(part.index_select(1, places) for part in new)
             self.storage.write_nodes(spans, new)
+            if given is not None:
+                self.report("prefill", "each input once, transformers' own attention")
+                return key_states, value_states
         else:
             require_dtype(parts[0].dtype, self.storage.suffix_example)
             self._make_room(parts)

@@ -1,11 +1,12 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
 It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
-that count the padding of prompts, layers with a state per row, and decoders with an encoder, whose prompts differ
-where its inputs do. Every prompt is a node, shared by its samples and beams. What different prompts of text begin with
-is a node of its own where layers continue from its state. It runs first, and the prompts' rests, as those of prompts
-that continue a path of a given cache, after it: without padding, which would come between the state and the next
-token, hence together with rests of the same length only.
+that count the padding of prompts, layers with a state per row, decoders with an encoder, whose prompts differ
+where its inputs do, and prompts that come with images, video or audio. These run as in stock, with its own masks and
+attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
+prompts of text begin with is a node of its own where layers continue from its state. It runs first, and the prompts'
+rests, as those of prompts that continue a path of a given cache, after it: without padding, which would come between
+the state and the next token, hence together with rests of the same length only.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._compat import keeps_logits
+from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
-from ..forward_pass import forward_pass, input_device
+from ..call_context import CallContext
+from ..forward_pass import forward_pass, input_device, takes_positions
+from ..input_rows import InputRows
 from .packed import PrefillPass, stacked
 from .prompt_plan import PromptGroup, PromptPlan
 
@@ -33,12 +36,16 @@ class Rows(NamedTuple):
         attention_mask: ``[rows, width]``, or None.
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
         inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
+        numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
+        images: The images, videos or audio of the call's rows.
     """
 
     inputs: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor
     inputs_of: Tensor | None = None
+    numbers: Tensor | None = None
+    images: InputRows | None = None
 
     @classmethod
     def of(
@@ -47,12 +54,14 @@ class Rows(NamedTuple):
         attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
         inputs_of: Tensor | None = None,
+        images: InputRows | None = None,
     ) -> Rows:
         """Rows whose positions, where none are given, count the tokens that the mask shows."""
         if position_ids is None:
             shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
             position_ids = (shown.cumsum(1) - 1).clamp_min(0)
-        return cls(inputs, attention_mask, position_ids, inputs_of)
+        numbers = None if images is None else torch.arange(len(inputs), device="cpu")
+        return cls(inputs, attention_mask, position_ids, inputs_of, numbers, images)
 
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
@@ -65,10 +74,10 @@ class Rows(NamedTuple):
         places = self.position_ids
         mask = None if self.attention_mask is None else self.attention_mask[rows]
         here = rows.to(places.device) if isinstance(rows, Tensor) else rows
-        inputs_of = self.inputs_of
-        if inputs_of is not None:
-            inputs_of = inputs_of[rows.cpu() if isinstance(rows, Tensor) else rows]
-        return Rows(self.inputs[rows], mask, places if places.shape[-2] == 1 else places[..., here, :], inputs_of)
+        places = places if places.shape[-2] == 1 else places[..., here, :]
+        chosen = rows.cpu() if isinstance(rows, Tensor) else rows
+        inputs_of, numbers = (None if part is None else part[chosen] for part in (self.inputs_of, self.numbers))
+        return Rows(self.inputs[rows], mask, places, inputs_of, numbers, self.images)
 
     def tokens(self, firsts: Sequence[int], count: int) -> Rows:
         """So many tokens of each row, from its token ``firsts[row]`` on; of rows with padding at the left alone."""
@@ -110,6 +119,8 @@ def row_passes(
     if rows.inputs_of is not None and cache.inputs is not None:
         cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
+    if rows.images is not None and not rows.images.apart:
+        runs = iter([(list(range(len(plan.items))), True)])
     for run, whole in runs:
         items = [plan.items[number] for number in run]
         part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
@@ -117,19 +128,10 @@ def row_passes(
             part = part.tokens([item.position for item in items], items[0].span.length)
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
-        name = "input_ids" if part.inputs.dim() == 2 else "inputs_embeds"
-        with cache.prefilling(items, real.to(device)):
-            output = forward_pass(
-                model,
-                cache,
-                part.position_ids.to(device),
-                **{name: part.inputs.to(device)},
-                attention_mask=None if mask is None else mask.to(device),
-                use_cache=True,
-                return_dict=True,
-                **({"logits_to_keep": keep} if keeps_logits(model) else {}),
-                **arguments,
-            )
+        if keeps_logits(model):
+            arguments["logits_to_keep"] = keep
+        with cache.prefilling(items, real.to(device), tensors=part.images is not None):
+            output = _pass(model, cache, part, device, arguments)
         kept = real[:, -keep:].to(output.logits.device)
         # In the order of the tokens, row by row.
         wanted = [
@@ -144,6 +146,50 @@ def row_passes(
 def counted_with_padding(width: int) -> Tensor:
     """Positions of prompts that count padding: ``[1, width]`` int64, on the CPU."""
     return torch.arange(width, device="cpu")[None]
+
+
+def _pass(
+    model: PreTrainedModel, cache: SharedContextCache, rows: Rows, device: torch.device, arguments: dict[str, Any]
+) -> Any:
+    """The model's output for these rows."""
+    mask = None if rows.attention_mask is None else rows.attention_mask.to(device)
+    inputs, positions = rows.inputs.to(device), rows.position_ids.to(device)
+    if rows.images is None or rows.numbers is None:
+        arguments = arguments | {"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs}
+        return forward_pass(
+            model, cache, positions, attention_mask=mask, use_cache=True, return_dict=True, **arguments
+        )
+    if takes_positions(model):
+        arguments = arguments | {"position_ids": positions}
+    prepared = model.prepare_inputs_for_generation(
+        inputs,
+        attention_mask=mask,
+        use_cache=True,
+        is_first_iteration=True,
+        **{CACHE: cache},
+        **rows.images.of(rows.numbers.tolist()),
+        **arguments,
+    )
+    return uncompiled_call(model, **prepared, return_dict=True)
+
+
+@torch.no_grad()
+def try_step(call: CallContext, cache: SharedContextCache, rows: Rows) -> None:
+    """Run a step of one row, once per model, and once for rows that outgrow a window: prefill with images does not
+    show whether steps can share context.
+
+    Raises `Unsupported` where they cannot.
+    """
+    model, device, window = call.model, input_device(call.model), call.structure.layout.smallest_window
+
+    def run() -> None:
+        twin = cache.nodes_only(cache.forest.select_rows([0]), max_suffix=cache.state.max_suffix)
+        position = rows.position_ids[..., :1, -1:] + 1
+        forward_pass(model, twin, position.to(device), input_ids=rows.inputs[:1, -1:].to(device), use_cache=True)
+
+    if rows.images is not None:
+        outgrown = window is not None and cache.longest_row(1) > window
+        call.structure.kept(("a step behind images", outgrown), run)
 
 
 def _all_shown(inputs: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from ..call_context import CallContext, Positions, reduced
 from ..encoded import find_inputs
 from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, require_counted
-from .by_rows import Rows, counted_with_padding, row_passes
+from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, check_unkept, require_counted
+from .by_rows import Rows, counted_with_padding, row_passes, try_step
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
@@ -68,6 +68,7 @@ class _PlannedFirstPass(NamedTuple):
     padded: bool
     apart: bool
     by_rows: bool
+    tokens_say_all: bool
     embeddings: Callable[[Tensor], Tensor] | None
     hidden: bool
     wanted: int
@@ -79,7 +80,7 @@ class _PlannedFirstPass(NamedTuple):
     @property
     def reuses(self) -> bool:
         """Whether kept prompts may be used, and these kept."""
-        return self.embeddings is None and not self.positions.differ and not self.apart
+        return self.embeddings is None and self.tokens_say_all and not self.apart
 
 
 @dataclass
@@ -114,13 +115,13 @@ class FirstPassPrompts:
         if self.stock is None:
             return forward(**with_cache(arguments, None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
-        return forward(**arguments | {CACHE: cache})
+        return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        *(ids, mask, positions, padded, _, by_rows, embeddings, hidden, wanted, groups, found, plan), inputs_of = (
+        *(ids, mask, positions, padded, _, by_rows, _, embeddings, hidden, wanted, groups, found, plan), inputs_of = (
             planned
         )
         width, reuse = ids.shape[1], planned.reuses
@@ -149,8 +150,11 @@ class FirstPassPrompts:
         if by_rows:
             inputs = ids if embeddings is None else arguments[call.names.embeddings]
             given = counted_with_padding(width) if padded else positions.ids
-            distinct = Rows.of(inputs, mask, given, inputs_of).distinct(groups)
+            if call.inputs is not None:  # as the model is given them, which may prepare them further
+                given = call.arguments.get(call.names.positions)
+            distinct = Rows.of(inputs, mask, given, inputs_of, call.input_rows).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
+            try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
             packed = partial(prefill_passes, model, cache, plan, tokens, max_tokens=limit, length=width)
@@ -192,29 +196,34 @@ class FirstPassPrompts:
             if call.given is not None:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get(names.mask), ids.shape[1]
-        positions = reduced(arguments.get(names.positions), mask)
-        check_prompts(model, call.structure.layout, ids, mask, positions, longest=self.longest)
+        positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
+        given = positions if text else Positions(None)
+        check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments) if cross else None
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
+        if counts and not text:
+            raise Unsupported("without position_ids, models count those behind images by themselves")
         padded = mask is not None and counts and not bool(mask.all())
         apart = padded or places_tokens(model)
         if inputs is not None:
             require_counted(model, mask, positions)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden
-        by_rows = positions.differ or apart or call.structure.layout.prefills_by_rows
-        if positions.differ:
-            self._check_planes(hidden)
+        tokens_say_all = text and not positions.differ
+        by_rows = apart or not tokens_say_all or call.structure.layout.prefills_by_rows
+        if not tokens_say_all:
+            check_unkept(call, kept=self.checks_masks, hidden=hidden)
         if apart and (self.checks_masks or hidden) and inputs is None:
             what = "hidden states are asked for" if hidden else "the call's cache would be kept"
             raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
         if by_rows and hidden:
             raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
         of_rows = None if inputs is None else inputs.of_rows
-        groups = group_prompts(ids, mask, positions.ids if positions.differ else None, of_rows)
+        numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
+        groups = group_prompts(ids, mask, positions.ids if positions.differ else None, numbers)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
-        alike = not positions.differ and not apart and inputs is None
+        alike = tokens_say_all and not apart and inputs is None
         reuse = embeddings is None and alike
         found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
         if inputs is not None:
@@ -223,17 +232,24 @@ class FirstPassPrompts:
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(
-            *(ids, mask, positions, padded, apart, by_rows, embeddings, hidden, wanted, groups, found, plan, of_rows)
+            *(ids, mask, positions, padded, apart, by_rows, tokens_say_all),
+            *(embeddings, hidden, wanted, groups, found, plan, of_rows),
         )
 
-    def _check_planes(self, hidden: bool) -> None:
-        """Raise `Unsupported` if the cache, which knows no planes, would outlive the call, or for hidden states."""
-        if self.call.must_share:
-            raise Unsupported("a SharedContextCache is for positions of text, and the planes of position_ids differ")
-        if hidden:
-            raise Unsupported("output_hidden_states is for positions of text, and the planes of position_ids differ")
-        if self.checks_masks:
-            raise Unsupported("the planes of position_ids differ, and the call's cache would be kept")
+    def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The pass's arguments with the images, videos or audio that stock would have given it."""
+        call = self.call
+        if call.inputs is None:
+            return arguments
+        plain = {name: value for name, value in call.arguments.items() if name != CACHE}
+        prepared = call.model.prepare_inputs_for_generation(
+            arguments["input_ids"],
+            is_first_iteration=True,
+            **{CACHE: cache},
+            **plain | {"use_cache": True},
+            **call.inputs.expanded(),
+        )
+        return arguments | prepared
 
 
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:

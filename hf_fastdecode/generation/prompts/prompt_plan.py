@@ -53,7 +53,8 @@ def group_prompts(
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
         planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
-        inputs: ``[rows]`` int64: numbers of encoder inputs, of which equal prompts must have the same.
+        inputs: ``[rows]`` int64 on the CPU: numbers of encoder inputs, or of `InputRows`, of which equal prompts must
+            have the same.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
     if planes is not None and planes.shape[1] > 1:

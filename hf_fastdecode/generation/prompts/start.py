@@ -19,8 +19,8 @@ from ..encoded import FoundInputs, find_inputs
 from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import PLACED_OTHERWISE, check_prompts, require_counted, why_not_counted
-from .by_rows import Rows, counted_with_padding, prefill_rows
+from ..support import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -75,7 +75,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         call.report.begin_again()
         again = planned_alike(call, partial(_planned, call, groups, width, padded, inputs))
         start = _begin(call, passes, again, input_ids)
-    if padded:
+    if padded or not call.tokens_say_all:
         call.report.observe_nodes(start.cache)
     else:
         keep_nodes(call, start.cache)
@@ -87,9 +87,13 @@ def _checked_prompts(
 ) -> tuple[list[PromptGroup], bool]:
     """The groups of prompts, and whether their positions count padding."""
     ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
-    check_prompts(call.model, call.structure.layout, ids, mask, planar, longest=int(call.config.max_length))
-    if planar.differ:  # this loop gives every step a position per row
-        raise Unsupported(why_not_counted(call.model, planar))
+    layout, longest = call.structure.layout, int(call.config.max_length)
+    if not call.tokens_say_all:
+        check_unkept(call, kept=call.returns_cache)
+        check_prompts(call.model, layout, ids, mask, longest=longest)
+        planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
+        return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers()), False
+    check_prompts(call.model, layout, ids, mask, planar, longest=longest)
     padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
     if places_tokens(call.model):
         raise Unsupported("the model derives positions from the ids of whole prompts")
@@ -131,8 +135,8 @@ def _planned(
     ahead: bool = False,
 ) -> _Planned:
     max_suffix = int(call.config.max_length) - width
-    by_rows = padded or call.structure.layout.prefills_by_rows
-    alike = not padded and inputs is None
+    by_rows = padded or call.by_rows
+    alike = not padded and inputs is None and call.tokens_say_all
     found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
     if inputs is not None:
         found.cache.inputs = inputs.inputs
@@ -180,8 +184,13 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
     limit, length = call.max_prefill_tokens, width - rerun_last_token
     if by_rows:
         places = counted_with_padding(width) if padded else call.positions.ids
-        rows = Rows.of(input_ids, call.mask, places, inputs_of)
+        if call.inputs is not None:
+            places = call.arguments.get(call.names.positions)
+        if not call.tokens_say_all and (after := call.positions.after) is not None:
+            positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
+        rows = Rows.of(input_ids, call.mask, places, inputs_of, call.input_rows)
         logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
+        try_step(call, cache, rows)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])
     known = prefill_nodes(model, cache, plan, max_tokens=limit, length=length, captured=passes.prefill)

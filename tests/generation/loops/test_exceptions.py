@@ -142,7 +142,7 @@ def test_positions_with_planes(differ):
 
 def test_a_model_with_a_loop_of_its_own():
     """Its class prepares the inputs of each pass."""
-    model = tiny_model_of("Ernie4_5_VLMoeForConditionalGeneration")
+    model = tiny_model_of("Phi4MultimodalForCausalLM")
     call = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 3}
     stock, captured, report = both(model, PROMPTS, call)
     assert torch.equal(captured, stock)

@@ -1,0 +1,59 @@
+"""What is known of a `generate` call in progress, from its start on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .call_context import CallContext, CallScope
+from .given_inputs import GivenInputs
+from .report import CallReport
+from .structure import Structure
+
+
+@dataclass
+class ActiveCall:
+    """A `generate` call in progress.
+
+    Attributes:
+        loop_is_ours: Whether this package's decoding loop was passed.
+        may_hold: Whether `generate` has got it, so that what was held back comes to it.
+        loop: The user's ``custom_generate``, if any.
+        given: Tensors that `generate` was given, by name.
+        inputs: Images, videos or audio that are held back.
+        context: What our loop decodes; None for a call that it hands over to transformers' loops.
+        scope: Ends with the call.
+    """
+
+    model: PreTrainedModel
+    loop_is_ours: bool
+    may_hold: bool = field(default=False, init=False)
+    loop: Callable[..., Any] | None = None
+    given: dict[str, Tensor] = field(default_factory=dict)
+    report: CallReport | None = None
+    structure: Structure | None = None
+    inputs: GivenInputs | None = None
+    context: CallContext | None = None
+    scope: CallScope = field(default_factory=CallScope)
+
+    def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Take images, videos or audio out of these model arguments, until `give_back`."""
+        if self.inputs is None and (inputs := GivenInputs.among(arguments, encode)) is not None:
+            self.inputs = inputs
+            for name in inputs.arguments:
+                del arguments[name]
+
+    def give_back(self, arguments: dict[str, Any]) -> None:
+        """Add what was held back to these model arguments, as stock passes it on."""
+        if self.inputs is not None:
+            arguments.update(self.inputs.expanded())
+            self.inputs = None
+
+
+# The innermost active call of this thread.
+active_call_of_thread: ContextVar[ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)

@@ -1,0 +1,121 @@
+"""What a call gives with its prompts: images, videos or audio, and what says where in a prompt they belong.
+
+`generate` encodes these arguments, in some transformers releases, and repeats them for every sample and beam, both
+before it asks for a cache. They are held back before that, so that prefill by rows encodes those of distinct inputs
+alone. A call that turns out to run stock gets what it would have had (`GivenInputs.expanded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.utils import ModelOutput
+
+from .._compat import CACHE
+from ..attention.own_code import OwnCode, own_code_of
+from ..errors import Unsupported
+from .forward_pass import counts_padding, places_tokens
+from .structure import Structure
+
+PLAIN: Final = frozenset(
+    {"attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+)
+"""Model arguments of `generate` that are no inputs in this sense."""
+
+_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+"""Arguments that say which tokens stand for images, which no token that follows a prompt does."""
+
+
+class GivenInputs:
+    """The images, videos or audio of one call.
+
+    Attributes:
+        arguments: By name, as `generate` was given them.
+        ids: ``[given rows, width]``: the prompts that they belong to; None until `expand`.
+        copies: Rows of the call for each given one.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], encode: Callable[[], dict[str, Any]] | None = None):
+        self.arguments, self.copies = dict(arguments), 1
+        self.ids: Tensor | None = None
+        self._encode = encode
+        self._expand: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+
+    @classmethod
+    def among(
+        cls, arguments: Mapping[str, Any], encode: Callable[[], dict[str, Any]] | None = None
+    ) -> GivenInputs | None:
+        """Those among the model arguments of a call; None if there are none, or prompts are embeddings.
+
+        Args:
+            encode: Returns the arguments after transformers has encoded them, if it does before it expands them.
+        """
+        if arguments.get("inputs_embeds") is not None:
+            return None
+        found = {name: value for name, value in arguments.items() if name not in PLAIN and _holds_tensors(value)}
+        return cls(found, encode) if found else None
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether this is text alone, as the numbers of its tokens say."""
+        return set(self.arguments) == {"mm_token_type_ids"} and not bool(self.arguments["mm_token_type_ids"].any())
+
+    def expand(self, expand: Callable[..., tuple[Any, dict[str, Any]]], ids: Tensor, copies: int) -> None:
+        """Remember how transformers expands arguments of these prompts for so many samples or beams."""
+        self._expand, self.ids, self.copies = expand, ids, copies
+
+    def expanded(self) -> dict[str, Any]:
+        """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
+        arguments = self.arguments
+        if self._encode is not None:
+            arguments = {name: value for name, value in self._encode().items() if name not in PLAIN}
+        if self._expand is None:
+            return dict(arguments)
+        return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
+
+    def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
+        """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
+        name = next(iter(self.arguments))
+        if mode is GenerationMode.ASSISTED_GENERATION:
+            raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
+        if structure.layout.own or own_code_of(type(model)) not in (None, OwnCode()):
+            raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
+        if counts_padding(model) or places_tokens(model):
+            raise Unsupported(
+                f"the argument {name!r} is not accelerated where positions are not those of tokens alone"
+            )
+        if structure.parallel is not None or structure.ranks.count > 1:
+            raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
+        self._check_steps(model)
+
+    def _check_steps(self, model: PreTrainedModel) -> None:
+        """Raise `Unsupported` for an argument that steps may depend on: one that belongs to tokens, or of features,
+        and that the model's own loop passes on to steps of one token."""
+        assert self.ids is not None
+        prepared = model.prepare_inputs_for_generation(
+            self.ids[:, -1:], use_cache=True, is_first_iteration=False, **self.arguments
+        )
+        forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
+        rows, width = self.ids.shape
+        known: tuple[str, ...] = _TOKEN_TYPES
+        if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
+            known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's
+        for name, value in forwarded.items():
+            if name in known:
+                continue
+            of_tokens = isinstance(value, Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (rows, width)
+            if of_tokens or name == "token_type_ids" or not isinstance(value, Tensor) or value.is_floating_point():
+                raise Unsupported(f"every step takes the argument {name!r}, which is not accelerated yet")
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping | ModelOutput):
+        return any(_holds_tensors(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(part, torch.Tensor) for part in value)
+    return isinstance(value, torch.Tensor)

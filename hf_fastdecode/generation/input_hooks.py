@@ -1,0 +1,45 @@
+"""Overrides of the methods in which transformers encodes and expands images, video or audio: they are held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .._compat import ENCODE
+from .active_call import active_call_of_thread
+from .model_state import ModelState
+
+
+def hold_before_encoding(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    """`ENCODE` of a decoder: is called with model arguments that hold raw images, and returns encoded ones."""
+    original, call = model_state.methods.original(model, ENCODE), active_call_of_thread.get()
+    if call is not None and call.model is model and call.may_hold:
+        call.hold(model_kwargs, partial(original, inputs_tensor, dict(model_kwargs), *args))
+        if call.inputs is not None:
+            return model_kwargs
+    encoded: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
+    return encoded
+
+
+def _expand_inputs_for_generation(
+    model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
+) -> Any:
+    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of_thread.get()
+    if call is None or call.model is not model or args or not call.may_hold:
+        return original(*args, **kwargs)
+    call.hold(kwargs)
+    if call.inputs is not None:
+        call.inputs.expand(original, kwargs["input_ids"], kwargs.get("expand_size", 1))
+    return original(**kwargs)
+
+
+INPUT_METHODS: dict[str, Callable[..., Any]] = {
+    "_expand_inputs_for_generation": _expand_inputs_for_generation,
+}
+"""Overrides by method name."""

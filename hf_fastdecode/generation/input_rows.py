@@ -1,0 +1,164 @@
+"""Tells which part of a call's images, videos or audio belongs to which row.
+
+transformers gives them in several forms: a row of numbers for each token, a part for each image (a prompt has any
+number of these), or the patches of all images end to end. Features take the places of placeholder tokens in order, so
+the placeholders of each row say how many images are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .given_inputs import GivenInputs
+
+_AUDIO = ("audio", "feature", "speech", "input_values")
+
+
+class _Counts(NamedTuple):
+    """Placeholder tokens of each row: how many, and in how many runs without a gap."""
+
+    tokens: list[int]
+    runs: list[int]
+
+
+class InputRows:
+    """The inputs of a call's given rows.
+
+    Attributes:
+        apart: Whether the inputs of each row are known, so that rows with equal ones are one input, and inputs run in
+            several passes.
+        unclear: Otherwise, the name of an argument whose parts no row can be told to own.
+    """
+
+    def __init__(self, given: GivenInputs, config: PreTrainedConfig):
+        assert given.ids is not None
+        self._arguments, self._ids, self._config = given.arguments, given.ids, config
+        self.copies, self.rows = given.copies, len(given.ids)
+        self._starts: dict[str, list[int]] = {}
+        self.unclear: str | None = None
+        self._counted: dict[str, _Counts | None] = {}
+        if self.rows > 1:
+            for name, value in self._arguments.items():
+                starts = self._starts_of(name, value) if isinstance(value, Tensor) and value.dim() else None
+                if starts is None:
+                    self.unclear = name
+                    break
+                self._starts[name] = starts
+
+    @property
+    def apart(self) -> bool:
+        return self.unclear is None
+
+    def numbers(self) -> Tensor:
+        """A number for each row of the call, ``[rows]`` on the CPU: equal ones of neighbours with equal inputs.
+
+        Rows whose prompts differ may have equal ones.
+        """
+        number, numbers = 0, [0]
+        alike = [False] * self.rows
+        if self.apart and self.rows > 1:
+            alike[1:] = (self._ids[1:] == self._ids[:-1]).all(1).tolist()
+        for row in range(1, self.rows):
+            both = ((self._part(name, row), self._part(name, row - 1)) for name in self._starts)
+            number += not (alike[row] and all(torch.equal(*parts) for parts in both))
+            numbers.append(number)
+        return torch.tensor(numbers, device="cpu").repeat_interleave(self.copies)
+
+    def of(self, rows: Sequence[int]) -> dict[str, Any]:
+        """The arguments of some rows of the call, in order: of distinct ones, if rows are known apart, else of all."""
+        given = [row // self.copies for row in rows]
+        if given == list(range(self.rows)) or not self.apart:
+            return dict(self._arguments)
+        parts = {name: [self._part(name, row) for row in given] for name in self._starts}
+        joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
+        return {name: value for name, value in joined.items() if len(value)}
+
+    def _part(self, name: str, row: int) -> Tensor:
+        starts = self._starts[name]
+        part: Tensor = self._arguments[name][starts[row] : starts[row + 1]]
+        return part
+
+    def _starts_of(self, name: str, value: Tensor) -> list[int] | None:
+        """Where the parts of each row begin along the first dimension, and the end; None if it is not known."""
+        if value.dim() > 1 and value.shape[:2] == self._ids.shape:
+            return list(range(self.rows + 1))
+        kind = _kind(name)
+        counts = self._counts(kind)
+        if counts is None:
+            return None
+        grid, size = self._arguments.get(f"{kind}_grid_thw"), len(value)
+        if isinstance(grid, Tensor):
+            patches = grid.prod(1).tolist()
+            images = self._images(patches, counts)
+            if images is None:
+                return None
+            if size == len(grid):
+                return images
+            first = _sums(patches)
+            return [first[image] for image in images] if size == sum(patches) else None
+        if size == self.rows and all(counts.tokens):  # of each row, or of its one image
+            return list(range(self.rows + 1))
+        if size == sum(counts.runs) and size != self.rows:
+            return _sums(counts.runs)
+        each, rest = divmod(sum(counts.tokens), size)
+        if size != self.rows and not rest and not any(count % each for count in counts.tokens):
+            return _sums([count // each for count in counts.tokens])
+        return None
+
+    @staticmethod
+    def _images(patches: list[int], counts: _Counts) -> list[int] | None:
+        """Where the images of each row begin, and the end, by their patches: as many stand behind each placeholder."""
+        tokens = sum(counts.tokens)
+        merged, rest = divmod(sum(patches), tokens) if tokens else (0, 1)
+        if not rest and not any(count % merged for count in patches):
+            return _cut([count // merged for count in patches], counts.tokens)
+        return _sums(counts.runs) if sum(counts.runs) == len(patches) else None
+
+    def _counts(self, kind: str) -> _Counts | None:
+        if kind not in self._counted:
+            self._counted[kind] = self._count(kind)
+        return self._counted[kind]
+
+    def _count(self, kind: str) -> _Counts | None:
+        config = self._config
+        token = next(
+            (
+                value
+                for name in (f"{kind}_token_id", f"{kind}_token_index")
+                if isinstance(value := getattr(config, name, None), int)
+            ),
+            None,
+        )
+        if token is None:
+            return None
+        held = self._ids == token
+        begins = held[:, :1].sum(1) + (held[:, 1:] & ~held[:, :-1]).sum(1)
+        tokens, runs = torch.stack((held.sum(1), begins)).tolist()
+        return _Counts(tokens, runs)
+
+
+def _kind(name: str) -> str:
+    if "video" in name or name.startswith("second_per_grid"):
+        return "video"
+    return "audio" if any(part in name for part in _AUDIO) else "image"
+
+
+def _sums(counts: Iterable[int]) -> list[int]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return sums
+
+
+def _cut(sizes: Sequence[int], wanted: Sequence[int]) -> list[int] | None:
+    """Where runs of items begin whose sizes add up to the wanted ones, and the end; None where they do not."""
+    sums = {size: index for index, size in enumerate(_sums(sizes))}
+    cuts = [sums.get(size) for size in _sums(wanted)]
+    if any(cut is None for cut in cuts) or cuts[-1] != len(sizes):
+        return None
+    return [cut for cut in cuts if cut is not None]

@@ -1,0 +1,158 @@
+"""Prompts with images: each distinct input once, by rows, as in stock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.model_state import state_of
+
+from ..architectures.classes import tiny_model_of
+from ..image_inputs import prompts_with_images
+from ..module_calls import before_calls
+from ..tiny_models import seeded
+
+CLASSES = [
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",  # with layers that have states
+]
+CALLS = {
+    "greedy": {"do_sample": False},
+    "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
+OTHERS = {
+    "LlavaForConditionalGeneration": "image",
+    "Gemma3ForConditionalGeneration": "image",  # tokens of an image see each other, and windows end in prompts
+    "PaliGemmaForConditionalGeneration": "image",  # so do those of a prompt; positions begin at 1
+    "Idefics3ForConditionalGeneration": "image",  # a row of images for each prompt
+    "Qwen3VLForConditionalGeneration": "video",
+    "Qwen2AudioForConditionalGeneration": "audio",
+}
+SMALL, TALL, WIDE = (4, 4), (8, 4, 1), (4, 6, 2)
+SEVERAL = [(5, SMALL, 9), (3, TALL, 4, WIDE, 7), (12,)]
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def model(request):
+    return tiny_model_of(request.param)
+
+
+def run(model, inputs, call):
+    return seeded(lambda: model.generate(**inputs, **CALLS[call], max_new_tokens=8))
+
+
+def compared(model, inputs, call, **options):
+    """The report of a call with stock's tokens, and the patches of each run of the vision tower."""
+    stock, counted = run(model, inputs, call), []
+    options.setdefault("min_saved_tokens", 1)
+    with fd.enabled(model, **options):
+        with before_calls(
+            model.model.visual, lambda args, kwargs: counted.append(len(args[0] if args else kwargs["hidden_states"]))
+        ):
+            tokens = run(model, inputs, call)
+        report = fd.explain(model).last_call
+    assert torch.equal(tokens, stock)
+    return report, counted
+
+
+@pytest.mark.parametrize("call", ["samples", "beams"])
+def test_different_images(model, call):
+    """As many images as there are, of any sizes, and a prompt without one."""
+    inputs = prompts_with_images(model, *SEVERAL)
+    report, counted = compared(model, inputs, call)
+    assert report.path == "shared", report.reason
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+    assert counted == [16 + 32 + 24]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_forms(name):
+    """The vision tower, or the audio encoder, sees each distinct input once."""
+    model = tiny_model_of(name)
+    inputs = prompts_with_images(model, (5, SMALL, 9), (3, TALL, 12), kind=OTHERS[name])
+    stock = {call: run(model, inputs, call) for call in CALLS}
+    other = {key: part.flip(-1) * 2 if part.is_floating_point() else part for key, part in inputs.items()}
+    assert not torch.equal(run(model, other, "samples"), stock["samples"])  # else this would show nothing
+    twice = {key: part.repeat_interleave(2, 0) for key, part in inputs.items()}
+    if OTHERS[name] == "video":
+        first, second = inputs["pixel_values_videos"].split([16, 32])
+        twice["pixel_values_videos"] = torch.cat([first, first, second, second])
+    with fd.enabled(model, min_saved_tokens=1):
+        for call in ("samples", "beams"):
+            assert torch.equal(run(model, inputs, call), stock[call])
+            report = fd.explain(model).last_call
+            assert report.path == "shared", report.reason
+            assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+        assert torch.equal(run(model, twice, "greedy"), stock["greedy"].repeat_interleave(2, 0))
+        assert fd.explain(model).last_call.prefilled_tokens == report.prefilled_tokens
+
+
+@pytest.mark.parametrize("call", ["greedy", "samples", "beams"])
+def test_repeated_prompts_are_one_input(model, call):
+    one, two = SEVERAL[:2]
+    inputs = prompts_with_images(model, one, two)
+    twice = {
+        name: part.repeat_interleave(2, 0)
+        for name, part in inputs.items()
+        if name not in ("pixel_values", "image_grid_thw")
+    }
+    grids, (first, second) = inputs["image_grid_thw"], inputs["pixel_values"].split([16, 56])
+    twice["image_grid_thw"] = torch.cat([grids[:1], grids[:1], grids[1:], grids[1:]])
+    twice["pixel_values"] = torch.cat([first, first, second, second])
+    report, counted = compared(model, twice, call, max_prefill_tokens=50)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+    assert counted == [16, 56]  # in passes of few positions
+
+
+def test_equal_tokens_with_other_images_are_other_inputs(model):
+    inputs = prompts_with_images(model, (5, (4, 4, 1), 9), (5, (4, 4, 2), 9))
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        inputs[name] = inputs[name][:1].repeat(2, 1)
+    report, counted = compared(model, inputs, "samples")
+    assert report.prefilled_tokens == 2 * 20
+    assert counted == [32]
+    tokens = run(model, inputs, "greedy")
+    assert not torch.equal(*tokens)  # else this would show nothing
+
+
+def test_calls_that_save_too_little_run_stock(model):
+    inputs = prompts_with_images(model, *SEVERAL)
+    for least in (1, 1000):
+        report, _ = compared(model, inputs, "greedy" if least == 1 else "samples", min_saved_tokens=least)
+        assert report.path == "stock"
+        assert "sharing would save" in report.reason
+
+
+def test_calls_leave_the_model_untouched(model):
+    """Although transformers sets an offset of positions anew: what was found about the model holds for later calls."""
+    inputs = prompts_with_images(model, SEVERAL[0])
+    with fd.enabled(model, min_saved_tokens=1):
+        run(model, inputs, "samples")
+        known = state_of(model).structure._known
+        run(model, inputs, "samples")
+        assert state_of(model).structure._known is known
+
+
+def test_token_types_of_text_alone_say_nothing(model):
+    """Prompts that begin alike then share what they begin with."""
+    inputs = prompts_with_images(model, (80,), (80,))
+    inputs["input_ids"][1, :40] = inputs["input_ids"][0, :40]
+    report, _ = compared(model, inputs, "samples", min_shared_tokens=16)
+    assert report.prefilled_tokens == (160 if model.config.model_type == "qwen3_5" else 120)
+
+
+@pytest.mark.parametrize("call", ["samples", "beams"])
+def test_no_cache_with_images_is_kept(model, call):
+    inputs = prompts_with_images(model, SEVERAL[0])
+    with fd.enabled(model):
+        kept = fd.prefill(model, inputs["input_ids"][:, :5])
+        with pytest.raises(ValueError, match="is for positions of text, and prompts come with"):
+            run(model, inputs | {CACHE: kept}, call)
+        run(model, inputs | {"return_dict_in_generate": True}, call)
+        report = fd.explain(model).last_call
+    assert report.path == "stock"
+    assert "and the call's cache would be kept" in report.reason

@@ -1,0 +1,50 @@
+"""Prompts with images, on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+
+from ..architectures.classes import tiny_model_of
+from ..image_inputs import prompts_with_images
+from ..tiny_models import seeded
+
+pytestmark = pytest.mark.gpu
+CLASSES = ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"]
+PROMPTS = [(5, (4, 4), 9), (3, (8, 4, 1), 11), (12,)]  # some releases mix up several images of a prompt's samples
+SAMPLES = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 16}
+
+
+@pytest.fixture(params=CLASSES)
+def each(request):
+    return tiny_model_of(request.param)
+
+
+def on_gpu(model, dtype):
+    inputs = prompts_with_images(model, *PROMPTS)
+    moved = {key: part.to("cuda", dtype if part.is_floating_point() else None) for key, part in inputs.items()}
+    return copy.deepcopy(model).to("cuda", dtype), moved
+
+
+@pytest.mark.parametrize("call", [SAMPLES, {"num_beams": 3, "do_sample": False, "max_new_tokens": 16}])
+def test_tokens_are_stocks_in_float32(each, call):
+    model, inputs = on_gpu(each, torch.float32)
+    stock = seeded(lambda: model.generate(**inputs, **call))
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**inputs, **call)), stock)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def test_captured_steps_draw_what_eager_ones_do(each):
+    model, inputs = on_gpu(each, torch.bfloat16)
+    drawn = []
+    for mode in ("eager", "graph"):
+        with fd.enabled(model, mode=mode, min_saved_tokens=1, sampler="hf"):
+            drawn.append(seeded(lambda: model.generate(**inputs, **SAMPLES)))
+            report = fd.explain(model).last_call
+            assert (report.path, report.mode) == ("shared", mode), report.mode_reason
+    assert (drawn[0] == drawn[1])[:, -16:].float().mean() > 0.9  # roundings differ

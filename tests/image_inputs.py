@@ -1,0 +1,177 @@
+"""Prompts with small random images, videos or sounds, in the forms that processors of different models give them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Part = int | tuple[int, ...]
+"""Part of a prompt: a number of random tokens, or an image: rows and columns of patches, and its seed, if not 0.
+
+Models whose images have one size leave rows and columns aside.
+"""
+
+KINDS = ("image", "video", "audio")
+
+
+class Features(NamedTuple):
+    """What a model gets of some images or sounds: arguments by name, and how many tokens stand for each."""
+
+    arguments: dict[str, Tensor]
+    tokens: list[int]
+
+
+def prompts_with_images(
+    model: PreTrainedModel, *prompts: Sequence[Part], kind: str = "image", seed: int = 0
+) -> dict[str, Tensor]:
+    """Left-padded prompts with their images, as the model's processor gives them.
+
+    Raises:
+        LookupError: No form that is known here suits the model.
+    """
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(seed)
+    place = _first(config, f"{kind}_token_id", f"{kind}_token_index")
+    images = [part for parts in prompts for part in parts if not isinstance(part, int)]
+    features = _features(model, kind, images) if images else Features({}, [])
+    counts, rows = iter(features.tokens), list[Tensor]()
+    before, after = ([] if one is None else [one] for one in _frame(config, kind))
+    for parts in prompts:
+        tokens = list[Tensor]()
+        for part in parts:
+            if isinstance(part, int):
+                tokens.append(torch.randint(3, 90, (part,), generator=generator))
+            else:
+                tokens.append(torch.tensor([*before, *[place] * next(counts), *after]))
+        rows.append(torch.cat(tokens))
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
+    inputs = {"input_ids": ids, "attention_mask": mask, **features.arguments}
+    for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+        if name in inspect.signature(type(model).forward).parameters:
+            inputs[name] = (ids == place).int() * (2 if kind == "video" else 1)
+    return inputs
+
+
+def _frame(config: Any, kind: str) -> tuple[int | None, int | None]:
+    """Tokens before and after an image, by which some models find it."""
+    if kind == "audio":
+        return None, None
+    ends = ((f"{name}_start_token_id", f"{name}_end_token_id") for name in ("vision", "image"))
+    return next(((getattr(config, a), getattr(config, b)) for a, b in ends if getattr(config, a, None)), (None, None))
+
+
+def _features(model: PreTrainedModel, kind: str, images: Sequence[tuple[int, ...]]) -> Features:
+    forms = {"image": _image_forms, "video": _video_forms, "audio": _audio_forms}[kind]
+    errors = []
+    for arguments in forms(model, images):
+        try:
+            return Features(arguments, _tokens(model, kind, arguments, len(images)))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    raise LookupError(f"no form of {kind}s suits {type(model).__name__}: {errors[-3:]}")
+
+
+def _tokens(model: PreTrainedModel, kind: str, arguments: dict[str, Tensor], count: int) -> list[int]:
+    """Tokens of each image, as the model itself makes them."""
+    if model.config.model_type == "qwen2_audio":
+        frames = arguments["feature_attention_mask"].sum(1)
+        made: list[int] = model.model.audio_tower._get_feat_extract_output_lengths(frames)[1].tolist()
+        return made
+    encode: Callable[..., Any] | None = getattr(model, f"get_{kind}_features", None)
+    if encode is None:
+        encode = getattr(model.model, f"get_{kind}_features")
+    there = {name: part.to(model.device) for name, part in arguments.items()}
+    there |= {name: part.to(model.dtype) for name, part in there.items() if part.is_floating_point()}
+    with torch.no_grad():
+        output = encode(**there, return_dict=True)
+    pooled = output.pooler_output
+    if isinstance(pooled, Tensor) and pooled.dim() == 2:
+        each, rest = divmod(len(pooled), count)
+        if rest:
+            raise ValueError(f"{len(pooled)} tokens of {count} images")
+        return [each] * count
+    if len(pooled) != count:
+        raise ValueError(f"features of {len(pooled)} images, not {count}")
+    return [len(one) for one in pooled]
+
+
+def _image_forms(model: PreTrainedModel, images: Sequence[tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+    config: Any = model.config
+    takes = inspect.signature(type(model).forward).parameters
+    vision = _first(config, "vision_config", "vision_model_config", "perception_config") or config
+    patch, channels = (
+        _first(vision, "patch_size") or 14,
+        _first(vision, "in_channels", "num_channels", "in_chans") or 3,
+    )
+    patch = patch if isinstance(patch, int) else patch[0]
+    if "image_grid_thw" in takes:
+        grids = [(1, high, wide) for high, wide, *_ in images]
+        grid = {"image_grid_thw": torch.tensor(grids)}
+        if "image_merge_sizes" in takes:
+            grid["image_merge_sizes"] = torch.tensor([2] * len(images))
+        for shape in ([channels * (_first(vision, "temporal_patch_size") or 1) * patch**2], [channels, patch, patch]):
+            patches = [_random((high * wide, *shape), seed) for high, wide, seed in map(_seeded, images)]
+            yield {"pixel_values": torch.cat(patches), **grid}
+    if "image_position_ids" in takes:
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).repeat(len(images), 1, 1)
+        patches = torch.stack([_random((36, channels * patch**2), _seeded(image)[2]) for image in images])
+        yield {"pixel_values": patches, "image_position_ids": places}
+    if "spatial_shapes" in takes:
+        patches = torch.stack([_random((16, channels * patch**2), _seeded(image)[2]) for image in images])
+        shown = torch.ones(len(images), 16, dtype=torch.long)
+        shapes = {"spatial_shapes": torch.tensor([[4, 4]] * len(images)), "pixel_attention_mask": shown}
+        yield {"pixel_values": patches, **shapes}
+    size = _first(vision, "image_size") or 4 * patch
+    size = size if isinstance(size, int) else size[0]
+    seeds = [_seeded(image)[2] for image in images]
+    sizes = {"image_sizes": torch.tensor([[size, size]] * len(images))} if "image_sizes" in takes else {}
+    pixels = torch.stack([_random((channels, size, size), seed) for seed in seeds])
+    for more in (sizes, {}) if sizes else ({},):
+        yield {"pixel_values": pixels, **more}
+    for tiles in (1, 2, 3, 5):
+        several = torch.stack([_random((tiles, channels, size, size), seed) for seed in seeds])
+        yield {"pixel_values": several, **sizes}
+
+
+def _video_forms(model: PreTrainedModel, videos: Sequence[tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+    """Videos of one frame, for models that take the patches of all images end to end."""
+    if "video_grid_thw" in inspect.signature(type(model).forward).parameters:
+        for images in _image_forms(model, videos):
+            if "image_grid_thw" in images:
+                yield {"pixel_values_videos": images["pixel_values"], "video_grid_thw": images["image_grid_thw"]}
+
+
+def _audio_forms(model: PreTrainedModel, sounds: Sequence[tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+    config: Any = model.config
+    takes = inspect.signature(type(model).forward).parameters
+    audio = _first(config, "audio_config", "encoder_config") or config
+    seeds = [_seeded(sound)[2] for sound in sounds]
+    bins = _first(audio, "num_mel_bins", "input_dim", "input_feat_size") or 80
+    for frames in (2 * (_first(audio, "max_source_positions") or 100), 400):
+        for shape in ((bins, frames), (frames, bins)):
+            features = torch.stack([_random(shape, seed) for seed in seeds])
+            yield {"input_features": features}
+            for name in ("input_features_mask", "feature_attention_mask"):
+                if name in takes:
+                    yield {"input_features": features, name: torch.ones(len(sounds), frames, dtype=torch.long)}
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _seeded(image: tuple[int, ...]) -> tuple[int, int, int]:
+    high, wide, *seed = image
+    return high, wide, seed[0] if seed else 0
+
+
+def _random(shape: Sequence[int], seed: int) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
