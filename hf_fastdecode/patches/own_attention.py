@@ -36,10 +36,10 @@ _HANDS_GENERATE_ON: Final = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), OwnCode(hands_generate_on=lambda arguments: True)),
     "janus": OwnCode(hands_generate_on=lambda arguments: arguments.get("generation_mode", "text") == "text"),
     "nemotron3_5_transcribe": OwnCode(
-        hands_generate_on=lambda arguments: not arguments.get("return_word_timestamp_logits", False)
+        hands_generate_on=lambda arguments: not arguments.get("return_word_timestamp_logits")
     ),
 }
-"""Their ``generate`` chooses an adapter, or what to make beside text."""
+"""Their ``generate`` chooses an adapter, or whether to make text or images, or times of words."""
 
 _HANDS_POSITIONS_ON: Final = ("evolla", "moss_transcribe_diarize")
 """Their ``forward`` names no ``position_ids``, but hands them on to a decoder, which counts padding if given none."""

@@ -92,17 +92,8 @@ def test_tokens_are_stocks(each):
             assert fd.explain(each).last_call.path == "shared"
 
 
-def test_logits_are_stocks(each):
-    """Also behind padding that enters states; of half the probabilities' rounding."""
-    arguments = SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
-    stock = torch.stack(run(each, arguments).logits)
-    with fd.enabled(each, min_saved_tokens=1):
-        shared = torch.stack(run(each, arguments).logits)
-    torch.testing.assert_close(shared, stock, atol=1e-5 * float(stock.std()), rtol=1e-5)
-
-
 def test_what_prompts_begin_with_is_computed_once(each, monkeypatch):
-    """Behind it, rests of the same length run together, and no single token alone."""
+    """Rests of the same length run together behind it, no single token alone. Padding enters states as in stock."""
     monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     prompts = ragged_prompts(33, 50, 50, 32, shared=32)
     arguments = SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
@@ -113,7 +104,8 @@ def test_what_prompts_begin_with_is_computed_once(each, monkeypatch):
         report = fd.explain(each).last_call
     assert torch.equal(shared.sequences, stock.sequences)
     expected, shown = torch.stack(stock.logits), torch.stack(shared.logits)
-    torch.testing.assert_close(shown, expected, atol=1e-4 * float(expected.std()), rtol=0)
+    tolerance = 1e-4 if continues(each) else 1e-5
+    torch.testing.assert_close(shown, expected, atol=tolerance * float(expected.std()), rtol=0)
     passes = [30, 2, 3, 2 * 20] if continues(each) else [prompts["input_ids"].numel()]
     assert (counted[: len(passes)], report.prefilled_tokens) == (passes, sum(passes) if continues(each) else 165)
 

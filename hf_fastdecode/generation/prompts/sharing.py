@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import ref
 
@@ -87,7 +87,8 @@ def find_shared(
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    least = max(len(group.tokens) for group in groups) + 1 if by_rows else options.min_shared_tokens
+    apart = by_rows and not states  # `from_ends` decides of those with states
+    least = max(len(group.tokens) for group in groups) + 1 if apart else options.min_shared_tokens
 
     def compared(base: SharedContextCache | None) -> tuple[SharedContextCache, ComparedPrompts]:
         cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
@@ -116,7 +117,6 @@ def find_shared(
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
     if states:
-        prompts = replace(prompts, min_shared_tokens=options.min_shared_tokens)
         prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
