@@ -17,7 +17,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from .._compat import CACHE
-from ..attention.own_code import OwnCode, own_code_of
+from ..attention.own_code import own_code_of
 from ..errors import Unsupported
 from .forward_pass import counts_padding, places_tokens
 from .structure import Structure
@@ -83,7 +83,8 @@ class GivenInputs:
         name = next(iter(self.arguments))
         if mode is GenerationMode.ASSISTED_GENERATION:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
-        if structure.layout.own or own_code_of(type(model)) not in (None, OwnCode()):
+        own = own_code_of(type(model))
+        if structure.layout.own or (own is not None and (own.stand_ins or own.states is not None)):
             raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
         if counts_padding(model) or places_tokens(model):
             raise Unsupported(
