@@ -84,8 +84,8 @@ def test_a_model_with_its_own_inputs_keeps_its_loop(where):
     assert call.sampler_reason == f"{whose}prepare_inputs_for_generation uses another decoding loop"
 
 
-def test_padded_prompts_without_positions_run_stock():
-    """Models then count padding, which is not stored."""
+def test_prompts_without_positions_share_as_models_count_them():
+    """Models then count padding, which is not stored: padded prompts run by rows."""
     model = tiny_model("llama-gqa")
     plain = model.prepare_inputs_for_generation
 
@@ -94,11 +94,11 @@ def test_padded_prompts_without_positions_run_stock():
 
     model.prepare_inputs_for_generation = without_positions
     padded, even = ragged_prompts(41, 36, shared=33), ragged_prompts(41, 41, shared=33)
-    for prompts, path in ((padded, "stock"), (even, "shared")):
+    for prompts in (padded, even):
         stock = seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLING))
         with fd.enabled(model):
             assert torch.equal(seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLING)), stock)
-            assert fd.explain(model).last_call.path == path
+            assert fd.explain(model).last_call.path == "shared"
 
 
 def test_processes_that_must_keep_step_run_stock(model):
@@ -235,25 +235,6 @@ def test_latents_that_other_code_reads_run_stock():
     assert call.path == "stock"
     assert "latent" in call.reason
     assert torch.equal(shared, stock)
-
-
-def test_a_text_model_with_cross_attention_runs_stock():
-    from transformers import MllamaForCausalLM
-    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MllamaTextConfig(
-        vocab_size=VOCABULARY, intermediate_size=64, **sizes, cross_attention_layers=[1], pad_token_id=0
-    )
-    model = MllamaForCausalLM(config).eval()
-    model.generation_config.eos_token_id = None
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "cross attention" in call.reason
-    assert torch.equal(shared, stock)
-    with fd.enabled(model), pytest.raises(ValueError, match="cannot share context: it has cross attention"):
-        fd.prefill(model, PROMPT)
 
 
 def test_attention_over_some_keys_only_runs_stock(model, monkeypatch):
