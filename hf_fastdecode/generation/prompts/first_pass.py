@@ -114,7 +114,7 @@ class FirstPassPrompts:
             return output
         self.call.ranks.watch.enter_foreign_loop()
         if self.stock is None:
-            return forward(**with_cache(arguments, None))
+            return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
