@@ -90,7 +90,7 @@ class SharedContextCache(ForestCache):
         room = max(0, (self.state.max_suffix or 0) - self.suffix_length)
         if self.state.packed:
             return max(item.position + item.span.length for item in self.state.packed) + room
-        return self.state.longest_row_bound + max(queries, room)
+        return max(self.state.longest_row_bound + max(queries, room), self.state.longest_to_come)
 
     def meet(self, layout: ModelLayout) -> None:
         """Make the layers of a model, or raise ValueError if the cache's are of a model with other layers."""

@@ -236,6 +236,8 @@ class SharedState:
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
         padded_width: Where positions count the padding of prompts, the width of their batch; None where they count
             each row's tokens.
+        longest_to_come: Where rows take the places of others, tokens in the longest of all of them by the end of the
+            call; else 0.
         parallel: The processes between which nodes and suffixes are divided; None where this one stores all. `forest`
             and `suffixes` are the whole ones on each of them, and what is stored here is `parallel`'s part of them.
     """
@@ -261,6 +263,7 @@ class SharedState:
     met: ref[nn.Module] | None = None
     position_planes: int = 0
     padded_width: int | None = None
+    longest_to_come: int = 0
     parallel: SequenceParallel | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -41,6 +41,10 @@ class ActiveCall:
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
 
+    def begin(self, *, may_hold: bool) -> None:
+        """Begin one call of transformers' `generate`, which a user's or a class's own may make several times."""
+        self.may_hold, self.inputs = may_hold, None
+
     def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
         """Take images, videos or audio out of these model arguments, until `give_back`."""
         if self.inputs is None and (inputs := GivenInputs.among(arguments, encode)) is not None:

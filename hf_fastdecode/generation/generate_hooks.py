@@ -307,7 +307,7 @@ def _extract_generation_mode_kwargs(
     original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
     call = active_call_of_thread.get()
     if call is not None and call.model is model:
-        call.may_hold = custom_generate is _decode and not model.config.is_encoder_decoder
+        call.begin(may_hold=custom_generate is _decode and not model.config.is_encoder_decoder)
     return original(None if custom_generate is _decode else custom_generate, *args, **kwargs)
 
 

@@ -156,3 +156,22 @@ def test_no_cache_with_images_is_kept(model, call):
         report = fd.explain(model).last_call
     assert report.path == "stock"
     assert "and the call's cache would be kept" in report.reason
+
+
+def test_a_generate_that_makes_several_calls(monkeypatch):
+    """Images that were held back in one of them are not those of the next."""
+    model = tiny_model_of(CLASSES[0])
+    calls = [prompts_with_images(model, (5, SMALL, 9)), prompts_with_images(model, (5, TALL, 9))]
+    generate = model.generate
+
+    def each(**kwargs):
+        return [generate(**inputs, **kwargs) for inputs in calls]
+
+    def drawn():
+        return seeded(lambda: model.generate(num_return_sequences=3, do_sample=True, max_new_tokens=4))
+
+    monkeypatch.setattr(model, "generate", each, raising=False)
+    stock = drawn()
+    with fd.enabled(model, min_saved_tokens=1):
+        assert all(map(torch.equal, drawn(), stock))
+        assert fd.explain(model).last_call.path == "shared"

@@ -83,6 +83,15 @@ def test_rows_that_must_stay_together_are_an_error(model, extra):
         model.generate(**ragged_prompts(70), **call | {"num_return_sequences": 4})
 
 
+def test_other_loops_say_that_they_decode_all_rows(model, caplog):
+    call = {"num_beams": 3, "max_new_tokens": 2}
+    with fd.enabled(model, max_rows=3), caplog.at_level(logging.INFO, logger="hf_fastdecode"):
+        model.generate(**ragged_prompts(70), **call)
+        assert "max_rows" not in caplog.text
+        model.generate(**ragged_prompts(70, 70, shared=60), **call)
+    assert "max_rows=3 not used: generation mode 'beam_search' uses another decoding loop" in caplog.text
+
+
 def test_stop_strings_are_for_each_row():
     """They are criteria of transformers that read each row's own tokens."""
     model, tokenizer = fd.load_embedded()

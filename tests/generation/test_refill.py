@@ -199,3 +199,19 @@ def test_refilled_rows_on_a_gpu(mode):
     assert report.refilled == 56
     assert report.captures <= 4
     assert errors[1] <= 2 * errors[0]
+
+
+@on_the_cpu
+def test_waiting_rows_that_outgrow_a_window(uncaptured):
+    """Steps are captured for the longest row of the call, which may wait at first: replays look at no window."""
+    pytest.importorskip("triton")
+    model, prompts = (
+        tiny_model("mistral-window", **SMALL, sliding_window=56),
+        ragged_prompts(44, 45, 60, 61, shared=40),
+    )
+    arguments = GREEDY | {"max_new_tokens": 7, "eos_token_id": list(range(3, 30))}
+    stock = model.generate(**prompts, **arguments)
+    with fd.enabled(model, mode="graph", backend="triton", max_rows=2):
+        assert torch.equal(model.generate(**prompts, **arguments), stock)
+        report = fd.explain(model).last_call
+    assert (report.mode, report.refilled) == ("graph", 2)

@@ -119,6 +119,8 @@ class Loop:
         parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
         try:
             cache = base.nodes_only(base.forest, max_suffix=base.state.max_suffix)
+            # Captured steps go on with rows that wait now: they must know of windows that only these outgrow.
+            cache.state.longest_to_come = cache.longest_row(1)
             cache.set_forest(base.forest.select_rows(range(at_once)))
             return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
         except torch.OutOfMemoryError as error:

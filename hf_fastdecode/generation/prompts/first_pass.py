@@ -56,6 +56,7 @@ class _PlannedFirstPass(NamedTuple):
         padded: Whether positions count the padding of prompts.
         apart: Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
         by_rows: Whether prompts run by rows, see `by_rows`.
+        tokens_say_all: Whether prompts with equal tokens are equal, see `CallContext.tokens_say_all`.
         embeddings: The embeddings of ids, if the prompts are embeddings.
         hidden: Whether hidden states are returned.
         wanted: Number of last positions to return logits for.
@@ -113,7 +114,7 @@ class FirstPassPrompts:
             return output
         self.call.ranks.watch.enter_foreign_loop()
         if self.stock is None:
-            return forward(**with_cache(arguments, None))
+            return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
@@ -121,10 +122,9 @@ class FirstPassPrompts:
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
-        *(ids, mask, positions, padded, _, by_rows, _, embeddings, hidden, wanted, groups, found, plan), inputs_of = (
-            planned
-        )
-        width, reuse = ids.shape[1], planned.reuses
+        ids, mask, positions, padded = planned.ids, planned.mask, planned.positions, planned.padded
+        embeddings, hidden, wanted = planned.embeddings, planned.hidden, planned.wanted
+        groups, found, plan, width = planned.groups, planned.found, planned.plan, ids.shape[1]
         max_suffix = max(0, self.longest - width)
         report.sampler_reason = reason
         mode, why = choose_pass_mode(call, max_suffix)
@@ -132,7 +132,10 @@ class FirstPassPrompts:
         if not users:
             with call.ranks.together():
                 require_gain(call, found, plan, max_suffix)
-        if unused := [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]:
+        unused = [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]
+        if (most := call.options.max_rows) is not None and most < len(ids):
+            unused.append(f"max_rows={most}")
+        if unused:
             call.state.log_once(f"{', '.join(unused)} not used: {reason}")
         report.padded_length = report.context_width = width
         cache.adopt_state(found.cache)
@@ -147,19 +150,19 @@ class FirstPassPrompts:
         places = _places(groups, plan, width, wanted)
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         limit = call.max_prefill_tokens
-        if by_rows:
+        if planned.by_rows:
             inputs = ids if embeddings is None else arguments[call.names.embeddings]
             given = counted_with_padding(width) if padded else positions.ids
             if call.inputs is not None:  # as the model is given them, which may prepare them further
                 given = call.arguments.get(call.names.positions)
-            distinct = Rows.of(inputs, mask, given, inputs_of, call.input_rows).distinct(groups)
+            distinct = Rows.of(inputs, mask, given, planned.inputs_of, call.input_rows).distinct(groups)
             passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
             try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
             packed = partial(prefill_passes, model, cache, plan, tokens, max_tokens=limit, length=width)
             passes = list(packed(embeddings=embeddings, **extra))
-        if reuse:
+        if planned.reuses:
             merge_returned(call, cache)
             keep_nodes(call, cache)
         else:
