@@ -130,6 +130,7 @@ class Loop:
         at_once = self.call.report.rows_at_once = (at_once + 1) // 2
         logger.warning("rows do not fit in memory at once; all begin anew, %d at a time", at_once)
         self.sampler.forget(torch.arange(len(self.prompts), device=self.prompts.device))
+        self.call.report.refilled = 0
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return self._refilled(at_once)
