@@ -59,8 +59,8 @@ def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
     unit = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
     with multiplying(projection, unit):
         made: Tensor = projection(F.pad(unit, (0, 0, 0, 1))).to(like.dtype)
-    bias = made[-1]  # what it makes of zeros
-    return (made[:-1] - bias).mT, bias
+    of_zeros = made[-1]
+    return (made[:-1] - of_zeros).mT, of_zeros
 
 
 def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
