@@ -102,3 +102,12 @@ def test_long_recordings(model, arguments):
     arguments = arguments | {"return_timestamps": True, "condition_on_prev_tokens": True, "attention_mask": mask}
     stock, output, _, _ = both(model, input_features=recordings(200), **arguments)
     assert torch.equal(output, stock)
+
+
+def test_a_decoders_prompts_that_whisper_does_not_repeat(model):
+    """Raise what stock raises."""
+    prompts = torch.tensor([[101, 102, 104, 106]] * 2)
+    arguments = {"input_features": recordings(60), "decoder_input_ids": prompts, **SAMPLES, "return_timestamps": True}
+    model = copy.deepcopy(model)
+    with fd.enabled(model, min_saved_tokens=1), pytest.raises(AttributeError):
+        model.generate(**arguments)

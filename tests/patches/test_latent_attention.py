@@ -13,7 +13,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.launch import own_nodes
 from hf_fastdecode.generation.steps import captured_prefill, modes
-from hf_fastdecode.patches.architectures.latent_attention import _weight
+from hf_fastdecode.patches.architectures.latent_attention import _weight_and_bias
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -81,12 +81,29 @@ def test_contexts_are_continued_under_autocast():
 def test_what_else_a_projection_computes_counts():
     """Such as adapters, quantized weights, and hooks that fetch weights."""
     layer, like = model_of("without-query-ranks").model.layers[0].self_attn, torch.empty(0)
-    projection, weight = layer.kv_b_proj, _weight(layer, like)
+    projection, (weight, _) = layer.kv_b_proj, _weight_and_bias(layer, like)
     projection.forward = lambda latents: 2 * nn.functional.linear(latents, projection.weight)
-    assert torch.equal(_weight(layer, like), 2 * weight)
+    assert torch.equal(_weight_and_bias(layer, like)[0], 2 * weight)
     del projection.forward
     layer.kv_b_proj = nn.Sequential(projection, nn.Identity())
-    assert torch.equal(_weight(layer, like), weight)
+    assert torch.equal(_weight_and_bias(layer, like)[0], weight)
+
+
+@pytest.mark.parametrize("kind", ["linear", "other"])
+def test_biases_of_the_projection_count(kind):
+    """Those of values; scores do not depend on those of keys."""
+    model, prompts = model_of("without-query-ranks"), ragged_prompts(41, 36, shared=33)
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        projection.bias = nn.Parameter(torch.linspace(-2, 2, projection.out_features))
+        if kind == "other":
+            layer.self_attn.kv_b_proj = nn.Sequential(projection, nn.Identity())
+    call = prompts | SAMPLING | {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, min_saved_tokens=1):
+        output = seeded(lambda: model.generate(**call))
+        assert fd.explain(model).last_call.path == "shared"
+    torch.testing.assert_close(output.logits, stock.logits, rtol=1e-4, atol=1e-4)
 
 
 @on_the_cpu

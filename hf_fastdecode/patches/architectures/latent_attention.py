@@ -34,27 +34,33 @@ class _OfLatents(SharedKV):
             query = F.pad(query, (0, max(0, module.v_head_dim - query.shape[-1])))  # keys are as wide as values
             return self._kv.attend(query, scoring)[..., : module.v_head_dim]
         rows, _, queries, _ = query.shape
-        weight = _weight(module, query).unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
-        to_keys, to_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)  # [heads, width, latent]
+        widths = [module.qk_nope_head_dim, module.v_head_dim]
+        weight, bias = _weight_and_bias(module, query)
+        to_keys, to_values = weight.unflatten(0, (-1, sum(widths))).split(widths, 1)  # [heads, width, latent]
         plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
         absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
         absorbed = absorbed.unflatten(1, (rows, queries)).transpose(0, 1)
         mean = self._kv.attend(torch.cat([absorbed, rotated], -1), scoring)  # [rows, queries, heads, latent]
         out = torch.bmm(mean.flatten(0, 1).transpose(0, 1), to_values.mT)
-        return out.transpose(0, 1).unflatten(0, (rows, queries))
+        out = out.transpose(0, 1)
+        if bias is not None:  # of keys, it moves all scores of a query alike, which changes none of its weights
+            out = out + bias.unflatten(0, (-1, sum(widths)))[:, widths[0] :]
+        return out.unflatten(0, (rows, queries))
 
 
-def _weight(module: Any, like: Tensor) -> Tensor:
-    """The weight from latents to keys and values, ``[heads * (key + value), latent]``, of this process's heads."""
+def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """From latents to keys and values of this process's heads: ``[heads * (key + value), latent]``, and a bias."""
     projection = module.kv_b_proj
     hooks = projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection)
     if type(projection) is nn.Linear and not hooks:
-        return local_part(projection.weight).to(like.dtype)
+        weight, bias = local_part(projection.weight).to(like.dtype), projection.bias
+        return weight, None if bias is None else local_part(bias).to(like.dtype)
     # What another module computes, such as one with an adapter, or with weights that are quantized or elsewhere.
     unit = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
     with multiplying(projection, unit):
-        rows: Tensor = projection(unit)
-    return rows.mT.to(like.dtype)
+        made: Tensor = projection(F.pad(unit, (0, 0, 0, 1))).to(like.dtype)
+    of_zeros = made[-1]
+    return (made[:-1] - of_zeros).mT, of_zeros
 
 
 def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
