@@ -79,7 +79,7 @@ from .same_calls import require_same_call, require_same_draws, require_same_pass
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
-from .support import check_call, check_sequence_parallel, other_loop
+from .support import check_call, check_sequence_parallel, forget_offset, other_loop
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
@@ -250,6 +250,8 @@ def _generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **
         token = active_call_of_thread.set(call)
         try:
             with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
+                if may_share and isinstance(cache_in(kwargs), SharedContextCache):
+                    forget_offset(model)
                 if ours:
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": _decode} if ours else kwargs))

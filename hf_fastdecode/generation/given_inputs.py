@@ -57,7 +57,7 @@ class GivenInputs:
         """
         if arguments.get("inputs_embeds") is not None:
             return None
-        found = {name: value for name, value in arguments.items() if name not in PLAIN and _holds_tensors(value)}
+        found = _inputs_among(arguments)
         return cls(found, encode) if found else None
 
     @property
@@ -73,7 +73,7 @@ class GivenInputs:
         """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
         arguments = self.arguments
         if self._encode is not None:
-            arguments = {name: value for name, value in self._encode().items() if name not in PLAIN}
+            arguments = _inputs_among(self._encode())
         if self._expand is None:
             return dict(arguments)
         return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
@@ -112,6 +112,10 @@ class GivenInputs:
             of_tokens = isinstance(value, Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (rows, width)
             if of_tokens or name == "token_type_ids" or not isinstance(value, Tensor) or value.is_floating_point():
                 raise Unsupported(f"every step takes the argument {name!r}, which is not accelerated yet")
+
+
+def _inputs_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in PLAIN and _holds_tensors(value)}
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -433,14 +433,19 @@ def prepares_positions(model: PreTrainedModel) -> bool:
     return bool(model.config.is_encoder_decoder) and own
 
 
+def forget_offset(model: PreTrainedModel) -> None:
+    """Forget the offset of positions that an earlier call with images left (``rope_deltas``).
+
+    transformers adds it to all that continues a cache; a `SharedContextCache` continues text, without an offset.
+    """
+    owners: tuple[Any, ...] = (model, getattr(model, "model", None))
+    for owner in owners:
+        if isinstance(getattr(owner, "rope_deltas", None), Tensor):
+            owner.rope_deltas = None
+
+
 def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
-    offset = getattr(getattr(model, "model", None), "rope_deltas", None)
-    if isinstance(offset, Tensor) and bool(offset.any()):
-        return (
-            "position_ids have the offset of an earlier call with images (rope_deltas), which transformers adds to "
-            "all that continue a cache; call generate with text alone and without a cache first"
-        )
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
             made_by, shape = f"{type(model).__name__}.{name}", positions.shape

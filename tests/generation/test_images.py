@@ -175,3 +175,16 @@ def test_a_generate_that_makes_several_calls(monkeypatch):
     with fd.enabled(model, min_saved_tokens=1):
         assert all(map(torch.equal, drawn(), stock))
         assert fd.explain(model).last_call.path == "shared"
+
+
+def test_hidden_states_with_images_run_stock(model):
+    inputs = prompts_with_images(model, SEVERAL[0])
+    asked = {"return_dict_in_generate": True, "output_hidden_states": True, "max_new_tokens": 3, "do_sample": False}
+    stock = model.generate(**inputs, **asked)
+    with fd.enabled(model, min_saved_tokens=1):
+        found = model.generate(**inputs, **asked)
+        report = fd.explain(model).last_call
+    assert "output_hidden_states is for positions of text" in report.reason
+    assert torch.equal(found.sequences, stock.sequences)
+    for one, other in zip(found.hidden_states[-1], stock.hidden_states[-1], strict=True):
+        torch.testing.assert_close(one, other)
