@@ -14,7 +14,9 @@ from torch import Tensor
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of autocast on this device; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def cast(tensor: Tensor) -> Tensor:
