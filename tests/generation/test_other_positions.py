@@ -91,7 +91,7 @@ def test_blocks_of_images_stay():
 
 def test_calls_that_a_class_does_not_hand_on():
     if "JanusForConditionalGeneration" not in generating_classes():
-        pytest.skip("no Janus")
+        pytest.skip("this transformers has no Janus")
     janus = class_named("JanusForConditionalGeneration")
     assert hands_generate_on(janus, {})
     assert not hands_generate_on(janus, {"generation_mode": "image"})
