@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .call_context import CallContext, CallScope
-from .given_inputs import GivenInputs
+from .inputs.given import GivenInputs
 from .report import CallReport
 from .structure import Structure
 

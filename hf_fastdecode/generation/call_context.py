@@ -18,10 +18,10 @@ from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
-from .encoded import PromptNames, prompt_names
-from .given_inputs import GivenInputs
 from .identity import Fingerprint
-from .input_rows import InputRows
+from .inputs.encoded import PromptNames, prompt_names
+from .inputs.given import GivenInputs
+from .inputs.rows import InputRows
 from .model_state import ModelState
 from .options import Options
 from .report import CallReport

@@ -16,7 +16,7 @@ from ..attention.own_code import own_code_of
 from ..attention.stand_in_calls import at_positions
 from ..cache.captured import CapturedCache, CapturedInputs
 from ..cache.shared import SharedContextCache
-from .encoded import prompt_names
+from .inputs.encoded import prompt_names
 
 
 def forward_pass(

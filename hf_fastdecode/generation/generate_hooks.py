@@ -10,7 +10,7 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
 - `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
 - ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
-  call (`input_hooks`).
+  call (`inputs.hooks`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache.
 """
 
@@ -59,9 +59,9 @@ from .active_call import ActiveCall, active_call_of_thread
 from .call_context import CallContext
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
-from .encoded import encode_distinct, prompt_names
 from .forward_pass import input_device, takes_positions
-from .input_hooks import INPUT_METHODS, hold_before_encoding
+from .inputs.encoded import encode_distinct, prompt_names
+from .inputs.hooks import INPUT_METHODS, hold_before_encoding
 from .loop_argument import (
     hands_generate_on,
     name_of,

@@ -27,9 +27,9 @@ from ..errors import Unsupported
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext, Positions
-from .encoded import prompt_names
 from .foreign_code import check_code
 from .forward_pass import counts_padding, counts_positions, takes_shared_cache
+from .inputs.encoded import prompt_names
 from .model_walk import ModelWalk, attributes
 from .structure import Structure
 

@@ -23,7 +23,7 @@ from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
-from ..input_rows import InputRows
+from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
 from .prompt_plan import PromptGroup, PromptPlan
 

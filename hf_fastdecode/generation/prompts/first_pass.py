@@ -24,8 +24,8 @@ from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..encoded import find_inputs
 from ..forward_pass import counts_padding, counts_positions, places_tokens
+from ..inputs.encoded import find_inputs
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes, try_step

@@ -15,8 +15,8 @@ from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
 from ..decoding.room import Logits, rows_that_fit
-from ..encoded import FoundInputs, find_inputs
 from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
+from ..inputs.encoded import FoundInputs, find_inputs
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
-from .._compat import CACHE
-from ..attention.own_code import own_code_of
-from ..errors import Unsupported
-from .forward_pass import counts_padding, places_tokens
-from .structure import Structure
+from ..._compat import CACHE
+from ...attention.own_code import own_code_of
+from ...errors import Unsupported
+from ..forward_pass import counts_padding, places_tokens
+from ..structure import Structure
 
 PLAIN: Final = frozenset(
     {"attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .given_inputs import GivenInputs
+from .given import GivenInputs
 
 _AUDIO = ("audio", "feature", "speech", "input_values")
 

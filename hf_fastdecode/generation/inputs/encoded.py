@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ..cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
-from ..errors import Unsupported
+from ...cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from ...errors import Unsupported
 
 
 class PromptNames(NamedTuple):

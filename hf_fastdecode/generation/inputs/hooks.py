@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import ENCODE
-from .active_call import active_call_of_thread
-from .model_state import ModelState
+from ..._compat import ENCODE
+from ..active_call import active_call_of_thread
+from ..model_state import ModelState
 
 
 def hold_before_encoding(
