@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
-from .cache.layout import ModelLayout
+from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
 from .generation.forward_pass import places_tokens

@@ -21,7 +21,8 @@ from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.cross import EncodedInputs
 from .layers.of_model import layers_of
 from .layers.state import StateLayer, end_of
-from .layout import ModelLayout, Store
+from .layout.model import ModelLayout
+from .layout.stores import Store
 from .state import SharedState, Suffixes
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..attention.interface import RowLengths, active
-from ..cache.layout import ModelLayout
+from ..cache.layout.model import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, gathers_parameters, in_several_processes, splitting_groups

@@ -20,7 +20,8 @@ from ..attention.interface import ATTENTION_NAME
 from ..attention.own_code import own_code_of
 from ..cache.encoder_decoders import ENCODER_DECODERS, OTHER_ENCODER_DECODERS
 from ..cache.layers.cross import ENCODER_OUTPUTS
-from ..cache.layout import PER_TOKEN, Kind, ModelLayout
+from ..cache.layout.model import ModelLayout
+from ..cache.layout.stores import PER_TOKEN, Kind
 from ..cache.shared import SharedContextCache
 from ..cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
 from ..errors import Unsupported

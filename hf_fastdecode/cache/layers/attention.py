@@ -15,7 +15,7 @@ from ...attention.interface import SharedKV
 from ...attention.kv import Segment
 from ...errors import Unsupported
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
-from ..layout import Store
+from ..layout.stores import Store
 from ..state import SharedState
 from ..storage import TokenStorage
 
