@@ -29,14 +29,8 @@ from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPromp
 from .generation.report import Report
 from .generation.same_calls import require_same_prefill
 from .generation.structure import Structure
-from .generation.support import (
-    check_model,
-    check_prompts,
-    check_sequence_parallel,
-    check_state,
-    check_states,
-    rope_limit,
-)
+from .generation.support.model import check_model, check_sequence_parallel, check_state, check_states, rope_limit
+from .generation.support.prompts import check_prompts
 from .generation.wrappers import unwrapped
 from .patches.own_attention import register_own_attention
 

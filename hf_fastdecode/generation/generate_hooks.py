@@ -59,7 +59,7 @@ from .active_call import ActiveCall, active_call_of_thread
 from .call_context import CallContext
 from .decoding.decisions import agreed_criteria
 from .decoding.loop import decode_shared
-from .forward_pass import input_device, takes_positions
+from .forward_pass import forget_offset, input_device, takes_positions
 from .inputs.encoded import encode_distinct, prompt_names
 from .inputs.hooks import INPUT_METHODS, hold_before_encoding
 from .loop_argument import (
@@ -79,7 +79,8 @@ from .same_calls import require_same_call, require_same_draws, require_same_pass
 from .steps.early_kernels import begin_compiling_sampler
 from .steps.modes import call_passes, choose_mode
 from .structure import Structure
-from .support import check_call, check_sequence_parallel, forget_offset, other_loop
+from .support.call import check_call, other_loop
+from .support.model import check_sequence_parallel
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")

@@ -29,7 +29,7 @@ from ..prompts.unshared_prompts import prefill_unshared
 from ..same_calls import require_same_ends
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
-from ..support import step_arguments
+from ..support.call import step_arguments
 from .decisions import Decisions
 from .experts import decode_context
 from .refill import Refill
