@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..attention.active_passes import require_active
 from ..attention.forest import Forest, Path, Span
-from ..attention.interface import require_active
 from ..attention.torch_operators import BACKENDS
 from ..errors import Unsupported
 from .accounting import CacheBytes, within

@@ -46,7 +46,7 @@ from .._compat import (
     untested_transformers,
     with_cache,
 )
-from ..attention.interface import RowLengths
+from ..attention.active_passes import RowLengths
 from ..attention.stand_in_calls import at_positions
 from ..cache.direct_pass import check_mask, named_arguments, next_positions
 from ..cache.encoder_decoders import ENCODER_DECODERS

@@ -11,7 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._compat import CACHE, AnyDropout
-from ...attention.interface import ATTENTION_NAME
+from ...attention.active_passes import ATTENTION_NAME
 from ...attention.own_code import own_code_of
 from ...cache.encoder_decoders import ENCODER_DECODERS, OTHER_ENCODER_DECODERS
 from ...cache.layout.model import ModelLayout
