@@ -17,11 +17,11 @@ from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
 from .generation.forward_pass import places_tokens
-from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
+from .generation.overrides.methods import METHODS
 from .generation.prompts.by_rows import Rows, prefill_rows
 from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids

@@ -6,11 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    bidirectional_mask_function,
-    causal_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
 
 from ..errors import Unsupported
 from .active_passes import config_switch, lengths_of_pass
