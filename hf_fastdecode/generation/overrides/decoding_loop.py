@@ -16,7 +16,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..active_call import active_call_of_thread
 from ..decoding.decisions import agreed_criteria
-from ..decoding.loop import decode_shared
+from ..decoding.decode import decode_shared
 from ..loop_argument import reads_its_cache
 from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.start import start_shared
