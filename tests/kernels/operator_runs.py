@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fastdecode.attention import reference
@@ -17,7 +18,7 @@ from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multi
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
-from ..attention.forests import assert_error_rule, pytorch_attention, pytorch_lse
+from ..attention.forests import assert_error_rule, own_keys_and_values, pytorch_attention, pytorch_lse
 
 
 def decode(
@@ -187,3 +188,22 @@ def check(
     yardstick = pytorch_attention(query, kv, softcap=softcap)
     assert_error_rule(out, yardstick, oracle, oracle_lse)
     assert_error_rule(lse, pytorch_lse(query, kv, softcap=softcap), oracle_lse, oracle_lse)
+
+
+def pytorch_with_mask(query: Tensor, kv: ForestKV, window: int | None, sinks: Tensor | None):
+    """PyTorch's attention under a mask that hides what a window does, with a sink as a key of zeros; and its LSE."""
+    heads, queries, head_dim = query.shape[1:]
+    outs, lses = [], []
+    for row, own in enumerate(query):
+        keys, values = (part.repeat_interleave(heads // part.shape[0], 0) for part in own_keys_and_values(kv, row))
+        length = keys.shape[1]
+        age = length - queries + torch.arange(queries, device=query.device)[:, None]
+        age = age - torch.arange(length, device=query.device)
+        hidden = (age < 0) | (age >= (window or length + 1))
+        bias = torch.zeros(heads, queries, length, device=query.device).masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            bias = torch.cat([bias, sinks[:, None, None].expand(-1, queries, 1)], dim=2)
+            keys, values = (F.pad(part, (0, 0, 0, 1)) for part in (keys, values))
+        outs.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=bias.to(query.dtype)))
+        lses.append(torch.logsumexp(own.float() @ keys.float().mT * head_dim**-0.5 + bias, -1))
+    return torch.stack(outs), torch.stack(lses)
