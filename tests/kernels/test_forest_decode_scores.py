@@ -11,12 +11,12 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV
 
-from ..attention.forests import assert_error_rule, make_inputs, own_keys_and_values, random_forest
+from ..attention.forests import assert_error_rule, make_inputs, random_forest
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
 
-from .operator_runs import decode, pytorch_with_mask
+from .operator_runs import decode, pytorch_with_mask, rows_with_ages
 
 INTERPRETED = not torch.cuda.is_available()
 
@@ -48,17 +48,12 @@ def test_windows_and_sinks(window, sinks, queries):
 
 def with_biases(query: Tensor, kv: ForestKV, biases: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Attention of each row over a copy of its keys, in a dtype, with biases by distance; and its log-sum-exp."""
-    heads, queries, head_dim = query.shape[1:]
     outs, lses = [], []
-    for row, own in enumerate(query):
-        keys, values = (part.repeat_interleave(heads // part.shape[0], 0) for part in own_keys_and_values(kv, row))
-        length = keys.shape[1]
-        age = length - queries + torch.arange(queries, device=query.device)[:, None]
-        age = age - torch.arange(length, device=query.device)
+    for *row, age in rows_with_ages(query, kv):
         bias = biases[:, age.clamp(0, biases.shape[1] - 1)].masked_fill(age < 0, -torch.inf).to(dtype)
-        own, keys, values = (part.to(dtype) for part in (own, keys, values))
+        own, keys, values = (part.to(dtype) for part in row)
         outs.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=bias))
-        lses.append(torch.logsumexp(own.double() @ keys.double().mT * head_dim**-0.5 + bias.double(), -1))
+        lses.append(torch.logsumexp(own.double() @ keys.double().mT * query.shape[-1] ** -0.5 + bias.double(), -1))
     return torch.stack(outs), torch.stack(lses)
 
 
