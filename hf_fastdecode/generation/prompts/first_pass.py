@@ -156,7 +156,8 @@ class FirstPassPrompts:
             if call.inputs is not None:  # as the model is given them, which may prepare them further
                 given = call.arguments.get(call.names.positions)
             distinct = Rows.of(inputs, mask, given, planned.inputs_of, call.input_rows).distinct(groups)
-            passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
+            layout = call.structure.layout
+            passes = list(row_passes(model, cache, plan, distinct, layout, keep=wanted, max_tokens=limit))
             try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
