@@ -213,6 +213,19 @@ def keeps_logits(model: PreTrainedModel) -> bool:
     return model._supports_logits_to_keep()
 
 
+def torch_function(function: Any) -> Any:
+    """transformers' function in PyTorch, where a model's function is a package's in its place, for GPUs only.
+
+    Other functions are returned as they are. Replace it if transformers lists the functions that it replaces so.
+    """
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    return inspect.unwrap(function) if names.get("__name__") == _REPLACES_FUNCTIONS else function
+
+
+_REPLACES_FUNCTIONS: Final = "transformers.integrations.hub_kernels"
+"""Its ``use_kernel_func_from_hub_with_fallback`` takes functions of packages such as flash-linear-attention."""
+
+
 def pad_token(config: GenerationConfig) -> Tensor | None:
     """Pad token of a `generate` call, by default its end token; replace it if it is passed to ``custom_generate``."""
     token: Tensor | None = config._pad_token_tensor
