@@ -178,6 +178,17 @@ LOOP_METHODS: Final = (
 )
 """Methods of `GenerationMixin` that its loop calls and ours does not; replace it with a documented list of seams."""
 
+
+def prefill_of_transformers(
+    model: PreTrainedModel, ids: Tensor, config: GenerationConfig, arguments: dict[str, Any]
+) -> Any:
+    """The output of the first pass of transformers' loops, in chunks if the config asks for them.
+
+    Replace it if transformers makes the method public.
+    """
+    return model._prefill(ids, config, arguments)
+
+
 ENCODE: Final = (
     "_maybe_prepare_encoder_kwargs_for_generation"
     if hasattr(GenerationMixin, "_maybe_prepare_encoder_kwargs_for_generation")

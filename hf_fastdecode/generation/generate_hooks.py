@@ -226,6 +226,7 @@ def _prepare_cache_for_generation(
         stock=model_kwargs.get(CACHE),
         longest=max_cache_length + 1,
         loop=loop,
+        chunk=generation_config.prefill_chunk_size,
         checks_masks=users_loop is not None or call.returns_cache,
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
@@ -368,7 +369,7 @@ def _decode(
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())
-        cache.first_pass.call.ranks.watch.enter_foreign_loop()
+        cache.first_pass.enter_stock()
         model_kwargs[CACHE] = cache.first_pass.stock
     if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
         active_call.give_back(model_kwargs)

@@ -192,6 +192,17 @@ def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
     assert counted[:2] == [2 * 45, 45]
 
 
+def test_another_loop_that_runs_stock_prefills_in_the_chunks_that_were_asked_for():
+    """Each of which Mamba-1 scans anew."""
+    each, chunks = tiny_model_of("JambaForCausalLM"), BEAMS | {"prefill_chunk_size": 8}
+    stock, whole = run(each, chunks), run(each, BEAMS)
+    assert not torch.equal(stock, whole)
+    with fd.enabled(each, min_saved_tokens=10_000):
+        assert torch.equal(run(each, chunks), stock)
+        assert fd.explain(each).last_call.path == "stock"
+        assert torch.equal(run(each, BEAMS), whole)
+
+
 def test_long_prompts_run_in_parts_each_from_the_state_before(each):
     """Parts of one length together, without padding, and no single token alone: 31 = 16 + 15 and 33 = 16 + 15 + 2."""
     prompts = ragged_prompts(31, 45, 33)
