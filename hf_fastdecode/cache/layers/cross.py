@@ -21,8 +21,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.autocast import cast
 from ...attention.forest import Forest, Node, Path, Span
-from ...attention.interface import CrossKV
 from ...attention.kv import Scoring, Segment
+from ...attention.placeholders import CrossKV
 from ...attention.torch_operators.decode_ops import as_batch, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
