@@ -155,9 +155,7 @@ class EncodedInputs:
                 outs = [_attend_alike(query[one.rows], *one.stored, scoring.scale) for one in self._by(forest, layer)]
                 return outs[0] if len(outs) == 1 else torch.cat(outs)
             segments = {0: self.segments[layer]}
-            part = nodes_attention(
-                query, forest, segments, scoring.scale, softcap=scoring.softcap, backend=backend
-            )
+            part = nodes_attention(query, forest, segments, scoring.scale, softcap=scoring.softcap, backend=backend)
             return part.out.to(query.dtype).transpose(1, 2)
 
         return CrossView(cache, self, attend)
