@@ -17,7 +17,7 @@ from .runner import NotAvailableError
 from .timing import percentiles, wall_samples
 
 Call = Callable[..., object]
-"""Generates so many tokens for every row."""
+"""Called with a number of tokens, it generates so many for every row."""
 
 
 def prefill_and_decode(
@@ -68,7 +68,7 @@ class _FirstLogits(LogitsProcessor):
 
 
 def step_columns(decodes: Sequence[float], steps: int, drawn: int) -> dict[str, Any]:
-    """Milliseconds of a step and tokens a second, from seconds of decoding `drawn` tokens in so many steps."""
+    """Milliseconds of a step and tokens a second, from seconds of decoding `drawn` tokens in `steps` steps."""
     decode = percentiles(decodes)
     times = zip(("_p20", "", "_p80"), decode, strict=True)
     return {

@@ -21,7 +21,7 @@ from ..call_context import CallContext
 from ..forward_pass import forget_offset
 from ..inputs.encoded import encode_distinct
 from ..inputs.hooks import hold_before_encoding
-from ..loop_argument import hands_generate_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
 from ..report import CallReport
@@ -107,7 +107,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     signature = signature_of(original)
     hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
     takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
-    takes = takes and pass_loop_on(original)
+    takes = takes and wrappers_pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
     with model_state.call(model) as may_share:
