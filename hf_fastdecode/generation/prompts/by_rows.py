@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
 from ...cache.layers.state import end_of
-from ...cache.layout import ModelLayout
+from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
