@@ -12,6 +12,7 @@ the state and the next token, hence together with rests of the same length only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -115,22 +116,25 @@ def row_passes(
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
     """
     cache.add_segment(plan.new_tokens)
-    device, runs = input_device(model), _passes(plan, rows.inputs.shape[1], max_tokens)
-    if rows.inputs_of is not None and cache.inputs is not None:
-        cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
+    device, width = input_device(model), rows.inputs.shape[1]
+    runs, inputs = _passes(plan, width, max_tokens), cache.inputs
+    if rows.inputs_of is not None and inputs is not None:
+        inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        longest = max(width, inputs.tokens)
+        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // longest), max(1, max_tokens // width))
     if rows.images is not None and not rows.images.apart:
-        runs = iter([(list(range(len(plan.items))), True)])
-    for run, whole in runs:
-        items = [plan.items[number] for number in run]
-        part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
-        if not whole:
+        runs = iter([_Run(list(range(len(plan.items))))])
+    for run in runs:
+        items = [plan.items[number] for number in run.items]
+        part = rows.part(torch.tensor([plan.groups[number] for number in run.items], device=rows.inputs.device))
+        if not run.whole:
             part = part.tokens([item.position for item in items], items[0].span.length)
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
             arguments["logits_to_keep"] = keep
-        with cache.prefilling(items, real.to(device), tensors=part.images is not None):
+        storing = nullcontext() if run.inputs is None or inputs is None else inputs.taking(*run.inputs)
+        with storing, cache.prefilling(items, real.to(device), tensors=part.images is not None):
             output = _pass(model, cache, part, device, arguments)
         kept = real[:, -keep:].to(output.logits.device)
         # In the order of the tokens, row by row.
@@ -197,18 +201,35 @@ def _all_shown(inputs: Tensor) -> Tensor:
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[tuple[list[int], bool]]:
-    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
+class _Run(NamedTuple):
+    """One pass.
+
+    Attributes:
+        items: Items of the plan, by index.
+        whole: Whether these are whole prompts.
+        inputs: The first of the encoder's inputs whose keys and values it stores, and where they stop; None for none.
+    """
+
+    items: list[int]
+    whole: bool = True
+    inputs: tuple[int, int] | None = None
+
+
+def _passes_by_input(inputs_of: Tensor, inputs_at_once: int, at_once: int) -> Iterator[_Run]:
+    """One prompt of each input at first, in the inputs' order, with which layers project the inputs; then others."""
     firsts = dict[int, int]()
     for index, number in enumerate(inputs_of.tolist()):
         firsts.setdefault(number, index)
-    yield list(firsts.values()), True
-    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
-    yield from ((others[start : start + at_once], True) for start in range(0, len(others), at_once))
+    first_items = list(firsts.values())
+    for start in range(0, len(first_items), inputs_at_once):
+        items = first_items[start : start + inputs_at_once]
+        yield _Run(items, inputs=(start, start + len(items)))
+    others = sorted(set(range(len(inputs_of))) - set(first_items))
+    yield from (_Run(others[start : start + at_once]) for start in range(0, len(others), at_once))
 
 
-def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[list[int], bool]]:
-    """The items of each pass, by index, and whether they are whole prompts: those first, then others by length.
+def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[_Run]:
+    """Passes of whole prompts at first, then of others by length.
 
     An item comes after what it continues, whose context is a part of its own.
     """
@@ -219,7 +240,7 @@ def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[lis
     for (_, length), numbers in sorted(alike.items()):
         at_once = max(1, max_tokens // (length or width))
         for first in range(0, len(numbers), at_once):
-            yield numbers[first : first + at_once], not length
+            yield _Run(numbers[first : first + at_once], not length)
 
 
 @torch.no_grad()
