@@ -43,7 +43,7 @@ def begin_of(path: Path) -> Begin:
 class EncodedInputs:
     """The distinct inputs of a call, and each layer's keys and values of them.
 
-    They are stored in groups, a segment each: passes over prompts of a group's inputs, see `take`, come before others.
+    They are stored in groups, a segment each, by passes over a prompt of each input, which come before all others.
 
     Args:
         arguments: Model arguments with the encoder's output, one row per distinct input, and its attention mask.
@@ -70,9 +70,12 @@ class EncodedInputs:
         self._of_pass: tuple[Sequence[PrefillItem], Forest] | None = None
 
     @contextmanager
-    def taking(self, first: int, stop: int) -> Iterator[None]:
-        """Context of the pass that stores what layers have of inputs ``first`` to ``stop``, in the inputs' order."""
-        self._group, self._shown, self._places = (first, stop), None, None
+    def storing_next(self, count: int) -> Iterator[None]:
+        """Context of a pass over prompts of the next so many inputs, if any are left: layers store what they have."""
+        if (first := len(self.spans)) == self.count:
+            yield
+            return
+        self._group, self._shown, self._places = (first, first + count), None, None
         try:
             yield
         finally:
