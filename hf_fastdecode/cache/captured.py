@@ -152,14 +152,14 @@ class CapturedInputs:
     tokens = 1
 
     def __init__(self, cache: CapturedCache, inputs: EncodedInputs, tables: TablesByShape):
-        kv_heads = {layer: segment.keys.shape[0] for layer, segment in inputs.segments.items()}
+        kv_heads = {layer: inputs.example(layer).keys.shape[0] for layer in inputs.segments}
 
         def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
             options: dict[str, Any] = {"kv_heads": kv_heads[layer], "soft_cap": scoring.softcap}
             part = tables.of(layer).attend_nodes(layer, query, scoring.scale, **options)
             return part.out.to(query.dtype).transpose(1, 2)
 
-        self.arguments, self.layers = inputs.placeholders, tuple(inputs.segments)
+        self.arguments, self.layers = inputs.placeholders, inputs.layers
         self.view = CrossView(cache, self, attend)
 
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:

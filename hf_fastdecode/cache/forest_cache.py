@@ -268,7 +268,7 @@ class ForestCache(Cache):
             tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored.
         """
         self.state.pack(items, divide=divide)
-        self.state.places_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
+        self.state.places_of_pass = None if rows is None else _places(rows, sum(item.span.length for item in items))
         self.state.tensors_of_pass = (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None
         try:
             for layer in self.state_layers:
@@ -340,3 +340,11 @@ class ForestCache(Cache):
             self.inputs = self.inputs.moved(dict(zip(new, old, strict=True)))
         self.segment_tokens, self.protected_segments = tokens, protected
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
+
+
+def _places(rows: Tensor, tokens: int) -> Tensor | None:
+    """The places of so many tokens in rows ``[rows, width]``, counted row by row; None in one row without padding,
+    which is as packed tokens are."""
+    if tokens < rows.numel():
+        return rows.flatten().nonzero().flatten()
+    return None if len(rows) == 1 else torch.arange(tokens, device=rows.device)

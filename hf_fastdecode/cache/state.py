@@ -229,7 +229,7 @@ class SharedState:
         segment_lengths: Tokens of each storage segment.
         segment_runs: Of segments that are made of suffixes, the tokens of each of these, by number.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
-            int64; None when tokens are packed into one row.
+            int64; None when tokens are packed into one row, or are one row without padding.
         tensors_of_pass: During prefill by transformers' own attention and masks, the pass's rows and their width:
             layers return the keys and values that they are given. Otherwise None.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.

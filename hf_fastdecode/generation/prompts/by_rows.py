@@ -13,6 +13,7 @@ longer than a pass may be.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -128,10 +129,11 @@ def row_passes(
     divides = divides and not _has_gaps(rows.attention_mask)
     if divides:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    runs = passes(prompts, width, max_tokens, divides=divides)
-    if rows.inputs_of is not None and cache.inputs is not None:
-        cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = passes_by_input(prompts, rows.inputs_of, max(1, max_tokens // width))
+    runs, inputs = passes(prompts, width, max_tokens, divides=divides), cache.inputs
+    if rows.inputs_of is not None and inputs is not None:
+        inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
+        runs = passes_by_input(prompts, rows.inputs_of, *at_once)
     if rows.images is not None and not rows.images.apart:
         runs = iter([prompts])
     for run in runs:
@@ -143,7 +145,8 @@ def row_passes(
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
             arguments["logits_to_keep"] = keep
-        with cache.prefilling(items, real.to(device), tensors=part.images is not None):
+        storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
+        with storing, cache.prefilling(items, real.to(device), tensors=part.images is not None):
             output = _pass(model, cache, part, device, arguments)
         kept = real[:, -keep:].to(output.logits.device)
         # In the order of the tokens, row by row.

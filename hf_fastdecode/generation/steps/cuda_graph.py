@@ -177,8 +177,8 @@ class CapturedStep:
         alike = self._alike_inputs(cache)
         if alike is None or cache.inputs is None:
             return None
-        segment = next(iter(cache.inputs.segments.values()))
-        return TablesByShape(self.rows, alike, _forest_of_inputs(cache), segment.keys.device)
+        device = cache.inputs.example(next(iter(alike))).keys.device
+        return TablesByShape(self.rows, alike, _forest_of_inputs(cache), device)
 
     @staticmethod
     def _alike_inputs(cache: SharedContextCache) -> dict[int, Alike] | None:
@@ -186,8 +186,8 @@ class CapturedStep:
             return None
         found = dict[int, Alike]()
         for layer in cache.attention_layers:
-            if (segment := cache.inputs.segments.get(layer.index)) is not None:
-                kv_heads, _, head_dim = segment.keys.shape
+            if layer.index in cache.inputs.segments:
+                kv_heads, _, head_dim = cache.inputs.example(layer.index).keys.shape
                 group = layer.store.query_heads // kv_heads if layer.store.query_heads else 1
                 found[layer.index] = Alike(HeadShape(kv_heads, max(1, group), head_dim, False), NO_OWN_NODES)
         return found

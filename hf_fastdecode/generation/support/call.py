@@ -100,7 +100,7 @@ def check_call(
     structure.kept("state", lambda: check_state(structure.walk))
     if in_several_processes() and (is_deepspeed_zero3_enabled() or structure.gathers_parameters):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
-    limit = rope_limit(model.config.get_text_config(decoder=True))
+    limit = rope_limit(structure.text_config)
     if limit is not None and config.max_length > limit:
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -209,6 +210,7 @@ _BESIDE = SuffixConfig(32, warps=2, stages=3, merge=8)
 _WAITING = SuffixConfig(128, warps=4, stages=3, merge=8)
 
 
+@lru_cache(maxsize=256)  # each layer of an eager step asks
 def choose_suffix_config(
     rows: int,
     kv_heads: int,
