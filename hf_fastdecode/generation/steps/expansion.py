@@ -22,13 +22,13 @@ from .capture_memory import free_memory
 FEWEST_ROWS: Final = 32
 """Rows of a node from which its keys and values are made."""
 
-_FEWEST_ROWS_LATER: Final = 16
+FEWEST_ROWS_LATER: Final = 16
 """Rows of a node from which those that were made are read: finished rows leave it."""
 
 FEWEST_TOKENS: Final = 256
 """Tokens of a node from which a partial of its own, and a merge, cost less than they save."""
 
-_FEWEST_ROW_STEPS: Final = 1024
+FEWEST_ROW_STEPS: Final = 1024
 """Rows of a node, times the steps to come, from which these save more than its keys and values take to make."""
 
 _MOST_STEPS_EXPECTED: Final = 1024
@@ -56,19 +56,23 @@ def expand_nodes(cache: SharedContextCache) -> None:
     with torch.inference_mode(False), torch.no_grad():
         if runs := _that_fit(wanted, list(latents.values())):
             layers = {index: ExpandedLayer.of(storage, runs) for index, storage in latents.items()}
-            state.expanded = ExpandedNodes(runs, layers, min(_FEWEST_ROWS_LATER, FEWEST_ROWS))
+            state.expanded = ExpandedNodes(runs, layers, min(FEWEST_ROWS_LATER, FEWEST_ROWS))
 
 
 def _pays(node: Node, steps: int) -> bool:
     """Whether the keys and values of a node save more time in so many steps than they take to make."""
     rows, tokens = node.row_count, node.span.length
-    return rows >= FEWEST_ROWS and rows * steps >= _FEWEST_ROW_STEPS and tokens >= FEWEST_TOKENS
+    return rows >= FEWEST_ROWS and rows * steps >= FEWEST_ROW_STEPS and tokens >= FEWEST_TOKENS
+
+
+def _room(device: torch.device) -> float:
+    """Bytes that keys and values may take; any number on a CPU, whose free memory is not known."""
+    return SHARE_OF_FREE_MEMORY * free_memory(device) if device.type == "cuda" else float("inf")
 
 
 def _that_fit(wanted: list[Node], latents: list[LatentStorage]) -> Path:
     """The tokens of these nodes whose keys and values fit in memory, as runs."""
-    device = latents[0].segments[wanted[0].span.segment].keys.device
-    room = SHARE_OF_FREE_MEMORY * free_memory(device) if device.type == "cuda" else float("inf")
+    room = _room(latents[0].segments[wanted[0].span.segment].keys.device)
     per_token = len(latents) * ExpandedLayer.of(latents[0], [wanted[0].span[:1]]).nbytes  # layers are alike
     fitting = set[Span]()
     for node in sorted(wanted, key=lambda node: -node.row_count * node.span.length):
