@@ -151,9 +151,10 @@ def test_half_precision_on_a_gpu(mode, monkeypatch):
             if parameter.dim() > 1:
                 parameter.div_(3)
     model, given = model.bfloat16(), {name: one.cuda() for name, one in ragged_prompts(300, 300, shared=240).items()}
-    call = SAMPLING | {"max_new_tokens": 40, "output_logits": True, "return_dict_in_generate": True}
+    call = SAMPLES | {"max_new_tokens": 40, "output_logits": True, "return_dict_in_generate": True}
+    call["num_return_sequences"] = 40
     with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
-        found = seeded(lambda: model.generate(**given, **call, num_return_sequences=40))
+        found = seeded(lambda: model.generate(**given, **call))
         assert fd.explain(model).last_call.mode == mode
         assert "3 node(s) as keys and values made once" in str(fd.explain(model))
     with torch.no_grad():
