@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.forest import Forest, Span
 from ..attention.kv import Segment
-from .layers.latent import LatentStorage, as_wide
+from .layers.latent import ExpandsLatents, LatentStorage, as_wide
 
 
 class Widths(NamedTuple):
@@ -33,6 +33,11 @@ class Widths(NamedTuple):
     key: int
     rotated: int
     value: int
+
+    @classmethod
+    def of(cls, layer: ExpandsLatents) -> Widths:
+        """Those of a layer."""
+        return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
 
     @property
     def stored(self) -> int:

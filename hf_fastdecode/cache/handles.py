@@ -129,9 +129,10 @@ class StoredLayer:
         """Record the operators that computed a phase, and why they were chosen."""
         read = ""
         if phase == "decode" and self.storage.holds_latents:
-            expanded = self.expanded
-            nodes = "" if expanded is None else f"; {len(expanded.forest.nodes)} node(s) as keys and values made once"
-            read = f", as latents{nodes}"
+            read = ", as latents"
+            if (expanded := self.expanded) is not None:
+                size = f"{expanded.nodes.nbytes / 1e6:.3g} MB"
+                read += f"; {len(expanded.forest.nodes)} node(s) as keys and values made once ({size})"
         self.ran[phase] = did + read + self.report_note + why
 
 

@@ -90,7 +90,7 @@ def test_nodes_that_do_not_fit_stay_latents(small, monkeypatch):
     call = SAMPLES | {"num_return_sequences": 4}
     stock = seeded(lambda: model.generate(**prompts(), **call))
     for tokens, nodes in ((1000, 3), (50, 1), (10, 0)):
-        monkeypatch.setattr(expansion, "_room", lambda _, tokens=tokens: tokens * a_token)
+        monkeypatch.setattr(expansion, "_room", lambda *_, tokens=tokens: tokens * a_token)
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
             found = f"as latents; {nodes} node(s) as keys and values made once" in str(fd.explain(model))
@@ -99,11 +99,9 @@ def test_nodes_that_do_not_fit_stay_latents(small, monkeypatch):
 
 def test_when_keys_and_values_pay():
     """By rows, tokens, and the rows' steps to come."""
-    wide = Node(Span(0, 0, 1000), 0, 64)
-    assert expansion._pays(wide, 100)
-    assert not expansion._pays(wide, 10)
-    assert not expansion._pays(Node(Span(0, 0, 1000), 0, 8), 1000)
-    assert not expansion._pays(Node(Span(0, 0, 100), 0, 64), 1000)
+    nodes = [Node(Span(0, 0, 1000), 0, 64), Node(Span(1, 0, 1000), 0, 8, 1), Node(Span(1, 0, 100), 8, 40, 1)]
+    assert expansion.paying_nodes(Forest(64, nodes), 100) == nodes[:1]
+    assert expansion.paying_nodes(Forest(64, nodes), 10) == []
 
 
 def test_nodes_are_split_by_runs_and_rows():

@@ -9,11 +9,12 @@ any number of heads: both their bytes and the latents' multiplications are propo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import torch
 
-from ...attention.forest import Node, Path, Span, joined
+from ...attention.forest import Forest, Node, Path, Span, joined
 from ...cache.expanded import ExpandedLayer, ExpandedNodes
 from ...cache.layers.latent import LatentStorage
 from ...cache.shared import SharedContextCache
@@ -31,11 +32,11 @@ FEWEST_TOKENS: Final = 256
 FEWEST_ROW_STEPS: Final = 1024
 """Rows of a node, times the steps to come, from which these save more than its keys and values take to make."""
 
-_MOST_STEPS_EXPECTED: Final = 1024
+MOST_STEPS_EXPECTED: Final = 1024
 """Steps that rows are expected to take where more are allowed."""
 
 SHARE_OF_FREE_MEMORY: Final = 0.25
-"""Of the memory that is free before the first step, what keys and values of nodes may take."""
+"""What keys and values of nodes may take of the memory that is free before the first step, but for rows' tokens."""
 
 
 def expand_nodes(cache: SharedContextCache) -> None:
@@ -47,32 +48,35 @@ def expand_nodes(cache: SharedContextCache) -> None:
     }
     if not latents or len(latents) < len(cache.attention_layers) or state.parallel is not None:
         return
-    steps = _MOST_STEPS_EXPECTED
-    if state.max_suffix is not None:
-        steps = min(steps, state.max_suffix - cache.suffix_length)
-    wanted = [node for node in cache.forest.nodes if _pays(node, steps)]
+    steps = MOST_STEPS_EXPECTED if state.max_suffix is None else state.max_suffix - cache.suffix_length
+    wanted = paying_nodes(cache.forest, steps)
     if not wanted:
         return
     with torch.inference_mode(False), torch.no_grad():
-        if runs := _that_fit(wanted, list(latents.values())):
+        if runs := _that_fit(wanted, cache, list(latents.values())):
             layers = {index: ExpandedLayer.of(storage, runs) for index, storage in latents.items()}
             state.expanded = ExpandedNodes(runs, layers, min(FEWEST_ROWS_LATER, FEWEST_ROWS))
 
 
-def _pays(node: Node, steps: int) -> bool:
-    """Whether the keys and values of a node save more time in so many steps than they take to make."""
-    rows, tokens = node.row_count, node.span.length
-    return rows >= FEWEST_ROWS and rows * steps >= FEWEST_ROW_STEPS and tokens >= FEWEST_TOKENS
+def paying_nodes(forest: Forest, steps: int) -> list[Node]:
+    """The nodes whose keys and values save more time in so many steps than they take to make."""
+    return [
+        node
+        for node in forest.nodes
+        if node.row_count >= FEWEST_ROWS
+        and node.row_count * min(steps, MOST_STEPS_EXPECTED) >= FEWEST_ROW_STEPS
+        and node.span.length >= FEWEST_TOKENS
+    ]
 
 
-def _room(device: torch.device) -> float:
-    """Bytes that keys and values may take; any number on a CPU, whose free memory is not known."""
-    return SHARE_OF_FREE_MEMORY * free_memory(device) if device.type == "cuda" else float("inf")
+def runs_of(spans: Iterable[Span]) -> Path:
+    """The tokens of these spans, as few runs."""
+    return joined(sorted(set(spans), key=lambda span: (span.segment, span.start)))
 
 
-def _that_fit(wanted: list[Node], latents: list[LatentStorage]) -> Path:
+def _that_fit(wanted: list[Node], cache: SharedContextCache, latents: list[LatentStorage]) -> Path:
     """The tokens of these nodes whose keys and values fit in memory, as runs."""
-    room = _room(latents[0].segments[wanted[0].span.segment].keys.device)
+    room = _room(latents[0].segments[wanted[0].span.segment].keys.device, cache)
     per_token = len(latents) * ExpandedLayer.of(latents[0], [wanted[0].span[:1]]).nbytes  # layers are alike
     fitting = set[Span]()
     for node in sorted(wanted, key=lambda node: -node.row_count * node.span.length):
@@ -80,4 +84,13 @@ def _that_fit(wanted: list[Node], latents: list[LatentStorage]) -> Path:
         if needed <= room:
             room -= needed
             fitting.add(node.span)
-    return joined(sorted(fitting, key=lambda span: (span.segment, span.start)))
+    return runs_of(fitting)
+
+
+def _room(device: torch.device, cache: SharedContextCache) -> float:
+    """Bytes that keys and values may take; any number on a CPU, whose free memory is not known."""
+    if device.type != "cuda":
+        return float("inf")
+    tokens = min(MOST_STEPS_EXPECTED, cache.state.max_suffix or MOST_STEPS_EXPECTED)
+    rows = cache.rows * tokens * sum(layer.storage.suffix_bytes_per_token for layer in cache.attention_layers)
+    return SHARE_OF_FREE_MEMORY * max(0, free_memory(device) - rows)
