@@ -44,9 +44,9 @@ class ForestCache(Cache):
         return self.state.forest if self.state.forest is not None else Forest(0)
 
     @property
-    def stored_forest(self) -> Forest:
-        """The part of the forest that this process stores; all of it unless processes divide it."""
-        stored = self.state.stored_forest
+    def step_forest(self) -> Forest:
+        """The part of the forest that steps read as this process stores it, see `SharedState.step_forest`."""
+        stored = self.state.step_forest
         return stored if stored is not None else Forest(0)
 
     @property
@@ -330,6 +330,7 @@ class ForestCache(Cache):
             storage: Segments of each of `attention_layers`, by number.
             protected: Number of leading segments shared with other caches.
         """
+        self.state.expanded = None
         for layer, segments in zip(self.attention_layers, storage, strict=True):
             layer.storage.replace_segments(segments)
         ends = {end_of(new): end_of(old) for new, old in zip(forest.paths, self.forest.paths, strict=True)}
