@@ -129,6 +129,7 @@ class GenerateCase:
 
     Attributes:
         shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
+        context: Tokens of the prompt, those that stand for an image among them; with an encoder, those it encodes.
         dtype: Dtype of weights and cache.
         finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. ``~MEAN``: after
             MEAN tokens on average, spread as where each token may be the last, the longest after `new_tokens`. Empty:
@@ -152,6 +153,11 @@ class GenerateCase:
             raise ValueError(f"rows must finish between 1 and new_tokens = {self.new_tokens}, got {self.finish!r}")
         if self.tree is not None and self.finish:
             raise ValueError(f"rows of a tree run to the end, got finish={self.finish!r} with {self.tree}")
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts."""
+        return 1 if self.tree is None else self.tree.problems
 
     @property
     def prompt_tokens(self) -> int:
