@@ -4,6 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_fastdecode.bench.generate import replaced_attention as replacing
 from hf_fastdecode.bench.generate.calls import caller, load
 from hf_fastdecode.bench.generate.cases import GenerateCase, PromptTree
 from hf_fastdecode.bench.generate.check import check_way, logits_error, small_case
@@ -74,6 +75,14 @@ def test_logits_in_half_precision(shape):
     case = small_case(shape)
     assert case.shape == shape
     assert 0 < logits_error(find_way("eager"), CPU, torch.bfloat16, case) <= 2
+
+
+@pytest.mark.parametrize("shape", ["tiny-whisper", "tiny-qwen3-vl"])
+def test_wrong_attention_is_found(shape, monkeypatch):
+    monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", replacing.no_attention)
+    red = check_way(find_way("eager-hydragen"), CPU, torch.float32, small_case(shape))
+    assert red == "wrong: other tokens than stock in fp32 on cpu"
+    assert logits_error(find_way("eager-hydragen"), CPU, torch.bfloat16, small_case(shape)) > 10
 
 
 def test_a_check_of_a_call_that_runs_stock_is_not_green():
