@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+
 import pytest
 
 from hf_fastdecode.evals.records import Task
@@ -18,9 +22,25 @@ def asserts(*tests: str, setup: str = "", entry_point: str = "", stem: str = "")
     return Task("1", "python", "", stem, tests, entry_point, setup)
 
 
+_KEPT = ExitStack()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_runners() -> Iterator[None]:
+    """They end with this module's tests."""
+    with _KEPT:
+        yield
+    kept_runner.cache_clear()
+
+
+@cache
+def kept_runner(sandbox: Sandbox) -> PythonRunner:
+    """One for all tests, as a run has one for all tasks: each check has new sandboxes, forked from what it keeps."""
+    return _KEPT.enter_context(PythonRunner(sandbox, LIMITS))
+
+
 def check(sandbox: Sandbox, task: Task, program: str) -> Result:
-    with PythonRunner(sandbox, LIMITS) as runner:
-        return runner.check(task, program)
+    return kept_runner(sandbox).check(task, program)
 
 
 DOUBLE = asserts("assert double(2) == 4", "assert double(-3) == -6")
