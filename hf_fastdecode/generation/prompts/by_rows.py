@@ -6,7 +6,8 @@ where its inputs do, and prompts that come with images, video or audio. These ru
 attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
 prompts of text begin with is a node of its own where layers continue from its state. It runs first, and the prompts'
 rests, as those of prompts that continue a path of a given cache, after it: without padding, which would come between
-the state and the next token, hence together with rests of the same length only.
+the state and the next token, hence together with rests of the same length only. So do the parts of a prompt that is
+longer than a pass may be.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
+from ...cache.layers.state import end_of
+from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
+from .pass_memory import tokens_that_fit
+from .pass_parts import passes, passes_by_input, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
 
@@ -100,6 +105,7 @@ def row_passes(
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
+    layout: ModelLayout,
     *,
     keep: int,
     max_tokens: int,
@@ -111,20 +117,27 @@ def row_passes(
         cache: The cache the plan was made for; the tokens become its next segment.
         plan: Of these rows, each a group.
         rows: The distinct rows.
+        layout: The model's.
         keep: Last positions of each row to return logits for.
-        max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
+        max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row, and the whole
+            prompt of it unless layers continue from states.
     """
     cache.add_segment(plan.new_tokens)
-    device, runs = input_device(model), _passes(plan, rows.inputs.shape[1], max_tokens)
+    device, width, prompts = input_device(model), rows.inputs.shape[1], whole_prompts(plan)
+    divides = bool(layout.states) and layout.continues_states and rows.images is None
+    divides = divides and not _has_gaps(rows.attention_mask)
+    if divides:
+        max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
+    runs = passes(prompts, width, max_tokens, divides=divides)
     if rows.inputs_of is not None and cache.inputs is not None:
         cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
+        runs = passes_by_input(prompts, rows.inputs_of, max(1, max_tokens // width))
     if rows.images is not None and not rows.images.apart:
-        runs = iter([(list(range(len(plan.items))), True)])
-    for run, whole in runs:
-        items = [plan.items[number] for number in run]
-        part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
-        if not whole:
+        runs = iter([prompts])
+    for run in runs:
+        items = [one.item for one in run]
+        part = rows.part(torch.tensor([one.group for one in run], device=rows.inputs.device))
+        if not run[0].whole:
             part = part.tokens([item.position for item in items], items[0].span.length)
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
@@ -140,6 +153,9 @@ def row_passes(
             for token in range(item.span.stop - count, item.span.stop)
         ]
         yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
+        for one in run:
+            if one.number:
+                cache.forget_states(end_of(one.item.context))
     cache.set_forest(plan.forest, rows.inputs.shape[1])
 
 
@@ -197,37 +213,22 @@ def _all_shown(inputs: Tensor) -> Tensor:
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[tuple[list[int], bool]]:
-    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
-    firsts = dict[int, int]()
-    for index, number in enumerate(inputs_of.tolist()):
-        firsts.setdefault(number, index)
-    yield list(firsts.values()), True
-    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
-    yield from ((others[start : start + at_once], True) for start in range(0, len(others), at_once))
-
-
-def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[list[int], bool]]:
-    """The items of each pass, by index, and whether they are whole prompts: those first, then others by length.
-
-    An item comes after what it continues, whose context is a part of its own.
-    """
-    alike: dict[tuple[int, int], list[int]] = {}
-    for number, (item, group) in enumerate(zip(plan.items, plan.groups, strict=True)):
-        whole = not item.context and plan.ends[group] == item.span.stop - 1
-        alike.setdefault((0, 0) if whole else (len(item.context), item.span.length), []).append(number)
-    for (_, length), numbers in sorted(alike.items()):
-        at_once = max(1, max_tokens // (length or width))
-        for first in range(0, len(numbers), at_once):
-            yield numbers[first : first + at_once], not length
+def _has_gaps(mask: Tensor | None) -> bool:
+    return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
 
 
 @torch.no_grad()
 def prefill_rows(
-    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    rows: Rows,
+    layout: ModelLayout,
+    *,
+    max_tokens: int,
 ) -> Tensor:
     """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
     known: dict[int | None, Tensor] = {}
-    for done in row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens):
+    for done in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens):
         known |= zip(done.wanted, done.logits, strict=True)
     return stacked(model, [known[end] for end in plan.ends])

@@ -19,7 +19,7 @@ from ...cache.state import PrefillItem
 
 _ITEM = 8  # bytes of an int64 id
 
-_FEWEST = 2
+FEWEST = 2
 """Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
 
 TOKENS_OF_A_PASS = 2048
@@ -245,7 +245,7 @@ class ComparedPrompts:
         """
         continues = continues and not cache.gaps
         most = [
-            len(group.tokens) - max(self.recompute, _FEWEST) if continues and not group.gaps else 0
+            len(group.tokens) - max(self.recompute, FEWEST) if continues and not group.gaps else 0
             for group in self.groups
         ]
         stored = [
@@ -267,11 +267,10 @@ class ComparedPrompts:
         """
         reused, lengths = self.reused_lengths[0], [len(group.tokens) for group in self.groups]
         common = [
-            min(shared, *both)
-            for shared, both in zip(self.common, pairwise(n - _FEWEST for n in lengths), strict=True)
+            min(shared, *both) for shared, both in zip(self.common, pairwise(n - FEWEST for n in lengths), strict=True)
         ]
-        common = [shared if shared >= reused + _FEWEST else min(shared, reused) for shared in common]
-        return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, _FEWEST))
+        common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
+        return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, FEWEST))
 
     def _saves_more_than_its_passes_take(self) -> bool:
         """Whether common prefixes save tokens enough for their own passes, and those of prompts' rests by length."""

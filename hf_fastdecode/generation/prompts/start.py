@@ -19,7 +19,7 @@ from ..forward_pass import counts_padding, forward_pass, input_device, places_to
 from ..inputs.encoded import FoundInputs, find_inputs
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
@@ -193,7 +193,8 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
         if not call.tokens_say_all and (after := call.positions.after) is not None:
             positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
         rows = Rows.of(input_ids, call.mask, places, inputs_of, call.input_rows)
-        logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
+        distinct, layout = rows.distinct(found.prompts.groups), call.structure.layout
+        logits = prefill_rows(model, cache, plan, distinct, layout, max_tokens=limit)
         try_step(call, cache, rows)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])
