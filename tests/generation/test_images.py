@@ -108,6 +108,40 @@ def test_repeated_prompts_are_one_input(model, call):
     assert counted == [16, 56]  # in passes of few positions
 
 
+TOWERS = {
+    "Qwen3VLForConditionalGeneration": "visual",
+    "LlavaForConditionalGeneration": "vision_tower",
+    "Gemma3ForConditionalGeneration": "vision_tower",
+    "Idefics3ForConditionalGeneration": "vision_model",
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_an_image_of_several_prompts_is_encoded_once(name):
+    """Although other texts come before it; in passes of one prompt too, where neighbours have it."""
+    model, counted = tiny_model_of(name), []
+    first, other = (4, 4, 1), (8, 4, 2)
+    inputs = prompts_with_images(model, (5, first, 9), (3, first, 7), (4, other, 6), (2, other, 8))
+    stock = {call: run(model, inputs, call) for call in ("samples", "beams")}
+    once = [16 + 32] if name.startswith("Qwen") else [2]
+    each = [16, 32] if name.startswith("Qwen") else [1, 1]
+    with before_calls(
+        getattr(model.model, TOWERS[name]), lambda args, kwargs: counted.append(_images_of(args, kwargs))
+    ):
+        for most, runs in ((16384, once), (1, each)):
+            with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
+                for call, tokens in stock.items():
+                    counted.clear()
+                    assert torch.equal(run(model, inputs, call), tokens)
+                    assert fd.explain(model).last_call.path == "shared"
+                    assert counted == runs
+
+
+def _images_of(args, kwargs):
+    """Patches, or images, that a vision tower is called with."""
+    return len(args[0] if args else next(kwargs[name] for name in ("hidden_states", "pixel_values") if name in kwargs))
+
+
 def test_equal_tokens_with_other_images_are_other_inputs(model):
     inputs = prompts_with_images(model, (5, (4, 4, 1), 9), (5, (4, 4, 2), 9))
     for name in ("input_ids", "attention_mask", "mm_token_type_ids"):

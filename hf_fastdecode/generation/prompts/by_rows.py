@@ -12,6 +12,7 @@ the state and the next token, hence together with rests of the same length only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
+from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
 from .prompt_plan import PromptGroup, PromptPlan
@@ -119,6 +121,7 @@ def row_passes(
     if rows.inputs_of is not None and cache.inputs is not None:
         cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
+    features = None if rows.images is None else SharedFeatures(model)
     if rows.images is not None and not rows.images.apart:
         runs = iter([(list(range(len(plan.items))), True)])
     for run, whole in runs:
@@ -131,7 +134,7 @@ def row_passes(
         if keeps_logits(model):
             arguments["logits_to_keep"] = keep
         with cache.prefilling(items, real.to(device), tensors=part.images is not None):
-            output = _pass(model, cache, part, device, arguments)
+            output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         # In the order of the tokens, row by row.
         wanted = [
@@ -149,7 +152,12 @@ def counted_with_padding(width: int) -> Tensor:
 
 
 def _pass(
-    model: PreTrainedModel, cache: SharedContextCache, rows: Rows, device: torch.device, arguments: dict[str, Any]
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    rows: Rows,
+    device: torch.device,
+    arguments: dict[str, Any],
+    features: SharedFeatures | None,
 ) -> Any:
     """The model's output for these rows."""
     mask = None if rows.attention_mask is None else rows.attention_mask.to(device)
@@ -170,7 +178,8 @@ def _pass(
         **rows.images.of(rows.numbers.tolist()),
         **arguments,
     )
-    return uncompiled_call(model, **prepared, return_dict=True)
+    with nullcontext() if features is None else features.of_pass():
+        return uncompiled_call(model, **prepared, return_dict=True)
 
 
 @torch.no_grad()
