@@ -364,6 +364,11 @@ class SharedContextCache(ForestCache):
         self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
         self.inputs = None
 
+    @property
+    def is_initialized(self) -> bool:
+        """False in passes over whole prompts by transformers' own attention, each of which is a model's first one."""
+        return self.state.tensors_of_pass is None and bool(super().is_initialized)
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""
         return -1

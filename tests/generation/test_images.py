@@ -8,6 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.prompts import prompt_plan
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -140,6 +141,57 @@ def test_an_image_of_several_prompts_is_encoded_once(name):
 def _images_of(args, kwargs):
     """Patches, or images, that a vision tower is called with."""
     return len(args[0] if args else next(kwargs[name] for name in ("hidden_states", "pixel_values") if name in kwargs))
+
+
+@pytest.mark.parametrize("name", [*[name for name in TOWERS if "Ide" not in name], "Qwen3_5ForConditionalGeneration"])
+def test_questions_about_the_same_images_share_what_comes_before(name, monkeypatch):
+    """Images, and text around them, in nodes of two levels; the questions' own tokens run in passes of their own."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    model, counted = tiny_model_of(name), []
+    inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, SMALL, 17), (6, TALL, 9), (2, TALL, 8))
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    begin_alike(inputs, 0, 1, lengths[0] - 12)
+    begin_alike(inputs, 0, 2, lengths[0] - 16)  # with four tokens behind the image
+    tower = getattr(model.model, TOWERS.get(name, "visual"))
+    for call, most in (("greedy", 16384), ("samples", 16384), ("beams", 40)):
+        stock = run(model, inputs, call)
+        with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=4, max_prefill_tokens=most):
+            counted.clear()
+            with before_calls(tower, lambda args, kwargs: counted.append(_images_of(args, kwargs))):
+                assert torch.equal(run(model, inputs, call), stock)
+            report = fd.explain(model).last_call
+        assert report.path == "shared", report.reason
+        assert report.prefilled_tokens == sum(lengths) - (lengths[0] - 12) - (lengths[0] - 16)
+        assert sum(counted) == (16 + 32 if name.startswith("Qwen") else 2)
+
+
+def begin_alike(inputs, one, other, count):
+    """Give one row the first tokens of another's prompt, whose images it has too."""
+    ids, widths = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1)
+    ids[other, widths[other] : widths[other] + count] = ids[one, widths[one] : widths[one] + count]
+
+
+def test_a_beginning_ends_before_other_images(model, monkeypatch):
+    """Prompts share neither what comes before an image that they do not all have, nor a part of one."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    inputs = prompts_with_images(model, (9, SMALL, 9), (9, (4, 4, 1), 9), (9, TALL, 9), (9, SMALL, 4, SMALL, 9))
+    for other in (1, 2, 3):
+        begin_alike(inputs, 0, other, 9)
+    report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+
+
+def test_prompts_that_attend_both_ways_share_no_beginning(monkeypatch):
+    """PaliGemma's, of which one without an image does so in a pass of its own too."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    model = tiny_model_of("PaliGemmaForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, TALL, 6, WIDE, 4), (14,))
+    begin_alike(inputs, 0, 1, 35)
+    stock = run(model, inputs, "samples")
+    with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=4, max_prefill_tokens=40):
+        assert torch.equal(run(model, inputs, "samples"), stock)
+        report = fd.explain(model).last_call
+    assert (report.path, report.prefilled_tokens) == ("shared", int(inputs["attention_mask"].sum()))
 
 
 def test_equal_tokens_with_other_images_are_other_inputs(model):

@@ -8,6 +8,7 @@ the placeholders of each row say how many images are its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -69,14 +70,58 @@ class InputRows:
             numbers.append(number)
         return torch.tensor(numbers, device="cpu").repeat_interleave(self.copies)
 
-    def of(self, rows: Sequence[int]) -> dict[str, Any]:
-        """The arguments of some rows of the call, in order: of distinct ones, if rows are known apart, else of all."""
+    def of(self, rows: Sequence[int], places: Tensor | None = None) -> dict[str, Any]:
+        """The arguments of some rows of the call, in order: of distinct ones, if rows are known apart, else of all.
+
+        Args:
+            places: ``[rows, tokens]`` int64: in the width of the call, those of the pass's tokens, -1 for padding;
+                None for all of the width.
+        """
         given = [row // self.copies for row in rows]
         if given == list(range(self.rows)) or not self.apart:
-            return dict(self._arguments)
-        parts = {name: [self._part(name, row) for row in given] for name in self._starts}
-        joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
-        return {name: value for name, value in joined.items() if len(value)}
+            joined = dict(self._arguments)
+        else:
+            parts = {name: [self._part(name, row) for row in given] for name in self._starts}
+            joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
+            joined = {name: value for name, value in joined.items() if len(value)}
+        if places is not None:
+            index = torch.arange(len(places), device=places.device)[:, None]
+            for name in self._of_tokens:
+                value, at = joined[name], places.to(joined[name].device)
+                chosen = value[index.to(at.device), at.clamp_min(0)]
+                joined[name] = chosen.masked_fill_((at < 0).reshape(*at.shape, *[1] * (value.dim() - 2)), 0)
+        return joined
+
+    def equal(self, row: int, other: int) -> bool:
+        """Whether two rows of the call come with equal images, whatever their prompts are; where rows are apart."""
+        given = row // self.copies, other // self.copies
+        names = (name for name in self._starts if name not in self._of_tokens)
+        return given[0] == given[1] or all(torch.equal(*(self._part(name, row) for row in given)) for name in names)
+
+    def text_after(self, row: int) -> int:
+        """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
+        return self._text_after[row // self.copies]
+
+    @cached_property
+    def _text_after(self) -> list[int]:
+        held = [self._ids == token for kind in ("image", "video", "audio") if (token := self._token(kind)) is not None]
+        held += [value.to(self._ids.device) != 0 for value in self._of_tokens.values()]
+        stands = torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0)
+        return torch.where(stands.any(1), stands.flip(1).byte().argmax(1), stands.shape[1]).tolist()
+
+    @cached_property
+    def _of_tokens(self) -> dict[str, Tensor]:
+        """Arguments with a part for each token, ``[given rows, width, ...]``."""
+        return {
+            name: value
+            for name, value in self._arguments.items()
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == self._ids.shape
+        }
+
+    def of_tokens(self, row: int, length: int, count: int) -> list[Tensor]:
+        """Of a row of the call with `length` tokens behind its padding, what arguments have for the first `count`."""
+        first = self._ids.shape[1] - length
+        return [value[row // self.copies, first : first + count] for value in self._of_tokens.values()]
 
     def _part(self, name: str, row: int) -> Tensor:
         starts = self._starts[name]
@@ -124,16 +169,13 @@ class InputRows:
             self._counted[kind] = self._count(kind)
         return self._counted[kind]
 
+    def _token(self, kind: str) -> int | None:
+        """The token that stands for images of a kind."""
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        return next((value for name in names if isinstance(value := getattr(self._config, name, None), int)), None)
+
     def _count(self, kind: str) -> _Counts | None:
-        config = self._config
-        token = next(
-            (
-                value
-                for name in (f"{kind}_token_id", f"{kind}_token_index")
-                if isinstance(value := getattr(config, name, None), int)
-            ),
-            None,
-        )
+        token = self._token(kind)
         if token is None:
             return None
         held = self._ids == token

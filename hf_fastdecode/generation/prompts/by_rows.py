@@ -4,15 +4,18 @@ It serves what packed prefill, which lays all tokens end to end in one row, cann
 that count the padding of prompts, layers with a state per row, decoders with an encoder, whose prompts differ
 where its inputs do, and prompts that come with images, video or audio. These run as in stock, with its own masks and
 attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
-prompts of text begin with is a node of its own where layers continue from its state. It runs first, and the prompts'
-rests, as those of prompts that continue a path of a given cache, after it: without padding, which would come between
-the state and the next token, hence together with rests of the same length only.
+prompts of text, or with the same images, begin with is a node of its own where layers continue from its state. It runs
+first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it. With layers that
+have states they run without padding, which would come between the state and the next token, hence together with rests
+of the same length only. Behind images, rests are packed into one row where no layer has states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from transformers import PreTrainedModel
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
+from ...cache.state import PrefillItem
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
@@ -39,7 +43,9 @@ class Rows(NamedTuple):
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
         inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
         numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
-        images: The images, videos or audio of the call's rows.
+        images: The images, videos or audio of the call's rows; None for tokens behind them.
+        places: ``[rows, width]`` int64 on the CPU: where these tokens are in the call's rows, -1 for padding; None
+            for whole rows.
     """
 
     inputs: Tensor
@@ -48,6 +54,7 @@ class Rows(NamedTuple):
     inputs_of: Tensor | None = None
     numbers: Tensor | None = None
     images: InputRows | None = None
+    places: Tensor | None = None
 
     @classmethod
     def of(
@@ -81,19 +88,37 @@ class Rows(NamedTuple):
         inputs_of, numbers = (None if part is None else part[chosen] for part in (self.inputs_of, self.numbers))
         return Rows(self.inputs[rows], mask, places, inputs_of, numbers, self.images)
 
-    def tokens(self, firsts: Sequence[int], count: int) -> Rows:
-        """So many tokens of each row, from its token ``firsts[row]`` on; of rows with padding at the left alone."""
-        at = torch.tensor(firsts, device="cpu")
+    def tokens(self, firsts: Sequence[int], counts: Sequence[int]) -> Rows:
+        """``counts[row]`` tokens of each row, from its token ``firsts[row]`` on, padded at the left to the longest.
+
+        Of rows with padding at the left alone, which end in text.
+        """
+        longest, first = max(counts), torch.tensor(firsts, device="cpu")
         if self.attention_mask is not None:
-            at = at + self.attention_mask.bool().byte().argmax(1).cpu()
-        at = at[:, None] + torch.arange(count, device="cpu")  # [rows, count]
+            first = first + self.attention_mask.bool().byte().argmax(1).cpu()
+        before = torch.arange(longest, device="cpu") - longest + torch.tensor(counts, device="cpu")[:, None]
+        at = first[:, None] + before  # [rows, longest]
+        mask, at = before >= 0, at.where(before >= 0, self.inputs.shape[1] - 1)  # padding has the last token's id
         row, places = torch.arange(len(at), device="cpu")[:, None], self.position_ids
         of_places = row if places.shape[-2] > 1 else torch.zeros_like(row)
         inputs, device = self.inputs, places.device
         return self._replace(
             inputs=inputs[row.to(inputs.device), at.to(inputs.device)],
-            attention_mask=None,
+            attention_mask=None if bool(mask.all()) else mask.long(),
             position_ids=places[..., of_places.to(device), at.to(device)],
+            places=at.where(mask, -1),
+        )
+
+    def packed(self) -> Rows:
+        """The same tokens end to end in one row, without padding."""
+        if self.attention_mask is None:
+            positions = self.position_ids.flatten(-2)[..., None, :]
+            return self._replace(inputs=self.inputs.flatten(0, 1)[None], position_ids=positions)
+        mask = self.attention_mask.bool()
+        return self._replace(
+            inputs=self.inputs[mask.to(self.inputs.device)][None],
+            attention_mask=None,
+            position_ids=self.position_ids[..., mask.to(self.position_ids.device)][..., None, :],
         )
 
 
@@ -105,6 +130,7 @@ def row_passes(
     *,
     keep: int,
     max_tokens: int,
+    states: bool,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
     """Compute the plan's nodes into the cache, pass by pass, then set its forest.
@@ -115,20 +141,27 @@ def row_passes(
         rows: The distinct rows.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
+        states: Whether layers have states.
     """
     cache.add_segment(plan.new_tokens)
-    device, runs = input_device(model), _passes(plan, rows.inputs.shape[1], max_tokens)
+    device, width = input_device(model), rows.inputs.shape[1]
+    runs = _passes(plan, width, max_tokens, images=rows.images is not None, states=states)
     if rows.inputs_of is not None and cache.inputs is not None:
         cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // rows.inputs.shape[1]))
+        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // width))
     features = None if rows.images is None else SharedFeatures(model)
     if rows.images is not None and not rows.images.apart:
-        runs = iter([(list(range(len(plan.items))), True)])
-    for run, whole in runs:
-        items = [plan.items[number] for number in run]
-        part = rows.part(torch.tensor([plan.groups[number] for number in run], device=rows.inputs.device))
-        if not whole:
-            part = part.tokens([item.position for item in items], items[0].span.length)
+        runs = iter([_Run(list(range(len(plan.items))), _Form.WHOLE)])
+    for run in runs:
+        items = [plan.items[number] for number in run.items]
+        part = rows.part(torch.tensor([plan.groups[number] for number in run.items], device=rows.inputs.device))
+        if run.form is not _Form.WHOLE:
+            part = part.tokens([item.position for item in items], [item.span.length for item in items])
+        if items[0].context:
+            part = part._replace(numbers=None, images=None)
+        if run.form is _Form.PACKED:
+            yield _packed_pass(model, cache, items, part.packed(), keep)
+            continue
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
@@ -136,14 +169,35 @@ def row_passes(
         with cache.prefilling(items, real.to(device), tensors=part.images is not None):
             output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
-        # In the order of the tokens, row by row.
-        wanted = [
-            token
-            for item, count in zip(items, kept.sum(1).tolist(), strict=True)
-            for token in range(item.span.stop - count, item.span.stop)
-        ]
-        yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
-    cache.set_forest(plan.forest, rows.inputs.shape[1])
+        yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
+    cache.set_forest(plan.forest, width)
+
+
+def _packed_pass(
+    model: PreTrainedModel, cache: SharedContextCache, items: Sequence[PrefillItem], rows: Rows, keep: int
+) -> PrefillPass:
+    """A pass over text, end to end in one row, that continues stored paths."""
+    device, counts, last = input_device(model), [min(keep, item.span.length) for item in items], list[int]()
+    for end, count in zip(accumulate(item.span.length for item in items), counts, strict=True):
+        last.extend(range(end - count, end))
+    kept, keeps = torch.tensor(last, device=device), keeps_logits(model)
+    with cache.prefilling(items):
+        output = forward_pass(
+            model,
+            cache,
+            rows.position_ids.to(device),
+            input_ids=rows.inputs.to(device),
+            use_cache=True,
+            return_dict=True,
+            **({"logits_to_keep": kept} if keeps else {}),
+        )
+    return PrefillPass(_last_tokens(items, counts), output.logits[0] if keeps else output.logits[0, kept], output)
+
+
+def _last_tokens(items: Sequence[PrefillItem], counts: Sequence[int]) -> list[int]:
+    """The last ``counts[i]`` new tokens of each item, in order."""
+    spans = ((item.span, count) for item, count in zip(items, counts, strict=True))
+    return [token for span, count in spans for token in range(span.stop - count, span.stop)]
 
 
 def counted_with_padding(width: int) -> Tensor:
@@ -175,7 +229,7 @@ def _pass(
         use_cache=True,
         is_first_iteration=True,
         **{CACHE: cache},
-        **rows.images.of(rows.numbers.tolist()),
+        **rows.images.of(rows.numbers.tolist(), rows.places),
         **arguments,
     )
     with nullcontext() if features is None else features.of_pass():
@@ -206,37 +260,64 @@ def _all_shown(inputs: Tensor) -> Tensor:
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[tuple[list[int], bool]]:
+class _Form(Enum):
+    """How the items of a pass are laid out."""
+
+    WHOLE = "prompts with the padding that they were given"
+    ROWS = "a row for each part of a prompt"
+    PACKED = "parts of prompts end to end"
+
+
+class _Run(NamedTuple):
+    """The items of a pass, by index."""
+
+    items: list[int]
+    form: _Form
+
+
+def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[_Run]:
     """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
     firsts = dict[int, int]()
     for index, number in enumerate(inputs_of.tolist()):
         firsts.setdefault(number, index)
-    yield list(firsts.values()), True
+    yield _Run(list(firsts.values()), _Form.WHOLE)
     others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
-    yield from ((others[start : start + at_once], True) for start in range(0, len(others), at_once))
+    yield from (_Run(others[start : start + at_once], _Form.WHOLE) for start in range(0, len(others), at_once))
 
 
-def _passes(plan: PromptPlan, width: int, max_tokens: int) -> Iterator[tuple[list[int], bool]]:
-    """The items of each pass, by index, and whether they are whole prompts: those first, then others by length.
+def _passes(plan: PromptPlan, width: int, max_tokens: int, *, images: bool, states: bool) -> Iterator[_Run]:
+    """The passes of a plan: whole prompts first, then beginnings, then what continues these and stored paths.
 
-    An item comes after what it continues, whose context is a part of its own.
+    An item comes after what it continues, whose context is a part of its own. Parts of one pass have one length where
+    layers have states, but for beginnings with images, which as whole prompts may have padding before them.
     """
     alike: dict[tuple[int, int], list[int]] = {}
     for number, (item, group) in enumerate(zip(plan.items, plan.groups, strict=True)):
-        whole = not item.context and plan.ends[group] == item.span.stop - 1
-        alike.setdefault((0, 0) if whole else (len(item.context), item.span.length), []).append(number)
-    for (_, length), numbers in sorted(alike.items()):
-        at_once = max(1, max_tokens // (length or width))
-        for first in range(0, len(numbers), at_once):
-            yield numbers[first : first + at_once], not length
+        depth, length = len(item.context), item.span.length
+        if not depth and plan.ends[group] == item.span.stop - 1:
+            kind = -1, 0
+        else:
+            kind = depth, 0 if images and (not depth or not states) else length
+        alike.setdefault(kind, []).append(number)
+    for (depth, _), numbers in sorted(alike.items()):
+        form = _Form.WHOLE if depth < 0 else _Form.PACKED if depth and images and not states else _Form.ROWS
+        run = list[int]()
+        for number in numbers:
+            lengths = [plan.items[one].span.length for one in (*run, number)]
+            size = {_Form.WHOLE: width * len(lengths), _Form.ROWS: max(lengths) * len(lengths)}.get(form, sum(lengths))
+            if run and size > max_tokens:
+                yield _Run(run, form)
+                run = []
+            run.append(number)
+        yield _Run(run, form)
 
 
 @torch.no_grad()
 def prefill_rows(
-    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int
+    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int, states: bool
 ) -> Tensor:
     """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
     known: dict[int | None, Tensor] = {}
-    for done in row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens):
+    for done in row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens, states=states):
         known |= zip(done.wanted, done.logits, strict=True)
     return stacked(model, [known[end] for end in plan.ends])

@@ -29,6 +29,7 @@ from ..inputs.encoded import find_inputs
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
+from .image_beginnings import shared_beginnings
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
@@ -156,7 +157,9 @@ class FirstPassPrompts:
             if call.inputs is not None:  # as the model is given them, which may prepare them further
                 given = call.arguments.get(call.names.positions)
             distinct = Rows.of(inputs, mask, given, planned.inputs_of, call.input_rows).distinct(groups)
-            passes = list(row_passes(model, cache, plan, distinct, keep=wanted, max_tokens=limit))
+            with_states = bool(call.structure.layout.states)
+            run = partial(row_passes, model, cache, plan, distinct, states=with_states)
+            passes = list(run(keep=wanted, max_tokens=limit))
             try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -228,7 +231,14 @@ class FirstPassPrompts:
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         alike = tokens_say_all and not apart and inputs is None
         reuse = embeddings is None and alike
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
+        found = find_shared(
+            *(call, groups, max_suffix),
+            recompute=recompute,
+            by_rows=by_rows,
+            alike=alike,
+            beginnings=None if text else partial(shared_beginnings, call),
+            reuse=reuse,
+        )
         if inputs is not None:
             found.cache.inputs = inputs.inputs
         plan = found.prompts.plan()

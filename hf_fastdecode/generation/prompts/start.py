@@ -21,6 +21,7 @@ from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
+from .image_beginnings import shared_beginnings
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -141,7 +142,10 @@ def _planned(
     max_suffix = int(call.config.max_length) - width
     by_rows = padded or call.by_rows
     alike = not padded and inputs is None and call.tokens_say_all
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
+    beginnings = None if call.inputs is None else partial(shared_beginnings, call)
+    found = find_shared(
+        call, groups, max_suffix, by_rows=by_rows, alike=alike, beginnings=beginnings, reuse=alike, ahead=ahead
+    )
     if inputs is not None:
         found.cache.inputs = inputs.inputs
     found.cache.state.position_planes = call.positions.planes
@@ -193,7 +197,8 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
         if not call.tokens_say_all and (after := call.positions.after) is not None:
             positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
         rows = Rows.of(input_ids, call.mask, places, inputs_of, call.input_rows)
-        logits = prefill_rows(model, cache, plan, rows.distinct(found.prompts.groups), max_tokens=limit)
+        distinct, states = rows.distinct(found.prompts.groups), bool(call.structure.layout.states)
+        logits = prefill_rows(model, cache, plan, distinct, max_tokens=limit, states=states)
         try_step(call, cache, rows)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])
