@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
-from .cache.layout import ModelLayout
+from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
 from .generation.forward_pass import places_tokens
-from .generation.generate_hooks import METHODS
 from .generation.identity import Fingerprint
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
+from .generation.overrides.methods import METHODS
 from .generation.prompts.by_rows import Rows, prefill_rows
 from .generation.prompts.packed import prefill_nodes
 from .generation.prompts.prompt_ids import padded_ids
@@ -29,14 +29,8 @@ from .generation.prompts.prompt_plan import PromptGroup, PromptPlan, StoredPromp
 from .generation.report import Report
 from .generation.same_calls import require_same_prefill
 from .generation.structure import Structure
-from .generation.support import (
-    check_model,
-    check_prompts,
-    check_sequence_parallel,
-    check_state,
-    check_states,
-    rope_limit,
-)
+from .generation.support.model import check_model, check_sequence_parallel, check_state, check_states, rope_limit
+from .generation.support.prompts import check_prompts
 from .generation.wrappers import unwrapped
 from .patches.own_attention import register_own_attention
 

@@ -38,5 +38,5 @@ Where to add:
         GPU is to read the stored form, also `launch.kernel_call` and a kernel, or `captured_in_place`.
     An architecture: usually nothing. Else an argument of its attention function in `interface._WITHOUT_EFFECT`; a
         score option in `kv.Scoring`, the reference and all operators; a kind of mask in
-        `interface.shared_context_mask`; what cannot share in `generation/support.py`.
+        `masks.shared_context_mask`; what cannot share in `generation/support/`.
 """

@@ -8,7 +8,9 @@ from contextvars import ContextVar
 
 from torch import Tensor, nn
 
-from .interface import SharedKV, SlidingWindow, lengths_of_pass, shared_context_attention
+from .active_passes import lengths_of_pass
+from .interface import shared_context_attention
+from .placeholders import SharedKV, SlidingWindow
 
 _positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .layout import Kind, ModelLayout, Store
+from .layout.model import ModelLayout
+from .layout.stores import Kind, Store
 
 _COUNTED = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT})
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from ..attention.interface import SharedKV
 from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
 from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.partial import Partial
+from ..attention.placeholders import SharedKV
 from ..errors import Unsupported
 from .captured_states import StatesOfACapture
 from .layers.attention import SharedContextLayer, require_dtype

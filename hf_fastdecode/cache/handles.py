@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..attention.forest import Forest, Span
-from ..attention.interface import SharedKV
 from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.own_nodes import choose_own_nodes
@@ -17,6 +16,7 @@ from ..attention.launch.plan import HeadShape
 from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial
+from ..attention.placeholders import SharedKV
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.decode_ops import nodes_attention
 from ..attention.torch_operators.distance_bias import biased_causal_attention, biased_forest_attention
@@ -27,7 +27,7 @@ from ..kernels.forest_decode.limits import refusal
 from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
 from ..parallel.sequence import window_is_not_divided
-from .layout import Store
+from .layout.stores import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
 

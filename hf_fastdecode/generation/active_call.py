@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .call_context import CallContext, CallScope
 from .inputs.given import GivenInputs
+from .model_state import ModelState
 from .report import CallReport
 from .structure import Structure
 
@@ -61,3 +62,13 @@ class ActiveCall:
 
 # The innermost active call of this thread.
 active_call_of_thread: ContextVar[ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
+
+
+def structure_of_call(model_state: ModelState, model: PreTrainedModel) -> Structure:
+    """The model's structure, read once per call."""
+    call = active_call_of_thread.get()
+    if call is None or call.model is not model:
+        return model_state.structure_of(model)
+    if call.structure is None:
+        call.structure = model_state.structure_of(model)
+    return call.structure

@@ -81,3 +81,14 @@ def input_device(model: PreTrainedModel) -> torch.device:
     """Device for a pass's inputs. For an offloaded model, whose device is "meta", hooks move the inputs."""
     device = model.device if model.device.type != "meta" else model.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def forget_offset(model: PreTrainedModel) -> None:
+    """Forget the offset of positions that an earlier call with images left (``rope_deltas``).
+
+    transformers adds it to all that continues a cache; a `SharedContextCache` continues text, without an offset.
+    """
+    owners: tuple[Any, ...] = (model, getattr(model, "model", None))
+    for owner in owners:
+        if isinstance(getattr(owner, "rope_deltas", None), Tensor):
+            owner.rope_deltas = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._compat import COMPILED_CALL, uncompiled_call
-from ..attention.interface import lengths_of_pass
+from ..attention.active_passes import lengths_of_pass
 from ..attention.own_code import Method, stand_ins_of
 from ..errors import Unsupported
 from .foreign_code import is_capturable, is_of_transformers

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..attention.interface import RowLengths, active
-from ..cache.layout import ModelLayout
+from ..attention.active_passes import RowLengths, active
+from ..cache.layout.model import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, gathers_parameters, in_several_processes, splitting_groups
@@ -31,7 +31,7 @@ class Structure:
     """A model's configs, layers and modules, for one call.
 
     Attributes:
-        configs: The distinct config objects of the model and its modules, see `attention.interface.active`.
+        configs: The distinct config objects of the model and its modules, see `attention.active_passes.active`.
         known: What holds while the model is untouched; None where nothing tells whether it is.
         parallel: The processes between which the call's context is divided, if it is.
     """
@@ -121,7 +121,7 @@ class Structure:
 
     @contextmanager
     def attending(self, lengths: RowLengths) -> Iterator[None]:
-        """Context in which layers attend to a shared-context cache, see `attention.interface.active`."""
+        """Context in which layers attend to a shared-context cache, see `attention.active_passes.active`."""
         with active(self.configs, lengths), self.stand_ins.installed():
             yield
 

@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.interface import RowLengths, active
+from hf_fastdecode.attention.active_passes import RowLengths, active
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.structure import Structure
@@ -68,7 +68,7 @@ CHANGES = [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, i
 def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured, monkeypatch):
     model = tiny_model(**SMALL)
     model.model.layers[0].mlp.function = torch.nn.functional.gelu
-    monkeypatch.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # for a class of this file
+    monkeypatch.setattr("hf_fastdecode.generation.support.model.check_code", lambda _: None)  # this file's classes
     model.model.layers[0].mlp.limits = (0.0, 6.0)
     model.patch = monkeypatch
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}

@@ -20,7 +20,7 @@ from transformers import (
 import hf_fastdecode as fd
 
 from ...cache.accounting import KVSizes
-from ...cache.layout import ModelLayout
+from ...cache.layout.model import ModelLayout
 from ...generation.decoding.stopping import RowLengthCriteria
 from ...measurement.calls import collect
 from ...measurement.runner import NotAvailableError

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...attention.interface import ATTENTION_NAME, SharedKV, shared_context_attention
+from ...attention.active_passes import ATTENTION_NAME
+from ...attention.interface import shared_context_attention
 from ...attention.kv import ForestKV, Segment
+from ...attention.placeholders import SharedKV
 from ...cache.handles import DecodeKV
 from ...measurement.runner import NotAvailableError
 from ..ops.baselines import TwoCalls, bifurcated

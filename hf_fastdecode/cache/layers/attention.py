@@ -11,11 +11,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..._compat import CACHE
 from ...attention.forest import Forest, Span
-from ...attention.interface import SharedKV
 from ...attention.kv import Segment
+from ...attention.placeholders import SharedKV
 from ...errors import Unsupported
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
-from ..layout import Store
+from ..layout.stores import Store
 from ..state import SharedState
 from ..storage import TokenStorage
 

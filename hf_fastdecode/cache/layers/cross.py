@@ -20,8 +20,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.autocast import cast
 from ...attention.forest import Forest, Path, Span
-from ...attention.interface import CrossKV
 from ...attention.kv import Scoring, Segment
+from ...attention.placeholders import CrossKV
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState

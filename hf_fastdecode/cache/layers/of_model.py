@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import ref
 
-from ..layout import ModelLayout
+from ..layout.model import ModelLayout
 from ..state import SharedState
 from ..storage import TokenStorage
 from .attention import REMEDY, SharedContextLayer, other_heads

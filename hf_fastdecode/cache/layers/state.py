@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ...attention.forest import Path
-from ..layout import Store
+from ..layout.stores import Store
 from ..state import SharedState
 from ..storage import TokenStorage
 from .attention import SharedContextLayer, require_dtype

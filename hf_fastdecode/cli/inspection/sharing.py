@@ -15,7 +15,7 @@ from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
-from hf_fastdecode.generation.support import rope_limit
+from hf_fastdecode.generation.support.model import rope_limit
 
 from ...model_names import max_positions
 

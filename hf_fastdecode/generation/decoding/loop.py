@@ -10,31 +10,25 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ..._compat import CACHE, pad_token
+from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
-from ..identity import Fingerprint
 from ..prompts.start import Start
 from ..prompts.unshared_prompts import prefill_unshared
-from ..same_calls import require_same_ends
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
-from ..support import step_arguments
+from ..support.call import step_arguments
 from .decisions import Decisions
-from .experts import decode_context
 from .refill import Refill
 from .room import Logits, rows_that_fit
-from .sampling import Drawn, Sampler, choose_sampler, generator_state, set_generator_state
+from .sampling import Drawn, Sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
 from .wave import Wave, concatenate
@@ -340,77 +334,3 @@ class Loop:
     def _pad(self) -> Tensor:
         pad = pad_token(self.call.config)
         return self.prompts.new_zeros(()) if pad is None else pad.to(self.prompts.device)
-
-
-@dataclass
-class FastDecodeOutput(GenerateDecoderOnlyOutput):
-    """Output of `generate` with ``return_dict_in_generate``: transformers' fields plus `logprobs`.
-
-    Attributes:
-        logprobs: ``[rows, new_tokens]`` fp32: log-probability of each sampled token under the raw logits, natural log,
-            0 after a row's end; None with transformers' own sampler.
-    """
-
-    logprobs: Tensor | None = None
-
-
-@dataclass
-class FastDecodeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same of a model with an encoder: transformers' fields plus `logprobs`, see `FastDecodeOutput`."""
-
-    logprobs: Tensor | None = None
-
-
-def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, TokenLogProbs | None]:
-    """Split off a `TokenLogProbs` recorder, whose work the loop does itself."""
-    recorders = [entry for entry in processors if type(entry) is TokenLogProbs]
-    if len(recorders) != 1:
-        return processors, None
-    return LogitsProcessorList(entry for entry in processors if entry is not recorders[0]), recorders[0]
-
-
-def decode_shared(
-    call: CallContext,
-    make_steps: StepsMaker,
-    start: Start,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    streamer: BaseStreamer | None,
-) -> FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor:
-    """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
-    model, config = call.model, call.config
-    call.report.fused = call.structure.fused_names  # found while the device prefills
-    input_ids = input_ids.long()  # dtype of sampled tokens
-    stopping = Stopping(criteria, input_ids.device)
-    processors, log_probs = _without_recorder(processors)
-    require_same_ends(call, stopping.eos, stopping.max_length)
-    choose = partial(
-        choose_sampler,
-        processors=processors,
-        config=config,
-        prompts=input_ids,
-        logits=start.logits,
-        computed_in=start.cache.computed_in,
-    )
-    with call.ranks.together():
-        sampler, why = choose(call.options.sampler)
-    if call.ranks.all(sampler.name == "fast") == [False] and sampler.name == "fast":
-        sampler, why = choose("hf")[0], "another process of the model uses it"
-    whose = ", on rank 0 for all processes" if call.ranks.count > 1 else ""
-    call.report.sampler, call.report.sampler_reason = sampler.name, why + whose
-
-    if call.returns_cache:  # the caller may keep it; taken while the device prefills
-        start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)
-    with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
-        wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
-    if not call.returns_cache:
-        return wave.tokens
-    kind = FastDecodeEncoderDecoderOutput if model.config.is_encoder_decoder else FastDecodeOutput
-    return kind(
-        sequences=wave.tokens,
-        scores=tuple(wave.scores) if config.output_scores else None,
-        logits=tuple(wave.logits) if config.output_logits else None,
-        logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
-        **{CACHE: start.cache},
-    )

@@ -27,7 +27,8 @@ from ..call_context import CallContext, Positions, reduced
 from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..inputs.encoded import find_inputs
 from ..steps.loop_passes import capture_passes, choose_pass_mode
-from ..support import OWN_METHOD, PLACED_OTHERWISE, check_arguments, check_prompts, check_unkept, require_counted
+from ..support.call import OWN_METHOD, check_arguments
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
 from .image_beginnings import shared_beginnings
 from .packed import prefill_passes

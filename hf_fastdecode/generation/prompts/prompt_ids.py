@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..support import is_nothing
+from ..support.call import is_nothing
 
 
 def has_no_vocabulary(tokenizer: Any) -> bool:

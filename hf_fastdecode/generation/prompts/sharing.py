@@ -17,7 +17,8 @@ from ...attention.forest import Forest
 from ...attention.launch.costs import prefill_rate
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
-from ...cache.layout import Kind, ModelLayout
+from ...cache.layout.model import ModelLayout
+from ...cache.layout.stores import Kind
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...parallel.agreement import described

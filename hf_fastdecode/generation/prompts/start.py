@@ -19,7 +19,7 @@ from ..forward_pass import counts_padding, forward_pass, input_device, places_to
 from ..inputs.encoded import FoundInputs, find_inputs
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
 from .image_beginnings import shared_beginnings
 from .packed import node_logits, prefill_nodes, stacked

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
+from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
-from ...attention.interface import RowLengths
 from ...cache.captured_prefill import CapturedPrefillCache, ContextTables
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem

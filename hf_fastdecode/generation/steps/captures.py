@@ -15,7 +15,7 @@ from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.captured_states import CapturedStates
 from ...cache.encoder_decoders import POSITIONS_FROM_IDS
-from ...cache.layout import ModelLayout
+from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import is_capturable, splits_module

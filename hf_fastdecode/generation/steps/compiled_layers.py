@@ -31,7 +31,7 @@ from ..._compat import (
     tensor_version,
     uncompiled_call,
 )
-from ...cache.layout import ModelLayout
+from ...cache.layout.model import ModelLayout
 from ..instance_patch import own_method
 from ..stand_ins import find_stand_ins
 from .projections import linears

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
-from ...attention.interface import RowLengths
 from ...attention.kv import SuffixLengths
 from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
 from ...attention.launch.plan import HeadShape

@@ -17,7 +17,7 @@ from ...attention.kv import Scoring, SuffixLengths
 from ...attention.launch.own_nodes import choose_own_nodes
 from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import StepTables
-from ...cache.layout import Kind, Store
+from ...cache.layout.stores import Kind, Store
 from ...kernels.ahead import compile_in_background
 from ..decoding.sampling import compile_sampler
 from .cuda_graph import bucket

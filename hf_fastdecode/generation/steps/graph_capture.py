@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.interface import RowLengths
+from ...attention.active_passes import RowLengths
 from ...errors import PeerFailedError, Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products

@@ -29,7 +29,7 @@ from ..forward_pass import takes_positions
 from ..identity import captured_state
 from ..model_walk import ModelWalk
 from ..model_watch import ModelWatch
-from ..support import is_nothing
+from ..support.call import is_nothing
 from .captured_pass import CapturedPass
 from .captures import capture_reason
 from .cuda_graph import CaptureOptions

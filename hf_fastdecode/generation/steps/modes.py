@@ -17,7 +17,7 @@ from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..structure import Structure
-from ..support import step_arguments
+from ..support.call import step_arguments
 from .call_lock import LockHolder
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers

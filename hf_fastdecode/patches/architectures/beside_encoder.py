@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from ...attention.interface import SharedKV, shared_context_attention
+from ...attention.interface import shared_context_attention
 from ...attention.own_code import OwnCode
+from ...attention.placeholders import SharedKV
 from ...attention.stand_in_calls import attend_shared
 from ...errors import Unsupported
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...attention.interface import SharedKV
 from ...attention.own_code import OwnCode
+from ...attention.placeholders import SharedKV
 from ...attention.stand_in_calls import attend_shared
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.interface import SharedKV
 from ...attention.kv import Scoring
 from ...attention.own_code import OwnCode
+from ...attention.placeholders import SharedKV
 from ...cache.layers.latent import multiplying
 from ...parallel.groups import local_part
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...attention.autocast import no_autocast
-from ...attention.interface import SlidingWindow
 from ...attention.kv import ForestKV, Scoring, Segment
 from ...attention.partial import Partial, merge
+from ...attention.placeholders import SlidingWindow
 from ...attention.torch_operators.operators import cannot_run
 from ...cache.captured import CapturedCache
 from ...cache.handles import DecodeKV, PrefillKV

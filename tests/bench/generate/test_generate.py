@@ -11,7 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.interface import ATTENTION_NAME, shared_context_attention
+from hf_fastdecode.attention.active_passes import ATTENTION_NAME
+from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.bench.generate import measure as generate
 from hf_fastdecode.bench.generate import replaced_attention as replacing
 from hf_fastdecode.bench.generate import ways as generate_ways

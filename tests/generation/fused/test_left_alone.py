@@ -31,7 +31,7 @@ from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_walk import ModelWalk
 from hf_fastdecode.generation.model_watch import ModelWatch
 from hf_fastdecode.generation.structure import Structure
-from hf_fastdecode.generation.support import check_state
+from hf_fastdecode.generation.support.model import check_state
 
 from .test_modules import DEVICE, half, logits
 
@@ -248,7 +248,7 @@ def test_a_loop_of_the_users_that_changes_the_model(change: str, monkeypatch: py
             return input_ids
 
         with monkeypatch.context() as patched:
-            patched.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # classes of this file
+            patched.setattr("hf_fastdecode.generation.support.model.check_code", lambda _: None)  # this file's classes
             kept = cached_property(fused)
             kept.__set_name__(Structure, "fused")
             patched.setattr(Structure, "fused", kept)

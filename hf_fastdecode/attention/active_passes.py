@@ -1,0 +1,136 @@
+"""Forward passes over a shared-context cache: configs name our functions in them, and their longest row is known.
+
+`interface` registers the functions of that name with transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import Lock
+
+from transformers import PreTrainedConfig
+
+from .._compat import ATTENTION_FIELD
+from .own_code import own_code_of
+from .placeholders import NotATensorError
+
+ATTENTION_NAME = "hf_fastdecode"
+"""Name of the two functions in transformers' registries."""
+
+
+@dataclass
+class RowLengths:
+    """Length of the longest row in the forward passes inside `active`, which decides whether windows hide tokens.
+
+    Attributes:
+        longest: Tokens of the longest row at the end of the pass. Windows of at least this size hide nothing and are
+            dropped: layers then attend without a window.
+        same_up_to: The smallest window that was dropped; None if none was. Rows of up to this length get the same
+            computation, longer ones need the window (a captured step checks that).
+    """
+
+    longest: int
+    same_up_to: int | None = None
+
+    def keep_if_binding(self, window: int | None) -> int | None:
+        """The window if it hides any token of the longest row; else None, with the window noted in `same_up_to`."""
+        if window is None or self.longest > window:
+            return window
+        self.same_up_to = min(window, self.same_up_to or window)
+        return None
+
+
+# Of the current forward pass; None outside `active`, hence in other threads.
+_lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
+
+
+def lengths_of_pass() -> RowLengths | None:
+    """Those of the current forward pass of this thread; None outside `active`."""
+    return _lengths.get()
+
+
+def require_active(what: str = "update", whose: str = "keys and values") -> None:
+    """Raise `NotATensorError` outside of `active`: only passes within it can read a shared-context cache."""
+    if _lengths.get() is None:
+        raise NotATensorError(what, whose)
+
+
+class _NameOfPasses(str):
+    """`ATTENTION_NAME`, which stock passes of other threads also find equal to what their config named before."""
+
+    before: str | None
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or (_lengths.get() is None and self.before == other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class ConfigSwitch:
+    """Makes configs name our functions for the time of some forward passes, and restores what they named before.
+
+    Passes of several threads, or of models that share a config, may overlap, so entries are counted: the first pass to
+    enter switches a config, the last to leave restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._entries: dict[int, tuple[str | None, int]] = {}
+
+    def enter(self, config: PreTrainedConfig) -> None:
+        with self._lock:
+            before, count = self._entries.get(id(config), (getattr(config, ATTENTION_FIELD), 0))
+            self._entries[id(config)] = before, count + 1
+            setattr(config, ATTENTION_FIELD, _name_in(config, before))
+
+    def leave(self, config: PreTrainedConfig) -> None:
+        with self._lock:
+            before, count = self._entries.pop(id(config))
+            if count > 1:
+                self._entries[id(config)] = before, count - 1
+            else:
+                setattr(config, ATTENTION_FIELD, before)
+
+    def before(self, config: PreTrainedConfig) -> str:
+        """The attention implementation that a config names when no pass has switched it, ``sdpa`` by default."""
+        with self._lock:  # another thread may have restored the config since our function was called
+            known = self._entries.get(id(config))
+            name: str | None = getattr(config, ATTENTION_FIELD, None) if known is None else known[0]
+        return name if name and name != ATTENTION_NAME else "sdpa"
+
+
+def _name_in(config: PreTrainedConfig, before: str | None) -> str:
+    own = own_code_of(type(config))
+    if own is None or not own.compares_name:
+        return ATTENTION_NAME
+    name = _NameOfPasses(ATTENTION_NAME)
+    name.before = before
+    return name
+
+
+config_switch = ConfigSwitch()
+
+
+@contextmanager
+def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator[None]:
+    """Make these configs name our attention and mask function inside the context; restores them on exit.
+
+    They are the distinct config objects that the model's attention layers and mask creation read.
+    """
+    entered: list[PreTrainedConfig] = []
+    token = _lengths.set(lengths)
+    try:
+        for config in configs:
+            config_switch.enter(config)
+            entered.append(config)
+        yield
+    finally:
+        for config in entered:
+            config_switch.leave(config)
+        _lengths.reset(token)

@@ -1,0 +1,149 @@
+"""What the fields of a config say of its layers: their types, their stores, and the sizes of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ...attention.own_code import own_code_of
+from ..states_in_caches import STATES_IN_CACHES
+from .stores import PER_TOKEN, Kind, Store
+
+STATEFUL: Final = "stateful"
+"""Type of the layers of a config that names neither types of layers nor attention heads."""
+
+# By the names of `layer_types` in configs, of every transformers release that is supported.
+_KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
+    "full_attention": (Kind.FULL,),
+    "attention": (Kind.FULL,),
+    "global": (Kind.FULL,),
+    "local": (Kind.SLIDING,),
+    "sliding_attention": (Kind.SLIDING,),
+    "chunked_attention": (Kind.CHUNKED,),
+    "linear_attention": (Kind.STATE,),
+    "mamba": (Kind.STATE,),
+    "conv": (Kind.STATE,),
+    STATEFUL: (Kind.STATE,),
+    "hybrid": (Kind.STATE, Kind.FULL),
+    "hybrid_sliding": (Kind.STATE, Kind.SLIDING),
+    "mlp": (),
+    "moe": (),
+}
+# Fields that layers with a window have in the place of the others'.
+_OF_WINDOWS: Final = {
+    "num_attention_heads": "swa_num_attention_heads",
+    "num_key_value_heads": "swa_num_key_value_heads",
+    "head_dim": "swa_head_dim",
+    "v_head_dim": "swa_v_head_dim",
+}
+# Fields of a decoder alone whose config is one of encoders too, where the others' are an encoder's.
+OF_DECODERS: Final = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "num_key_value_heads": "decoder_attention_heads",
+}
+
+_IN_CODE: Final = {"mimo_v2_flash": 2}
+"""Factors on the KV heads of layers with a window, by model type, that stand in modelling code and in no config."""
+
+
+def read_field(config: Any, name: str) -> Any:
+    """A config field, or None; configs raise when layers differ in it and no layer is named."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
+
+
+def number(config: Any, name: str) -> int:
+    """A positive whole number of a config, or 0."""
+    value = read_field(config, name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def run_again(config: Any) -> list[int]:
+    """The layers of further runs, in the order of their caches, of models that run some layers several times."""
+    first, count = number(config, "n_input_layers"), number(config, "n_recurrent_layers")
+    if read_field(config, "recurrent_kv_cache_mode") != "per_loop":
+        return []
+    return list(range(first, first + count)) * (number(config, "n_recurrent_loops") - 1)
+
+
+def layer_types(config: Any, each: Any, count: int) -> tuple[str, ...]:
+    """The layers' types; without a list in the config, those that transformers' caches derive from windows."""
+    given = list(read_field(config, "layer_types") or read_field(config, "attention_layers") or ())[:count]
+    if given:
+        return tuple(given + given[-1:] * (count - len(given)))
+    distinct = {id(one): one for one in each}
+    if not any(number(one, "num_attention_heads") for one in distinct.values()):  # RWKV, xLSTM
+        return (STATEFUL,) * count
+    derived = {
+        key: "full_attention" if _window(one, Kind.SLIDING) is None else "sliding_attention"
+        for key, one in distinct.items()
+    }
+    return tuple(derived[id(one)] for one in each)
+
+
+def lists_layers(config: Any) -> bool:
+    """Whether a config has lists with an entry per layer, or with layers' indices."""
+    return any(read_field(config, name) for name in ("num_attention_heads_per_layer", "cross_attention_layers"))
+
+
+def stores_of(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
+    """What a layer stores, by its own config."""
+    if "attention" in (read_field(config, "skip") or ()):
+        return ()
+    if index in (read_field(config, "cross_attention_layers") or ()):  # which do not run without images
+        return ()
+    kinds = _KINDS.get(layer_type, (Kind.OTHER,))
+    if read_field(config, "kv_lora_rank"):
+        kinds = tuple(Kind.LATENT if kind in PER_TOKEN else kind for kind in kinds)
+    stores = [_store(config, kind, index) for kind in kinds]
+    if read_field(config, "add_cross_attention"):
+        stores.append(_store(config, Kind.CROSS, index))
+    return tuple(stores)
+
+
+def _store(config: Any, kind: Kind, index: int) -> Store:
+    if kind is Kind.STATE:
+        if (own := own_code_of(type(config))) is not None and own.states is not None:
+            return Store(kind, states=own.states.count, continues=own.states.continues)
+        count = number(config, "number_of_conv_states") or 1
+        return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
+    if kind is Kind.OTHER:
+        return Store(kind)
+    if kind is Kind.LATENT:
+        latent, rest = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
+        return Store(kind, number(config, "num_attention_heads"), 1, latent + rest, latent)
+    window = _window(config, kind)
+    if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
+        kind = Kind.FULL
+    elif kind is Kind.SLIDING and not (number(config, "sliding_window") or number(config, "window_size")):
+        kind = Kind.CHUNKED
+
+    def size(name: str) -> int:
+        own = number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
+        return own or number(config, OF_DECODERS.get(name, name)) or number(config, name)
+
+    listed = read_field(config, "num_attention_heads_per_layer")
+    heads = listed[index] if listed else size("num_attention_heads")
+    kv_heads = size("num_key_value_heads") * (_IN_CODE.get(config.model_type, 1) if kind is Kind.SLIDING else 1)
+    if not kv_heads and read_field(
+        config, "new_decoder_architecture"
+    ):  # Falcon, where `multi_query` then says nothing
+        kv_heads = number(config, "num_kv_heads")
+    if not kv_heads:  # gpt_bigcode names the choice, not the number
+        kv_heads = 1 if read_field(config, "multi_query") else heads
+    hidden = number(config, "hidden_size")
+    head_dim = size("head_dim") or number(config, "kv_channels")
+    head_dim = head_dim or (hidden // size("num_attention_heads") if size("num_attention_heads") else 0)
+    return Store(kind, heads, kv_heads, head_dim, size("v_head_dim") or head_dim, window)
+
+
+def _window(config: Any, kind: Kind) -> int | None:
+    """The window of a layer with one, in tokens; None when the config names none, or one of no tokens."""
+    if kind not in (Kind.SLIDING, Kind.CHUNKED):
+        return None
+    names = ("sliding_window", "window_size", "attention_chunk_size")
+    sizes = (number(config, name) for name in (names if kind is Kind.SLIDING else names[::-1]))
+    return next(filter(None, sizes), None)

@@ -1,0 +1,1 @@
+"""Overrides of an enabled model's methods; `methods` lists them."""

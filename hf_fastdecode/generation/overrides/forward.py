@@ -1,0 +1,97 @@
+"""``forward``: passes over a shared-context cache."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
+from ...attention.active_passes import RowLengths
+from ...attention.stand_in_calls import at_positions
+from ...cache.direct_pass import check_mask, named_arguments, next_positions
+from ...cache.shared import SharedContextCache
+from ..active_call import active_call_of_thread, structure_of_call
+from ..forward_pass import input_device, takes_positions
+from ..inputs.encoded import prompt_names
+from ..model_state import ModelState
+from ..same_calls import require_same_pass
+
+
+def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a pass over a shared-context cache, if it is given one, else the model's own method."""
+    cache = cache_in(kwargs)
+    if isinstance(ignored_cache(kwargs), SharedContextCache):
+        model_state.log_once(
+            f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} and "
+            "otherwise ignores: the pass runs without it"
+        )
+    if cache is None:
+        cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
+    if not isinstance(cache, SharedContextCache):
+        return model_state.methods.original(model, "forward")(*args, **kwargs)
+    return _forward_shared(model_state, model, cache, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as `forward_pass` does, for direct passes
+def _forward_shared(
+    model_state: ModelState, model: PreTrainedModel, cache: SharedContextCache, /, *args: Any, **kwargs: Any
+) -> Any:
+    names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
+    given = named_arguments(names, args, kwargs)
+    if cache.first_pass is not None:
+        return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
+    called = prompt_names(model)
+    input_ids = given.get(called.ids)
+    inputs = input_ids if input_ids is not None else given.get(called.embeddings)
+    rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
+    if not cache.state.packed:
+        if cache.checks_masks:
+            check_mask(cache, given.get(called.mask), queries)
+        unplaced = given.get(called.positions) is None and takes_positions(model)
+        if isinstance(inputs, Tensor) and len(inputs) == cache.rows and unplaced:
+            # The model would count from the longest row, padding included.
+            given |= {called.positions: next_positions(cache, queries).to(inputs.device)}
+            args, kwargs = (), given
+    if cache.inputs is not None:  # in the place of as many rows as the decoder has
+        given |= cache.inputs.arguments
+    elif model.config.is_encoder_decoder:
+        raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
+    structure = structure_of_call(model_state, model)
+    active_call = active_call_of_thread.get()
+    if active_call is not None and active_call.loop is not None:
+        structure.forget()  # the user's loop may have changed the model since the last pass
+        if not cache.state.packed:
+            require_same_pass(model, structure.ranks, input_ids, queries)
+    output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
+    if output is None:
+        own = cache.state.tensors_of_pass is not None  # by transformers' own attention
+        passing = nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries)))
+        alike = cache.all_or_nothing(rows, queries)
+        with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, alike:
+            if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
+                require_same_pass(model, structure.ranks, input_ids, queries)
+            if cache.state.met is None or cache.state.met() is not model:
+                cache.meet(structure.layout)
+                cache.state.met = ref(model)
+            original = model_state.methods.original(model, "forward")
+            positions = given.get(called.positions)
+            if positions is None and cache.inputs is not None:  # counted by the slots of the cache
+                positions = torch.arange(queries, device=input_device(model))[None] + cache.get_seq_length()
+            with at_positions(positions):
+                if cache.inputs is None:
+                    output = original(*args, **kwargs)
+                else:
+                    output = original(**with_cache(given, cache.inputs.view(cache, cache.state)))
+                    output[CACHE] = cache
+            if not cache.state.packed and isinstance(input_ids, Tensor):
+                cache.record_tokens(input_ids)
+    report = model_state.last_call
+    if report is not None and report.cache is not None and report.cache() is cache:
+        report.observe(cache)
+    return output

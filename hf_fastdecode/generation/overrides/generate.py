@@ -1,0 +1,206 @@
+"""``generate``, and the methods in which it chooses a mode, a cache and an encoder's output."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin, GenerationMode
+
+from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
+from ...cache.encoder_decoders import ENCODER_DECODERS
+from ...cache.layers.cross import ENCODER_OUTPUTS
+from ...cache.shared import SharedContextCache
+from ...errors import Unsupported
+from ...parallel.groups import in_several_processes
+from ...parallel.unwatched import UNWATCHED, Unwatched
+from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
+from ..call_context import CallContext
+from ..forward_pass import forget_offset
+from ..inputs.encoded import encode_distinct
+from ..inputs.hooks import hold_before_encoding
+from ..loop_argument import hands_generate_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from ..model_state import ModelState
+from ..prompts.first_pass import FirstPassPrompts
+from ..report import CallReport
+from ..same_calls import require_same_call, require_same_draws
+from ..support.call import check_call, other_loop
+from ..support.model import check_sequence_parallel
+from .decoding_loop import decode
+
+# Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
+_PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
+
+
+def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    """Decide whether the call shares; other decoding loops get a cache that prefills on their first pass."""
+    prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
+    active_call = active_call_of_thread.get()
+    loop_is_ours = active_call is not None and active_call.loop_is_ours
+    users_loop = active_call.loop if active_call is not None else None
+    if active_call is not None and active_call.model is model:
+        active_call.context = None  # of an earlier try, which failed before it decoded
+    if model_state.disable_pending and not loop_is_ours:
+        return prepare()
+    model_state.last_call = report = CallReport()
+    if active_call is not None and active_call.model is model:
+        active_call.report = report
+    given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
+    newer = untested_transformers()
+    if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
+        report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
+        model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
+        return prepare()
+    generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
+    structure = structure_of_call(model_state, model)
+    call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
+    report.ranks = call.ranks.count
+    given_tensors: dict[str, Tensor] = {}
+    if active_call is not None and active_call.model is model:
+        call.scope, given_tensors = active_call.scope, active_call.given
+        held = active_call.inputs
+        call.inputs = None if held is None or held.says_nothing else held
+    loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
+    require_same_call(call, given_tensors, loop or generation_mode.value)
+    with call.or_stock(), call.ranks.together():
+        check_call(model, structure, generation_mode, generation_config, model_kwargs)
+        if call.inputs is not None:
+            call.inputs.check(model, structure, generation_mode)
+        check_sequence_parallel(model, structure, longest=max_cache_length + 1)
+        if not loop_is_ours and users_loop is None:
+            raise Unsupported(_why_not_ours(model_state, model))
+        if loop is not None and generation_config.cache_implementation == "static":
+            raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
+    if call.runs_stock:
+        model_state.captures.end_ahead(call.scope)
+        require_same_draws(call, "transformers")
+        call.ranks.watch.enter_foreign_loop()
+        return prepare()
+    if loop is None:
+        assert active_call is not None  # for the loop is ours
+        if active_call.model is model:
+            active_call.context = call
+        return prepare()
+    model_kwargs.pop(CACHE, None)
+    prepared = prepare()  # creates the fallback cache
+    cache = SharedContextCache(backend=call.options.backend)
+    cache.first_pass = FirstPassPrompts(
+        call,
+        stock=model_kwargs.get(CACHE),
+        longest=max_cache_length + 1,
+        loop=loop,
+        checks_masks=users_loop is not None or call.returns_cache,
+    )
+    generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
+    report.reason = f"the decoding loop of {loop} has not called the model"
+    require_same_draws(call, f"the loop of {loop}")
+    model_kwargs[CACHE] = cache
+    return prepared
+
+
+def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
+    original = model_state.methods.original(model, "generate")
+    signature = signature_of(original)
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
+    takes = takes and pass_loop_on(original)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
+    with model_state.call(model) as may_share:
+        ours = may_share and takes and loop is None
+        tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
+        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
+        token = active_call_of_thread.set(call)
+        try:
+            with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
+                if may_share and isinstance(cache_in(kwargs), SharedContextCache):
+                    forget_offset(model)
+                if ours:
+                    _begin_prefill(model_state, model, call, args, kwargs)
+                output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
+            if ours and call.report is not None and not (call.report.reason or call.report.rows):
+                call.report.reason = f"{name_of(original)}, which replaces generate, left out custom_generate"
+                model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
+            return output
+        except BaseException as error:
+            if call.report is None:  # failed before the path was chosen
+                model_state.last_call = call.report = CallReport()
+            call.report.fail(error)
+            raise
+        finally:
+            call.scope.close()
+            active_call_of_thread.reset(token)
+            if call.structure is not None:
+                call.structure.release()
+
+
+def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:
+    """What ends this call when another process of the model fails."""
+    if not may_share or not in_several_processes():
+        return UNWATCHED
+    watch = structure_of_call(model_state, model).ranks.watch
+    watch.frees(model_state.captures)
+    return watch
+
+
+def _begin_prefill(
+    model_state: ModelState, model: PreTrainedModel, call: ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
+    if in_several_processes() and structure_of_call(model_state, model).ranks.count > 1:
+        return  # they do not capture prefill, and agree on who holds the captures
+    prefills = model_state.captures.prefills
+    prefills.asked = len(args), frozenset(kwargs)
+    if prefills.again is None or prefills.again[1] != prefills.asked or model_state.options.reuse_prefix:
+        return
+    if kwargs.get(CACHE) is None:
+        inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        model_state.captures.begin_prefill(model, inputs, call.scope)
+
+
+def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
+    """Why `generate` could not be given this package's decoding loop."""
+    if not (model_state.methods.wraps("generate") or hands_generate_on(type(model), {})):
+        return "the model's class has a generate of its own"
+    name = name_of(model_state.methods.original(model, "generate"))
+    return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
+
+
+def extract_generation_mode_kwargs(
+    model_state: ModelState, model: PreTrainedModel, custom_generate: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Hide this package's loop from the model's own method."""
+    original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
+    call = active_call_of_thread.get()
+    if call is not None and call.model is model:
+        call.begin(may_hold=custom_generate is decode and not model.config.is_encoder_decoder)
+    return original(None if custom_generate is decode else custom_generate, *args, **kwargs)
+
+
+def get_deprecated_gen_repo(
+    model_state: ModelState,
+    model: PreTrainedModel,
+    mode: GenerationMode,
+    trust_remote_code: Any,
+    custom_generate: Any = None,
+) -> Any:
+    """Hide this package's loop from the model's own method."""
+    original = model_state.methods.original(model, "_get_deprecated_gen_repo")
+    return original(mode, trust_remote_code, None if custom_generate is decode else custom_generate)
+
+
+def encode(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    """Run an encoder once for neighbouring rows of one input; hold back images, video and audio of a decoder."""
+    if not model.config.is_encoder_decoder:
+        return hold_before_encoding(model_state, model, inputs_tensor, model_kwargs, *args)
+    original = model_state.methods.original(model, ENCODE)
+    encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
+    if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
+        found: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
+        return found
+    return encode_distinct(lambda inputs, arguments: original(inputs, arguments, *args), inputs_tensor, model_kwargs)

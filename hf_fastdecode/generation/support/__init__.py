@@ -1,0 +1,1 @@
+"""Which `generate` calls run with shared context, and why others run stock: by model, call and prompts."""
