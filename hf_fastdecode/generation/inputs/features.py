@@ -177,7 +177,8 @@ def _of_images(output: Any, images: Sequence[_Image]) -> list[_Features] | None:
     if not isinstance(output, ModelOutput):
         return None
     fields: list[dict[str, Any]] = [{} for _ in images]
-    for name, value in output.items():
+    known = {name: value for name, value in vars(output).items() if value is not None}  # some set none of its fields
+    for name, value in known.items():
         parts = _parts(value, images, of_layers=name != "pooler_output")
         if parts is None and name not in _SPARE:
             return None
@@ -213,7 +214,12 @@ def _joined(features: Sequence[_Features]) -> ModelOutput | None:
     """The output of these images, which may be some several times; None where parts have different sizes."""
     kind, fields = features[0].kind, features[0].fields
     joined = {name: _joined_parts([one.fields.get(name) for one in features]) for name in fields}
-    return kind(**joined) if all(value is not None for value in joined.values()) else None
+    if any(value is None for value in joined.values()):
+        return None
+    output = kind(**{name: value for name, value in joined.items() if name in kind.__dataclass_fields__})
+    for name in joined.keys() - kind.__dataclass_fields__.keys():
+        setattr(output, name, joined[name])
+    return output
 
 
 def _joined_parts(parts: Sequence[Any]) -> Any:
