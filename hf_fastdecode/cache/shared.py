@@ -115,6 +115,7 @@ class SharedContextCache(PassCache):
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
+        twin.state.counts_tokens = self.state.counts_tokens
         twin.inputs = self.inputs
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:

@@ -116,6 +116,8 @@ TOWERS = {
     "Idefics3ForConditionalGeneration": "vision_model",
 }
 
+WITH_STATES_TOO = [*[name for name in TOWERS if "Idefics" not in name], "Qwen3_5ForConditionalGeneration"]
+
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_an_image_of_several_prompts_is_encoded_once(name):
@@ -143,7 +145,7 @@ def _images_of(args, kwargs):
     return len(args[0] if args else next(kwargs[name] for name in ("hidden_states", "pixel_values") if name in kwargs))
 
 
-@pytest.mark.parametrize("name", [*[name for name in TOWERS if "Ide" not in name], "Qwen3_5ForConditionalGeneration"])
+@pytest.mark.parametrize("name", WITH_STATES_TOO)
 def test_questions_about_the_same_images_share_what_comes_before(name, monkeypatch):
     """Images, and text around them, in nodes of two levels; the questions' own tokens run in passes of their own."""
     monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
@@ -231,17 +233,71 @@ def test_token_types_of_text_alone_say_nothing(model):
     assert report.prefilled_tokens == (160 if model.config.model_type == "qwen3_5" else 120)
 
 
-@pytest.mark.parametrize("call", ["samples", "beams"])
-def test_no_cache_with_images_is_kept(model, call):
-    inputs = prompts_with_images(model, SEVERAL[0])
+def followed(inputs, *tokens):
+    """The prompts with these tokens of text behind them, ``[rows, tokens]`` each."""
+    ids, behind = inputs["input_ids"], torch.cat(tokens, 1)
+    longer = {
+        name: torch.cat([part, part.new_full(behind.shape, name == "attention_mask")], 1)
+        for name, part in inputs.items()
+        if part.shape == ids.shape
+    }
+    return inputs | longer | {"input_ids": torch.cat([ids, behind], 1)}
+
+
+@pytest.mark.parametrize("name", WITH_STATES_TOO)
+def test_turns_about_the_same_images(name):
+    """A kept cache holds the images' tokens, and no later turn encodes them again; so does a returned one."""
+    model, counted = tiny_model_of(name), []
+    model.generation_config.suppress_tokens = [
+        token for name, token in vars(model.config).items() if name.endswith(("_token_id", "_index")) and token
+    ]
+    inputs = prompts_with_images(model, (5, SMALL, 9), (3, TALL, 12))
+    question, another = torch.randint(3, 90, (2, 2, 6), generator=torch.Generator().manual_seed(0))
+    turn, lengths = followed(inputs, question), tuple(inputs["attention_mask"].sum(1).tolist())
+    stock = {call: run(model, turn, call) for call in CALLS}
+    tower = getattr(model.model, TOWERS.get(name, "visual"))
+    with fd.enabled(model), before_calls(tower, lambda *_: counted.append(1)):
+        kept = fd.prefill(model, inputs)
+        assert len(counted) == 1
+        for call in CALLS:
+            assert torch.equal(run(model, turn | {CACHE: kept}, call), stock[call])
+            assert fd.explain(model).last_call.known_tokens == lengths
+        returned = run(model, turn | {CACHE: kept, "return_dict_in_generate": True}, "greedy")
+        assert torch.equal(returned.sequences, stock["greedy"])
+        said = returned.sequences[:, turn["input_ids"].shape[1] :]
+        later = followed(turn, said, another)
+        found = run(model, later | {CACHE: returned[CACHE]}, "samples")
+        assert fd.explain(model).last_call.known_tokens == tuple(length + 6 + 7 for length in lengths)
+        assert len(counted) == 1
+    assert torch.equal(found, run(model, later, "samples"))
+
+
+def test_kept_images_are_those_of_the_call(model):
+    """Prompts with other ones, or with more behind the kept tokens, are computed whole."""
+    inputs = prompts_with_images(model, (9, SMALL, 9))
+    others = [prompts_with_images(model, (9, (4, 4, 1), 9, 5)), prompts_with_images(model, (9, SMALL, 9, TALL, 5))]
+    for other in others:
+        other["input_ids"][:, : 9 + 6] = inputs["input_ids"][:, : 9 + 6]
+    others[1]["input_ids"][:, :24] = inputs["input_ids"]
+    stock = [run(model, other, "samples") for other in others]
     with fd.enabled(model):
-        kept = fd.prefill(model, inputs["input_ids"][:, :5])
-        with pytest.raises(ValueError, match="is for positions of text, and prompts come with"):
-            run(model, inputs | {CACHE: kept}, call)
-        run(model, inputs | {"return_dict_in_generate": True}, call)
-        report = fd.explain(model).last_call
-    assert report.path == "stock"
-    assert "and the call's cache would be kept" in report.reason
+        kept = fd.prefill(model, inputs)
+        for other, expected in zip(others, stock, strict=True):
+            assert torch.equal(run(model, other | {CACHE: kept}, "samples"), expected)
+            assert fd.explain(model).last_call.known_tokens == (0,)
+        if model.config.model_type != "qwen3_5":
+            with pytest.raises(ValueError, match="pass position_ids, or the whole prompt"):
+                model(torch.ones(1, 1, dtype=torch.long), **{CACHE: kept})
+
+
+def test_prompts_that_attend_both_ways_are_not_kept():
+    model = tiny_model_of("PaliGemmaForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 9))
+    with fd.enabled(model, min_saved_tokens=1):
+        with pytest.raises(ValueError, match="text behind them is not continued"):
+            fd.prefill(model, inputs)
+        run(model, inputs | {"return_dict_in_generate": True}, "samples")
+        assert "text behind them is not continued" in fd.explain(model).last_call.reason
 
 
 def test_a_generate_that_makes_several_calls(monkeypatch):

@@ -7,7 +7,7 @@ the placeholders of each row say how many images are its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...errors import Unsupported
 from .given import GivenInputs
 
 _AUDIO = ("audio", "feature", "speech", "input_values")
@@ -25,6 +26,18 @@ class _Counts(NamedTuple):
 
     tokens: list[int]
     runs: list[int]
+
+
+class RowImage(NamedTuple):
+    """An image of a row, or all images of one kind.
+
+    Attributes:
+        places: Of the tokens that stand for it, in the row's width; int64 on the CPU.
+        parts: What arguments have for it, by name.
+    """
+
+    places: Tensor
+    parts: dict[str, Tensor]
 
 
 class InputRows:
@@ -92,6 +105,34 @@ class InputRows:
                 joined[name] = chosen.masked_fill_((at < 0).reshape(*at.shape, *[1] * (value.dim() - 2)), 0)
         return joined
 
+    def images_of(self, given: int) -> Iterator[RowImage]:
+        """The images of a given row: each by itself where a grid tells how many tokens it has, else all of a kind.
+
+        Raises:
+            Unsupported: An argument is not known to belong to tokens of the row.
+        """
+        names: dict[str, list[str]] = {}
+        for name, value in self._arguments.items():
+            if self.unclear is not None or not isinstance(value, Tensor) or not value.dim():
+                raise Unsupported(f"it is not known which tokens the argument {self.unclear or name!r} belongs to")
+            if name not in self._of_tokens:
+                names.setdefault(_kind(name), []).append(name)
+        stands = torch.zeros(self._ids.shape[1], dtype=torch.bool, device="cpu")
+        for kind, of_kind in names.items():
+            token = self._token(kind)
+            held = torch.zeros_like(stands) if token is None else (self._ids[given] == token).cpu()
+            parts = {name: part for name in of_kind if len(part := self._part(name, given))}
+            if bool(held.any()) != bool(parts):
+                raise Unsupported(f"it is not known which tokens the argument {of_kind[0]!r} belongs to")
+            stands |= held
+            if parts:
+                yield from _each(kind, held.nonzero().flatten(), parts)
+        typed = (value[given].cpu() != 0 for value in self._of_tokens.values())
+        if any(bool((one.flatten(1).any(1) if one.dim() > 1 else one).logical_and(~stands).any()) for one in typed):
+            raise Unsupported(
+                f"the argument {next(iter(self._of_tokens))!r} says more than which tokens are of images"
+            )
+
     def equal(self, row: int, other: int) -> bool:
         """Whether two rows of the call come with equal images, whatever their prompts are; where rows are apart."""
         given = row // self.copies, other // self.copies
@@ -124,7 +165,7 @@ class InputRows:
         return [value[row // self.copies, first : first + count] for value in self._of_tokens.values()]
 
     def _part(self, name: str, row: int) -> Tensor:
-        starts = self._starts[name]
+        starts = self._starts[name] if self.rows > 1 else [0, len(self._arguments[name])]
         part: Tensor = self._arguments[name][starts[row] : starts[row + 1]]
         return part
 
@@ -188,6 +229,22 @@ def _kind(name: str) -> str:
     if "video" in name or name.startswith("second_per_grid"):
         return "video"
     return "audio" if any(part in name for part in _AUDIO) else "image"
+
+
+def _each(kind: str, places: Tensor, parts: dict[str, Tensor]) -> Iterator[RowImage]:
+    """The images of one kind by themselves, if that is known, see `InputRows.images_of`."""
+    grid = parts.get(f"{kind}_grid_thw")
+    patches = [] if grid is None else [int(count) for count in grid.prod(1).tolist()]
+    merged, rest = divmod(sum(patches), len(places))
+    sizes = {
+        name: {len(patches): [1] * len(patches), sum(patches): patches}.get(len(part)) for name, part in parts.items()
+    }
+    if not patches or rest or any(count % merged for count in patches) or None in sizes.values():
+        yield RowImage(places, parts)
+        return
+    of_images = {name: part.split(sizes[name]) for name, part in parts.items()}
+    for index, own in enumerate(places.split([count // merged for count in patches])):
+        yield RowImage(own, {name: split[index] for name, split in of_images.items()})
 
 
 def _sums(counts: Iterable[int]) -> list[int]:

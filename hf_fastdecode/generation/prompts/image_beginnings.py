@@ -6,8 +6,10 @@ from stored keys and values, or states, as it does other text, if it does not at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,28 +17,63 @@ from torch import Tensor
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
+from ..inputs.image_ids import ids_of_images
 from ..inputs.rows import InputRows
 from .by_rows import Rows, prefill_rows
 from .packed import prefill_nodes
-from .prompt_plan import FEWEST, PromptGroup, StoredPrompts, compare_prompts
+from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, compare_prompts
 
 
-def shared_beginnings(call: CallContext, groups: Sequence[PromptGroup], common: Sequence[int]) -> list[int]:
-    """Of the tokens that neighbouring prompts of a call with images begin with, how many they may share.
+class ImageBeginnings(NamedTuple):
+    """What prompts of a call with images may share with each other, and reuse of a given cache."""
 
-    Args:
-        groups: The prompts, in row order.
-        common: Length of the common prefix of the tokens of groups ``i`` and ``i + 1``.
+    call: CallContext
+
+    def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
+        """The same prompts, of which neighbours have in common what they may share."""
+        images, common = self.call.input_rows, prompts.common
+        shared = [0] * len(common)
+        if images is not None and images.apart and any(common):
+            pairs = zip(pairwise(_firsts(prompts.groups)), common, strict=True)
+            shared = [_shared(images, self.call.positions.ids, *pair, length) for pair, length in pairs]
+            if any(shared) and not _continues_text(self.call, prompts.groups[0].tokens[-1:]):
+                shared = [0] * len(common)
+        return replace(prompts, common=shared)
+
+    def reusing(self, prompts: ComparedPrompts) -> ComparedPrompts:
+        """The same prompts, which reuse nothing where images stand behind what they would."""
+        images, stored = self.call.input_rows, list(prompts.stored)
+        assert images is not None
+        for index, (row, group) in enumerate(_firsts(prompts.groups)):
+            reused = prompts.reused_lengths[index]
+            if reused and (group.gaps or reused < len(group.tokens) - images.text_after(row)):
+                stored[index] = (), 0
+                self.call.state.log_once(
+                    "a prompt is computed whole, although the given cache holds a part of it: images stand behind that"
+                )
+        return replace(prompts, stored=stored)
+
+
+def kept_ids(call: CallContext, input_ids: Tensor) -> Tensor:
+    """Ids of prompts of a call whose cache is kept or given, see `ids_of_images`.
+
+    Raises:
+        Unsupported: The call's images have no such ids, or text behind them cannot be continued.
     """
     images = call.input_rows
-    if images is None or not images.apart or not any(common):
-        return [0] * len(common)
-    firsts = [0, *accumulate(group.count for group in groups[:-1])]
-    shared = [
-        _shared(images, call.positions.ids, *pair, length)
-        for pair, length in zip(pairwise(zip(firsts, groups, strict=True)), common, strict=True)
-    ]
-    return shared if any(shared) and _continues_text(call, groups[0].tokens[-1:]) else [0] * len(common)
+    assert images is not None
+    ids = ids_of_images(images, input_ids)
+    if not _continues_text(call, ids[0, -1:]):
+        raise Unsupported(
+            f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
+            "them is not continued: it does not attend causally, or layers do not continue states"
+        )
+    return ids
+
+
+def _firsts(groups: Sequence[PromptGroup]) -> Iterator[tuple[int, PromptGroup]]:
+    """Each group with the first of its rows in the call."""
+    return zip([0, *accumulate(group.count for group in groups[:-1])], groups, strict=True)
 
 
 def _shared(

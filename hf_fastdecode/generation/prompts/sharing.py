@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import ref
 
@@ -25,6 +25,7 @@ from ...parallel.agreement import described
 from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
+from .image_beginnings import ImageBeginnings
 from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
 logger = logging.getLogger("hf_fastdecode")
@@ -55,7 +56,7 @@ def find_shared(
     recompute: int = 0,
     by_rows: bool = False,
     alike: bool = False,
-    beginnings: Callable[[list[PromptGroup], list[int]], list[int]] | None = None,
+    images: ImageBeginnings | None = None,
     reuse: bool = True,
     ahead: bool = False,
 ) -> Shared:
@@ -67,7 +68,7 @@ def find_shared(
         by_rows: Whether different prompts share nothing, see `by_rows`.
         alike: Whether they nevertheless do where they begin alike and layers have states, see
             `ComparedPrompts.from_ends`.
-        beginnings: Of prompts that come with images, tells how much neighbours may share; by default nothing.
+        images: Of prompts that come with images, tells what they may share and reuse.
         reuse: Whether stored tokens may be used: of the given cache, or if the options allow it, of the prefix store.
         ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
@@ -90,7 +91,7 @@ def find_shared(
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    alike = alike or beginnings is not None
+    alike = alike or images is not None
     apart = by_rows and not states and not alike  # `from_ends` decides of those with states
     least = max(len(group.tokens) for group in groups) + 1 if apart else options.min_shared_tokens
 
@@ -98,7 +99,7 @@ def find_shared(
         cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
         cache.state.parallel = call.structure.parallel
         prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
-        return cache, prompts if beginnings is None else replace(prompts, common=beginnings(groups, prompts.common))
+        return cache, prompts if images is None else images.sharing(prompts)
 
     cache, prompts = compared(base)
     for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
@@ -124,8 +125,9 @@ def find_shared(
     if states:
         prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
-    elif beginnings is not None:
-        prompts = prompts.if_it_saves()
+    if images is not None:
+        prompts = images.reusing(prompts if states else prompts.if_it_saves())
+        call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
     return Shared(cache, prompts, base is not None, keeps and reuse)
 
