@@ -178,6 +178,17 @@ LOOP_METHODS: Final = (
 )
 """Methods of `GenerationMixin` that its loop calls and ours does not; replace it with a documented list of seams."""
 
+
+def prefill_of_transformers(
+    model: PreTrainedModel, ids: Tensor, config: GenerationConfig, arguments: dict[str, Any]
+) -> Any:
+    """The output of the first pass of transformers' loops, in chunks if the config asks for them.
+
+    Replace it if transformers makes the method public.
+    """
+    return model._prefill(ids, config, arguments)
+
+
 ENCODE: Final = (
     "_maybe_prepare_encoder_kwargs_for_generation"
     if hasattr(GenerationMixin, "_maybe_prepare_encoder_kwargs_for_generation")
@@ -211,6 +222,19 @@ def optimized_for_decode(model: PreTrainedModel) -> AbstractContextManager[None]
 def keeps_logits(model: PreTrainedModel) -> bool:
     """Whether `forward` takes ``logits_to_keep``; replace it if transformers makes the query public."""
     return model._supports_logits_to_keep()
+
+
+def torch_function(function: Any) -> Any:
+    """transformers' function in PyTorch, where a model's function is a package's in its place, for GPUs only.
+
+    Other functions are returned as they are. Replace it if transformers lists the functions that it replaces so.
+    """
+    names: dict[str, Any] = getattr(function, "__globals__", {})
+    return inspect.unwrap(function) if names.get("__name__") == _REPLACES_FUNCTIONS else function
+
+
+_REPLACES_FUNCTIONS: Final = "transformers.integrations.hub_kernels"
+"""Its ``use_kernel_func_from_hub_with_fallback`` takes functions of packages such as flash-linear-attention."""
 
 
 def pad_token(config: GenerationConfig) -> Tensor | None:

@@ -311,8 +311,7 @@ def _prefill(
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
         if by_rows:
             distinct = Rows.of(input_ids, mask).distinct(groups)
-            states = bool(structure.layout.states)
-            prefill_rows(inner, cache, plan, distinct, max_tokens=options.max_prefill_tokens, states=states)
+            prefill_rows(inner, cache, plan, distinct, structure.layout, max_tokens=options.max_prefill_tokens)
         else:
             prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
     if rows is not None:

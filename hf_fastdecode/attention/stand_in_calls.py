@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from .active_passes import lengths_of_pass
 from .interface import shared_context_attention
@@ -61,6 +63,36 @@ def attend_shared(
     mask = None if binding is None else SlidingWindow(binding)
     own = {"sliding_window": window, "is_causal": True, "distances": distances}
     out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, **own)
+    return out
+
+
+def attend_encoded(
+    module: Any,
+    query: Tensor,
+    cache: EncoderDecoderCache,
+    mask: Any,
+    *,
+    scaling: float,
+    project: Callable[[], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Cross-attention for stand-ins: to an encoder's output, whose keys and values a layer's first pass stores.
+
+    Args:
+        module: The layer's attention, with its index as ``layer_idx``.
+        query: ``[batch, heads, queries, head_dim]``.
+        cache: What the decoder was given, see `cache.layers.cross.CrossView`.
+        mask: What the mask function returned.
+        project: Makes keys and values, ``[inputs, kv_heads, tokens, head_dim]`` each; called in the first pass.
+
+    Returns:
+        ``[batch, queries, heads, head_dim]``.
+    """
+    stored, layer = cache.cross_attention_cache, module.layer_idx
+    kv: Any = stored.layers[layer].keys
+    if not cache.is_updated.get(layer):
+        kv, _ = stored.update(*project(), layer)
+        cache.is_updated[layer] = True
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling)
     return out
 
 

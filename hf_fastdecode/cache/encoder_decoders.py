@@ -12,6 +12,7 @@ ENCODER_DECODERS: Final = frozenset(
         *("longt5", "mt5", "switch_transformers", "t5", "t5gemma", "umt5"),
         *("moonshine", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5", "whisper"),
         *("encoder-decoder", "florence2", "speech-encoder-decoder", "vision-encoder-decoder"),
+        *("slim_bart", "slim_t5", "slim_whisper"),
     }
 )
 """Model types whose decoders find the encoder's keys and values in transformers' `EncoderDecoderCache`, and hand them

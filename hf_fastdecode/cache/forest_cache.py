@@ -15,7 +15,7 @@ from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
 from .layers.cross import EncodedInputs, begin_of
 from .layers.of_model import CacheLayer
-from .layers.state import StateLayer, end_of
+from .layers.state import End, StateLayer, end_of
 from .state import PrefillItem, SharedState, Suffixes
 from .storage import TokenStorage
 
@@ -68,6 +68,12 @@ class ForestCache(Cache):
     def state_layers(self) -> list[StateLayer]:
         """The layers with a state per row, in order."""
         return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    def forget_states(self, end: End | None) -> None:
+        """Drop the states at the end of a path, at which no prompt ends."""
+        for layer in self.state_layers:
+            if end is not None:
+                layer.ends.pop(end, None)
 
     @property
     def is_empty(self) -> bool:

@@ -28,6 +28,9 @@ _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
 _BY_VALUE: Final = (ATTENTION_FIELD, EXPERTS_FIELD)
 """Config fields that passes of any thread change for their time."""
 
+_LEFT_ASIDE: Final = frozenset({*SET_BY_CALLS, "generation_config"})
+"""Attributes that calls set anew, and the defaults of `generate`, which passes do not read."""
+
 _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset)
 
@@ -37,7 +40,7 @@ class ModelWatch:
 
     Compared are classes, attributes, parameters, buffers, hooks and configs by identity, tensors also by their memory,
     and containers by what is in them. Numbers written to weights in place are no change. What is found may be none at
-    all, as of an equal string: `identity.captured_state` then tells. `SET_BY_CALLS` is left aside.
+    all, as of an equal string: `identity.captured_state` then tells. `_LEFT_ASIDE` is not compared.
 
     An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
     replaced ones are freed at once, and their end is a change. Tensors have ids and addresses alone: those with weak
@@ -78,7 +81,7 @@ class ModelWatch:
             (index, name)
             for index, attributes in enumerate(own)
             for name, value in attributes.items()
-            if isinstance(value, Tensor) and name not in SET_BY_CALLS
+            if isinstance(value, Tensor) and name not in _LEFT_ASIDE
         ]
         self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
@@ -172,7 +175,7 @@ class ModelWatch:
 def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]]) -> itemgetter[Any]:
     """Reads what a model's code may read, of modules with these names of attributes, in one call."""
     if names not in known:
-        read = [name for name in names if name not in _OF_EVERY_MODULE and name not in SET_BY_CALLS]
+        read = [name for name in names if name not in _OF_EVERY_MODULE and name not in _LEFT_ASIDE]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
 

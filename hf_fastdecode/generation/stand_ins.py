@@ -16,6 +16,9 @@ from ..errors import Unsupported
 from .foreign_code import is_capturable, is_of_transformers
 from .replaced_calls import ReplacedCall, replaced_calls
 
+_KNOWN = ("transformers.", "hf_fastdecode.")
+"""Where classes are defined that change nothing of a base's attention, or attend to a shared-context cache."""
+
 
 class Found(NamedTuple):
     """A method with a stand-in: the number of its module among the model's, and its name."""
@@ -33,7 +36,7 @@ def find_stand_ins(modules: Sequence[nn.Module]) -> list[Found]:
     kinds = {kind: stand_ins_of(kind) for kind in set(map(type, modules))}
     for kind in kinds:
         base = next((base for base in kind.__mro__[1:] if stand_ins_of(base)), None)
-        if base is not None and not kind.__module__.startswith("transformers."):
+        if base is not None and not kind.__module__.startswith(_KNOWN):
             raise Unsupported(
                 f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
                 "leave out what it changes"

@@ -7,7 +7,8 @@
 - `merge`, `collectives`, `step_tables`: attention of all ranks, merged in every layer.
 - `plans`: weights split between the same processes, but for those of attention heads (Helix parallelism).
 - `failure`: ends the calls of all when one fails, by a group's watch (`watches`; `unwatched` is that of one process).
-  `heartbeat` exchanges where they stand, `standing` is what that means, and `abort` closes a group's communication.
+  `heartbeat` exchanges where they stand, `standing` is what that means, `judge` finds which one has failed, and
+  `abort` closes a group's communication.
 
 A process with a model of its own has no group, and agrees with itself at no cost.
 """

@@ -34,6 +34,11 @@ class SlimEncoderDecoderConfig(SlimConfig):
         layers = self.num_decoder_layers if hasattr(self, "num_decoder_layers") else self.decoder_layers
         return read_layers(self.slim_layers, 2 * layers, (SELF_PLANS, CROSS_PLANS))
 
+    @property
+    def layers_that_attend_by_themselves(self) -> list[int]:
+        """None: in a shared-context cache, slim layers of decoders with an encoder store keys and values."""
+        return []
+
 
 SlimT5Config = slim_config("t5", __name__, base=SlimEncoderDecoderConfig)
 SlimBartConfig = slim_config("bart", __name__, base=SlimEncoderDecoderConfig)

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.model_state import state_of
 
+from ..patches.encoder_decoder_models import encoder_decoder
+from ..patches.slim_models import TEXT
 from ..tiny_models import ragged_prompts, seeded
 from .uncaptured import on_the_cpu
 
@@ -66,6 +69,18 @@ def test_biases_by_distance(t5, arguments, uncaptured):
     with fd.enabled(t5, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: t5.generate(**inputs, **arguments)), stock)
         report = fd.explain(t5).last_call
+        assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
+
+
+@on_the_cpu
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_slim_layers(arguments, uncaptured):
+    slim = to_slim(encoder_decoder("t5", num_layers=1, num_decoder_layers=1, num_heads=2, d_kv=32), TEXT, plan="k")
+    arguments, inputs = arguments | {"max_new_tokens": 3}, ragged_prompts(9, 7)
+    expected = seeded(lambda: slim.generate(**inputs, **arguments))
+    with fd.enabled(slim, mode="graph", backend="triton"):
+        assert torch.equal(seeded(lambda: slim.generate(**inputs, **arguments)), expected)
+        report = fd.explain(slim).last_call
         assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
 
 

@@ -106,6 +106,7 @@ def test_passes_and_training_are_no_change(model):
         with torch.no_grad():
             model.model.norm.weight += 1
         model.eval()
+        model.generation_config = copy.deepcopy(model.generation_config)
         assert not enabled.touched()
     assert not before.touched()
 

@@ -176,29 +176,35 @@ def test_states_are_forked_to_refilled_rows(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_refilled_rows_on_a_gpu(mode):
-    """Their tokens' log-probabilities are the model's own, as precise as those of rows that all decode at once."""
+    """Their tokens' log-probabilities are the model's own, as precise as stock's in one pass over the same tokens."""
     model = tiny_model("llama-gqa", hidden_size=256).bfloat16().cuda()
     whole = copy.deepcopy(model).float()
     prompts = {key: value.cuda() for key, value in copies(ragged_prompts(90, 90, shared=60), 40).items()}
-    ends = list(range(3, 8))
-    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 200, "eos_token_id": ends}
-    errors = []
-    for options in ({}, {"max_rows": 24}):
-        log_probs = fd.TokenLogProbs()
-        with fd.enabled(model, mode=mode, sampler="fast", **options):
-            torch.manual_seed(0)
-            found = model.generate(**prompts, **arguments, logits_processor=[log_probs])
-            report = fd.explain(model).last_call
-        tokens = found[:, 90:]
-        drawn = torch.isin(tokens, torch.tensor(ends, device="cuda")).int().cumsum(1).roll(1, 1)
-        drawn[:, 0] = 0
-        with torch.no_grad():
-            logits = whole(found[:, :-1]).logits[:, 89:]
-        expected = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
-        errors.append((log_probs.of(tokens) - expected)[drawn == 0].abs().max())
+    ends = torch.arange(3, 8, device="cuda")
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 200, "eos_token_id": ends.tolist()}
+    log_probs = fd.TokenLogProbs()
+    with fd.enabled(model, mode=mode, sampler="fast", max_rows=24):
+        torch.manual_seed(0)
+        found = model.generate(**prompts, **arguments, logits_processor=[log_probs])
+        report = fd.explain(model).last_call
+    tokens = found[:, 90:]
+    ended = torch.isin(tokens, ends).int().cumsum(1).roll(1, 1)
+    ended[:, 0] = 0
+
+    def errors(given):
+        return (given - expected)[ended == 0].abs()
+
+    def one_pass(of):
+        logits = torch.cat([of(rows[:, :-1]).logits[:, 89:].float() for rows in found.split(20)])
+        return logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+
+    with torch.no_grad():
+        expected = one_pass(whole)
+        ours, stock = errors(log_probs.of(tokens)), errors(one_pass(model))
     assert report.refilled == 56
     assert report.captures <= 4
-    assert errors[1] <= 2 * errors[0]
+    assert ours.quantile(0.99) <= 1.3 * stock.quantile(0.99)
+    assert ours.max() <= 2 * stock.max()
 
 
 @on_the_cpu

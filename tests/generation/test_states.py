@@ -13,7 +13,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.own_code import own_code_of
 from hf_fastdecode.attention.placeholders import NotATensorError
 from hf_fastdecode.cache.layout.model import ModelLayout
-from hf_fastdecode.generation.prompts import prompt_plan
+from hf_fastdecode.generation.prompts import pass_memory, prompt_plan
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
@@ -190,6 +190,46 @@ def test_prompts_in_several_passes_and_gaps_in_a_mask(model):
     with fd.enabled(model, max_prefill_tokens=2 * 45), tokens_embedded(model) as counted:
         assert torch.equal(run(model, SAMPLING, gaps), stock)
     assert counted[:2] == [2 * 45, 45]
+
+
+def test_another_loop_that_runs_stock_prefills_in_the_chunks_that_were_asked_for():
+    """Each of which Mamba-1 scans anew."""
+    each, chunks = tiny_model_of("JambaForCausalLM"), BEAMS | {"prefill_chunk_size": 8}
+    stock, whole = run(each, chunks), run(each, BEAMS)
+    assert not torch.equal(stock, whole)
+    with fd.enabled(each, min_saved_tokens=10_000):
+        assert torch.equal(run(each, chunks), stock)
+        assert fd.explain(each).last_call.path == "stock"
+        assert torch.equal(run(each, BEAMS), whole)
+
+
+def test_long_prompts_run_in_parts_each_from_the_state_before(each):
+    """Parts of one length together, without padding, and no single token alone: 31 = 16 + 15 and 33 = 16 + 15 + 2."""
+    prompts = ragged_prompts(31, 45, 33)
+    stock, beams = run(each, SAMPLING, prompts), {**BEAMS, "use_cache": type(each).__name__ not in OTHER_BEAMS}
+    beams = None if type(each).__name__ == "xLSTMForCausalLM" else run(each, beams, prompts)
+    passes = [16, 16, 16, 15, 15, 16, 2, 13] if continues(each) else [45] * 3
+    with fd.enabled(each, min_saved_tokens=1, max_prefill_tokens=16):
+        with tokens_embedded(each) as counted:
+            assert torch.equal(run(each, SAMPLING, prompts), stock)
+        assert counted[: len(passes)] == passes
+        assert beams is None or torch.equal(run(each, BEAMS, prompts), beams)
+        kept = fd.prefill(each, prompts)
+        assert {len(layer.ends) for layer in kept.state_layers} == {3}
+
+
+def test_parts_are_as_long_as_memory_allows(model, monkeypatch):
+    """A short pass is counted, once."""
+    prompts = {"input_ids": torch.arange(2 * 96).view(2, 96) % 90 + 3}
+    stock, monkeypatched = run(model, SAMPLING, prompts), monkeypatch.setattr
+    monkeypatched(pass_memory, "_COUNTED", 8)
+    monkeypatched(pass_memory, "_FEW", 8)
+    needed = pass_memory.most_bytes(model, 8)
+    monkeypatched(pass_memory, "usable_memory", lambda device: 2 * 6 * needed)
+    for before in ([8], []):
+        with fd.enabled(model, min_saved_tokens=1), tokens_embedded(model) as counted:
+            assert torch.equal(run(model, SAMPLING, prompts), stock)
+        assert counted[: len(before) + 4] == [*before, 48, 48, 48, 48]
 
 
 def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):

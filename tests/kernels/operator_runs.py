@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fastdecode.attention import reference
@@ -17,7 +19,7 @@ from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multi
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
-from ..attention.forests import assert_error_rule, pytorch_attention, pytorch_lse
+from ..attention.forests import assert_error_rule, own_keys_and_values, pytorch_attention, pytorch_lse
 
 
 def decode(
@@ -187,3 +189,28 @@ def check(
     yardstick = pytorch_attention(query, kv, softcap=softcap)
     assert_error_rule(out, yardstick, oracle, oracle_lse)
     assert_error_rule(lse, pytorch_lse(query, kv, softcap=softcap), oracle_lse, oracle_lse)
+
+
+def rows_with_ages(query: Tensor, kv: ForestKV) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Each row's queries ``[heads, queries, head_dim]``, its keys and values for each query head, and the distance of
+    each key from each query, ``[queries, keys]``."""
+    heads, queries, _ = query.shape[1:]
+    for row, own in enumerate(query):
+        keys, values = (part.repeat_interleave(heads // part.shape[0], 0) for part in own_keys_and_values(kv, row))
+        length = keys.shape[1]
+        age = length - queries + torch.arange(queries, device=query.device)[:, None]
+        yield own, keys, values, age - torch.arange(length, device=query.device)
+
+
+def pytorch_with_mask(query: Tensor, kv: ForestKV, window: int | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """PyTorch's attention under a mask that hides what a window does, with a sink as a key of zeros; and its LSE."""
+    outs, lses = [], []
+    for own, keys, values, age in rows_with_ages(query, kv):
+        hidden = (age < 0) | (age >= (window or keys.shape[1] + 1))
+        bias = torch.zeros(len(own), *age.shape, device=query.device).masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            bias = torch.cat([bias, sinks[:, None, None].expand(-1, len(age), 1)], dim=2)
+            keys, values = (F.pad(part, (0, 0, 0, 1)) for part in (keys, values))
+        outs.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=bias.to(query.dtype)))
+        lses.append(torch.logsumexp(own.float() @ keys.float().mT * query.shape[-1] ** -0.5 + bias, -1))
+    return torch.stack(outs), torch.stack(lses)

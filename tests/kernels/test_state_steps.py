@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.state_steps import api, reference
+from hf_fastdecode.kernels.state_steps.gates import Gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts numbers off where bf16 rounds them.
@@ -73,10 +74,10 @@ def test_delta_rule_of_projections(dtype: torch.dtype) -> None:
     """Decays and betas are made in the kernel; large ones, too."""
     query, key, value = (random(3, heads, 16, seed=heads + at, dtype=dtype) for at, heads in ((0, 2), (5, 2), (0, 4)))
     decay, beta = (12 * random(3, 4, seed=seed, dtype=dtype) for seed in (3, 4))
-    gates = reference.Gates(random(4, seed=6, dtype=torch.float32), random(4, seed=7, dtype=dtype))
+    gates = Gates(random(4, seed=6, dtype=torch.float32), random(4, seed=7, dtype=dtype))
     states = random(3, 4, 16, 16, seed=5, dtype=torch.float32)
     wide = [one.double() for one in (query, key, value, decay, beta, states)]
-    exact = reference.delta_rule(*wide, reference.Gates(*(one.double() for one in gates)))  # type: ignore[arg-type]
+    exact = reference.delta_rule(*wide, Gates(*(one.double() for one in gates)))  # type: ignore[arg-type]
     expected = reference.delta_rule(query, key, value, decay, beta, states, gates)
     found = api.delta_rule(query, key, value, decay, beta, states, gates), states
     for one, two, three in zip(found, expected, exact, strict=True):

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.decisions import Decisions
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.parallel import failure
+from hf_fastdecode.parallel import judge
 
 from ..workers import made_once
 from .failing import Calls, Ended, at_nth, run_all, scenario, send_itself
@@ -76,9 +76,9 @@ def raises_beside_graphs(calls: Calls) -> None:
     """Communication closes once no graph holds it, as NCCL's does, and the call of rank 0 waits for that."""
     fd.enable(calls.model, peer_timeout=TIMEOUT)
     calls.make(lambda: generate(calls))
-    graph, close = Graph(), failure.abort
+    graph, close = Graph(), judge.abort
     state_of(calls.model).structure_of(calls.model).ranks.watch.frees(graph)
-    failure.abort = lambda group: close(group) if calls.rank == 0 and graph.freed.wait(3 * TIMEOUT) else None
+    judge.abort = lambda group: close(group) if calls.rank == 0 and graph.freed.wait(3 * TIMEOUT) else None
 
     def fail() -> None:
         if calls.rank:

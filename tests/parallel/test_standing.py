@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 
-from hf_fastdecode.parallel import failure
+from hf_fastdecode.parallel import judge
+from hf_fastdecode.parallel.failure import PeerWatch
 from hf_fastdecode.parallel.standing import Exit, Standing, parted, remembered, settled, waits_in_vain
 
 
@@ -101,8 +102,8 @@ def test_an_error_is_remembered_over_calls_that_end_well_since():
 
 def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
     group = mock.Mock(rank=lambda: 0, size=lambda: 2)
-    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
-        watch = failure.PeerWatch([group], mock.Mock())
+    with mock.patch.object(judge, "monotonic", return_value=0.0) as now:
+        watch = PeerWatch([group], mock.Mock())
         watch._in_call, watch._heartbeat.peers, watch._heartbeat.silence = True, {1: left(1, "E")}, {1: 0.0}
         watch._advance("a pass", odd=True)
 
@@ -119,8 +120,8 @@ def test_a_process_that_was_stopped_gets_time_to_leave_as_its_peer_did():
 def test_a_call_after_an_error_tells_for_whom_it_waits(caplog):
     """A process whose last call failed waits for those that were not in it yet, which need not ever be."""
     group = mock.Mock(rank=lambda: 0, size=lambda: 3)
-    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
-        watch = failure.PeerWatch([group], mock.Mock())
+    with mock.patch.object(judge, "monotonic", return_value=0.0) as now:
+        watch = PeerWatch([group], mock.Mock())
         peers = watch._heartbeat.peers = {1: in_call(2), 2: Standing()}
         watch._heartbeat.silence = dict.fromkeys(peers, 0.0)
         watch._exits, watch._recent, watch._timeout, watch._entered = (Exit(4, "E"),), [(4, "a call")], 3.0, 0.0
@@ -139,8 +140,8 @@ def test_a_call_after_an_error_tells_for_whom_it_waits(caplog):
 
 def test_a_process_that_is_slow_between_collectives_gets_time_to_raise_an_error_too():
     group = mock.Mock(rank=lambda: 0, size=lambda: 2)
-    with mock.patch.object(failure, "monotonic", return_value=0.0) as now:
-        watch = failure.PeerWatch([group], mock.Mock())
+    with mock.patch.object(judge, "monotonic", return_value=0.0) as now:
+        watch = PeerWatch([group], mock.Mock())
         watch._in_call, watch._heartbeat.peers, watch._heartbeat.silence = True, {1: left(2, "E")}, {1: 0.0}
         watch._timeout = 4.0
         watch._advance("a comparison of 2")
@@ -155,7 +156,7 @@ def test_a_process_that_is_slow_between_collectives_gets_time_to_raise_an_error_
 
 def test_where_a_process_stands_is_read_while_it_goes_on():
     """Another thread tells the peers; its error would end the heartbeat, and the process pass for a failed one."""
-    watch = failure.PeerWatch([mock.Mock(rank=lambda: 0, size=lambda: 2)], mock.Mock())
+    watch = PeerWatch([mock.Mock(rank=lambda: 0, size=lambda: 2)], mock.Mock())
     for _ in range(100):
         told = iter(watch._recent)
         next(told)

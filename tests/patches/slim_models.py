@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.conversion.to_slim import to_slim
 
-from ..tiny_models import VOCABULARY, tiny_model
+from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
 
 TEXT = torch.randint(3, VOCABULARY, (256,), generator=torch.Generator().manual_seed(5))
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -22,6 +22,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "yarn": {"rope_parameters": YARN},
     "wide-heads": {"head_dim": 24},  # 96 coordinates of keys for 64 inputs
+}
+PROMPTS = ragged_prompts(40, 31)
+CALLS: dict[str, dict[str, Any]] = {
+    "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 12},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12},
+    "beam-sample": {"num_beams": 3, "do_sample": True, "top_k": 0, "max_new_tokens": 12},
 }
 
 

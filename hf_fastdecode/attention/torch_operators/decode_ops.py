@@ -163,7 +163,7 @@ def _nodes_partial(
     packed: Tensor, nodes: tuple[Node, ...], segments: Segments, dense: DenseAttention, oldest: Tensor | None
 ) -> Partial:
     """Attention of ``[rows, kv_heads, queries_per_kv_head, head_dim]`` over the rows' alike nodes, each read once."""
-    keys, values = (_batched(part, nodes) for part in segments[nodes[0].span.segment])
+    keys, values = (as_batch(part, nodes) for part in segments[nodes[0].span.segment])
     rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, rows_per_node = len(nodes), rows // len(nodes)
     # Pack the queries of a node's rows as one sequence.
@@ -184,7 +184,7 @@ def _nodes_partial(
     )
 
 
-def _batched(stored: Tensor, nodes: tuple[Node, ...]) -> Tensor:
+def as_batch(stored: Tensor, nodes: Sequence[Node]) -> Tensor:
     """Alike nodes of ``[kv_heads, tokens, head_dim]`` as one view ``[nodes, kv_heads, length, head_dim]``."""
     first = nodes[0].span
     if nodes[-1].span.stop > stored.shape[1]:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.autocast import cast
-from ...attention.forest import Forest, Path, Span
+from ...attention.forest import Forest, Node, Path, Span
 from ...attention.kv import Scoring, Segment
 from ...attention.placeholders import CrossKV
-from ...attention.torch_operators.decode_ops import nodes_attention
+from ...attention.torch_operators.decode_ops import as_batch, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
 
@@ -59,6 +60,7 @@ class EncodedInputs:
         self._places: Tensor | None = None  # of shown tokens, counted input by input; None if all are
         self._begins: dict[Begin, int] = {}
         self._latest: tuple[Forest, Forest] | None = None
+        self._read: dict[int, tuple[Forest, list[_AlikeInputs]]] = {}  # by layer
         self._of_pass: tuple[Sequence[PrefillItem], Forest] | None = None
 
     @property
@@ -87,7 +89,7 @@ class EncodedInputs:
     def moved(self, begins: Mapping[Begin, Begin]) -> EncodedInputs:
         """The same inputs, for paths that begin where `begins` says, by where they began."""
         twin = EncodedInputs(self._arguments, self.count, self.tokens)
-        vars(twin).update(vars(self) | {"_latest": None, "_of_pass": None})
+        vars(twin).update(vars(self) | {"_latest": None, "_of_pass": None, "_read": {}})
         twin._begins = {new: self._begins[old] for old, new in begins.items() if old in self._begins}
         return twin
 
@@ -148,17 +150,24 @@ class EncodedInputs:
         """The cache as decoders take it, with these inputs, for a pass that runs eagerly."""
 
         def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-            part = nodes_attention(
-                query,
-                self.forest_of_pass(state),
-                {0: self.segments[layer]},
-                scoring.scale,
-                softcap=scoring.softcap,
-                backend=state.torch_backend,
-            )
+            forest, backend = self.forest_of_pass(state), state.torch_backend
+            if scoring.softcap is None and backend == "auto":
+                outs = [_attend_alike(query[one.rows], *one.stored, scoring.scale) for one in self._by(forest, layer)]
+                return outs[0] if len(outs) == 1 else torch.cat(outs)
+            segments = {0: self.segments[layer]}
+            part = nodes_attention(query, forest, segments, scoring.scale, softcap=scoring.softcap, backend=backend)
             return part.out.to(query.dtype).transpose(1, 2)
 
         return CrossView(cache, self, attend)
+
+    def _by(self, forest: Forest, layer: int) -> list[_AlikeInputs]:
+        """The layer's inputs as rows read them; the same for the same forest, since all steps ask for them."""
+        known = self._read.get(layer)
+        if known is None or known[0] is not forest:
+            segment = self.segments[layer]
+            found = [_AlikeInputs.of(segment, nodes) for nodes in forest.batches[0]]
+            self._read[layer] = known = forest, found
+        return known[1]
 
     def stored(self) -> dict[int, StoredInputs]:
         """By layer, the storage that kernels' tables describe."""
@@ -187,6 +196,33 @@ class StoredInputs:
     @property
     def version(self) -> object:
         return self.segment
+
+
+class _AlikeInputs(NamedTuple):
+    """Inputs of one length, each read by as many neighbouring rows: ``[inputs, kv_heads, tokens, head_dim]``."""
+
+    rows: slice
+    stored: Segment
+
+    @classmethod
+    def of(cls, segment: Segment, nodes: Sequence[Node]) -> _AlikeInputs:
+        rows = slice(nodes[0].row_start, nodes[-1].row_stop)
+        return cls(rows, Segment(*(as_batch(part, nodes) for part in segment)))
+
+
+def _attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of ``[rows, heads, queries, head_dim]`` to alike inputs; returns ``[rows, queries, heads, head_dim]``.
+
+    All queries of an input are those of one sequence, which reads it once. Nothing is merged, so that no log-sum-exp
+    is needed.
+    """
+    rows, heads, queries, head_dim = query.shape
+    inputs, kv_heads = keys.shape[:2]
+    per_kv_head = heads // kv_heads
+    packed = query.reshape(inputs, rows // inputs, kv_heads, per_kv_head * queries, head_dim).transpose(1, 2)
+    out = F.scaled_dot_product_attention(packed.flatten(2, 3), keys, values, scale=scale)
+    by_head = out.unflatten(2, (rows // inputs, per_kv_head, queries))  # [inputs, kv_heads, ...]
+    return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, values.shape[-1])
 
 
 Attend = Callable[[int, Tensor, Scoring], Tensor]

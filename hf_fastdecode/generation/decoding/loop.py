@@ -292,10 +292,9 @@ class Loop:
         return drawn
 
     def _collect(self, wave: Wave, drawn: Drawn) -> None:
-        logprobs = drawn.logprobs
-        if self.log_probs is not None and logprobs is None and drawn.logits is not None:
-            logprobs = drawn.logits.log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
-        if logprobs is not None and (self.log_probs is not None or self.call.returns_cache):
+        recorded = self.log_probs is not None
+        logprobs = drawn.token_logprobs if recorded else drawn.logprobs
+        if logprobs is not None and (recorded or self.call.returns_cache):
             wave.logprobs.append(torch.where(wave.unfinished, logprobs, 0.0))
         if not self.call.returns_cache:
             return

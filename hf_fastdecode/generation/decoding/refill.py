@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -208,35 +207,24 @@ class Refill:
         self, rows: Tensor, logits: Tensor, lengths: Sequence[int], before: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens ``[rows]`` for the logits, and their log-probabilities where these are recorded."""
-        width = self.width
-        groups: dict[int, list[int]] = defaultdict(list)  # processors get rows of one length at once
-        if self.sampler.reads_tokens:
-            for at, length in enumerate(lengths):
-                groups[length].append(at)
-        if len(groups) < 2:
-            ids = self.tokens[rows, : width + lengths[0]] if self.sampler.needs_finished_rows else None
-            drawn = [self.sampler.draw(logits, rows, ids, before)]
-        else:
-            order = torch.tensor(list(chain.from_iterable(groups.values())), device=rows.device)
-            drawn = []
-            for length, group in groups.items():
-                index = torch.tensor(group, device=rows.device)
-                some = rows[index]
-                ids = self.tokens[some, : width + length]
-                drawn.append(self.sampler.draw(logits[index.to(logits.device)], some, ids, before[index]))
-        parts = []
-        for one in drawn:
-            log_prob = one.logprobs
-            if self.log_probs is not None and log_prob is None and one.logits is not None:
-                log_prob = one.logits.log_softmax(-1).gather(1, one.tokens[:, None])[:, 0]
-            parts.append((one.tokens, log_prob))
-        if len(parts) == 1:
-            return parts[0]
-        tokens, log_probs = zip(*parts, strict=True)
-        whole = torch.empty_like(rows).index_copy_(0, order, torch.cat(tokens))
-        if log_probs[0] is None:
-            return whole, None
-        return whole, torch.empty(len(rows), device=rows.device).index_copy_(0, order, torch.cat(log_probs))
+        sampler, recorded = self.sampler, self.gathered is not None
+        if not sampler.reads_tokens or len(set(lengths)) == 1:
+            ids = self.tokens[rows, : self.width + lengths[0]] if sampler.needs_finished_rows else None
+            drawn = sampler.draw(logits, rows, ids, before)
+            return drawn.tokens, drawn.token_logprobs if recorded else None
+        places_of = defaultdict[int, list[int]](list)  # processors take rows of one length at a time
+        for place, length in enumerate(lengths):
+            places_of[length].append(place)
+        tokens = torch.empty_like(rows)
+        log_probs = torch.zeros(len(rows), device=rows.device) if recorded else None
+        for length, places in places_of.items():
+            at = torch.tensor(places, device=rows.device)
+            ids = self.tokens[rows[at], : self.width + length]
+            drawn = sampler.draw(logits[at.to(logits.device)], rows[at], ids, before[at])
+            tokens[at] = drawn.tokens
+            if log_probs is not None and (found := drawn.token_logprobs) is not None:
+                log_probs[at] = found
+        return tokens, log_probs
 
     def _whole(self) -> Wave:
         """All rows, as a wave that has ended."""

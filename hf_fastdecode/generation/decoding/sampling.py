@@ -44,6 +44,13 @@ class Drawn(NamedTuple):
             logprobs = logprobs.new_zeros(rows).index_copy_(0, active, logprobs)
         return Drawn(tokens, logprobs=logprobs)
 
+    @property
+    def token_logprobs(self) -> Tensor | None:
+        """As `logprobs`; computed from the logits where the sampler returns these alone."""
+        if self.logprobs is not None or self.logits is None:
+            return self.logprobs
+        return self.logits.log_softmax(-1).gather(1, self.tokens[:, None])[:, 0]
+
 
 class Sampler(Protocol):
     """Samples tokens from logits.

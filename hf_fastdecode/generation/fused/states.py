@@ -1,8 +1,9 @@
 """Layers with states: the functions by which their code updates these, for a step of one token per row.
 
-transformers' own functions, which it runs unless other packages are installed, take some dozens of launches a step,
-of which several read whole states. A layer's `forward` here runs with others in the place of these functions, one
-launch each (`copied_code`): its code, projections and norms stay as they are.
+transformers' own functions take some dozens of launches a step, of which several read whole states. Those of packages
+that take their place where they are installed (flash-linear-attention, causal-conv1d, mamba-ssm) leave many small
+launches between. A layer's `forward` here runs with others in the place of both, one launch each (`copied_code`): its
+code, projections and norms stay as they are. Passes of several tokens run the functions that the layer has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._compat import uncompiled_call
+from ..._compat import torch_function, uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, convolve, delta_rule, scan
@@ -43,8 +44,15 @@ def form_of(module: nn.Module) -> frozenset[str] | None:
     forward, read = type(module).forward, names_in(type(module))
     if calling(forward, {}) is None:
         return None
-    tries = {name: computes for name, (computes, _) in _REPLACED.items() if name in read}
-    return frozenset(name for name, computes in tries.items() if tried(computes, global_named(name, forward))) or None
+    own = {name: torch_function(global_named(name, forward)) for name in _REPLACED if name in read}
+    return frozenset(name for name, function in own.items() if tried(_REPLACED[name][0], function)) or None
+
+
+def with_torch_functions(forward: Any, names: frozenset[str]) -> Callable[..., Any]:
+    """A layer's `forward` with transformers' functions in PyTorch under these names, which run on any device."""
+    copied = calling(forward, {name: torch_function(global_named(name, forward)) for name in names})
+    assert copied is not None  # for `form_of` made one
+    return copied
 
 
 def replacement(module: nn.Module, names: frozenset[str]) -> Any:

@@ -69,7 +69,7 @@ def decode(
     cache = model_kwargs.get(CACHE)
     if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
         cache.first_pass.call.refuse(_synced())
-        cache.first_pass.call.ranks.watch.enter_foreign_loop()
+        cache.first_pass.enter_stock()
         model_kwargs[CACHE] = cache.first_pass.stock
     if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
         active_call.give_back(model_kwargs)

@@ -92,6 +92,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         stock=model_kwargs.get(CACHE),
         longest=max_cache_length + 1,
         loop=loop,
+        chunk=generation_config.prefill_chunk_size,
         checks_masks=users_loop is not None or call.returns_cache,
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here

@@ -7,14 +7,14 @@ attention, once for each distinct input. Every prompt is a node, shared by its s
 prompts of text, or with the same images, begin with is a node of its own where layers continue from its state. It runs
 first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it. With layers that
 have states they run without padding, which would come between the state and the next token, hence together with rests
-of the same length only. Behind images, rests are packed into one row where no layer has states.
+of the same length only; so do the parts of a prompt that is longer than a pass may be. Behind images, rests are packed
+into one row where no layer has states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from enum import Enum
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
+from ...cache.layers.state import end_of
+from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext
@@ -31,6 +33,8 @@ from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
+from .pass_memory import tokens_that_fit
+from .pass_parts import Form, passes, passes_by_input, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
 
@@ -127,10 +131,10 @@ def row_passes(
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
+    layout: ModelLayout,
     *,
     keep: int,
     max_tokens: int,
-    states: bool,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
     """Compute the plan's nodes into the cache, pass by pass, then set its forest.
@@ -139,27 +143,33 @@ def row_passes(
         cache: The cache the plan was made for; the tokens become its next segment.
         plan: Of these rows, each a group.
         rows: The distinct rows.
+        layout: The model's.
         keep: Last positions of each row to return logits for.
-        max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row.
-        states: Whether layers have states.
+        max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row, and the whole
+            prompt of it unless layers continue from states.
     """
     cache.add_segment(plan.new_tokens)
-    device, width = input_device(model), rows.inputs.shape[1]
-    runs = _passes(plan, width, max_tokens, images=rows.images is not None, states=states)
+    device, width, images = input_device(model), rows.inputs.shape[1], rows.images is not None
+    prompts = whole_prompts(plan, images=images, states=bool(layout.states))
+    divides = bool(layout.states) and layout.continues_states and not images
+    divides = divides and not _has_gaps(rows.attention_mask)
+    if divides:
+        max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
+    runs = passes(prompts, width, max_tokens, divides=divides)
     if rows.inputs_of is not None and cache.inputs is not None:
         cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = _passes_by_input(rows.inputs_of, max(1, max_tokens // width))
+        runs = passes_by_input(prompts, rows.inputs_of, max(1, max_tokens // width))
     features = None if rows.images is None else SharedFeatures(model)
     if rows.images is not None and not rows.images.apart:
-        runs = iter([_Run(list(range(len(plan.items))), _Form.WHOLE)])
+        runs = iter([prompts])
     for run in runs:
-        items = [plan.items[number] for number in run.items]
-        part = rows.part(torch.tensor([plan.groups[number] for number in run.items], device=rows.inputs.device))
-        if run.form is not _Form.WHOLE:
+        items = [one.item for one in run]
+        part = rows.part(torch.tensor([one.group for one in run], device=rows.inputs.device))
+        if (form := run[0].form) is not Form.WHOLE:
             part = part.tokens([item.position for item in items], [item.span.length for item in items])
         if items[0].context:
             part = part._replace(numbers=None, images=None)
-        if run.form is _Form.PACKED:
+        if form is Form.PACKED:
             yield _packed_pass(model, cache, items, part.packed(), keep)
             continue
         mask = part.attention_mask
@@ -170,6 +180,9 @@ def row_passes(
             output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
+        for one in run:
+            if one.number:
+                cache.forget_states(end_of(one.item.context))
     cache.set_forest(plan.forest, width)
 
 
@@ -260,64 +273,22 @@ def _all_shown(inputs: Tensor) -> Tensor:
     return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
 
 
-class _Form(Enum):
-    """How the items of a pass are laid out."""
-
-    WHOLE = "prompts with the padding that they were given"
-    ROWS = "a row for each part of a prompt"
-    PACKED = "parts of prompts end to end"
-
-
-class _Run(NamedTuple):
-    """The items of a pass, by index."""
-
-    items: list[int]
-    form: _Form
-
-
-def _passes_by_input(inputs_of: Tensor, at_once: int) -> Iterator[_Run]:
-    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
-    firsts = dict[int, int]()
-    for index, number in enumerate(inputs_of.tolist()):
-        firsts.setdefault(number, index)
-    yield _Run(list(firsts.values()), _Form.WHOLE)
-    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
-    yield from (_Run(others[start : start + at_once], _Form.WHOLE) for start in range(0, len(others), at_once))
-
-
-def _passes(plan: PromptPlan, width: int, max_tokens: int, *, images: bool, states: bool) -> Iterator[_Run]:
-    """The passes of a plan: whole prompts first, then beginnings, then what continues these and stored paths.
-
-    An item comes after what it continues, whose context is a part of its own. Parts of one pass have one length where
-    layers have states, but for beginnings with images, which as whole prompts may have padding before them.
-    """
-    alike: dict[tuple[int, int], list[int]] = {}
-    for number, (item, group) in enumerate(zip(plan.items, plan.groups, strict=True)):
-        depth, length = len(item.context), item.span.length
-        if not depth and plan.ends[group] == item.span.stop - 1:
-            kind = -1, 0
-        else:
-            kind = depth, 0 if images and (not depth or not states) else length
-        alike.setdefault(kind, []).append(number)
-    for (depth, _), numbers in sorted(alike.items()):
-        form = _Form.WHOLE if depth < 0 else _Form.PACKED if depth and images and not states else _Form.ROWS
-        run = list[int]()
-        for number in numbers:
-            lengths = [plan.items[one].span.length for one in (*run, number)]
-            size = {_Form.WHOLE: width * len(lengths), _Form.ROWS: max(lengths) * len(lengths)}.get(form, sum(lengths))
-            if run and size > max_tokens:
-                yield _Run(run, form)
-                run = []
-            run.append(number)
-        yield _Run(run, form)
+def _has_gaps(mask: Tensor | None) -> bool:
+    return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
 
 
 @torch.no_grad()
 def prefill_rows(
-    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, rows: Rows, *, max_tokens: int, states: bool
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    rows: Rows,
+    layout: ModelLayout,
+    *,
+    max_tokens: int,
 ) -> Tensor:
     """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
     known: dict[int | None, Tensor] = {}
-    for done in row_passes(model, cache, plan, rows, keep=1, max_tokens=max_tokens, states=states):
+    for done in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens):
         known |= zip(done.wanted, done.logits, strict=True)
     return stacked(model, [known[end] for end in plan.ends])

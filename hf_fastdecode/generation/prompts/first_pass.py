@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..._compat import CACHE, with_cache
+from ..._compat import CACHE, prefill_of_transformers, with_cache
 from ...attention.forest import path_slice
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
@@ -94,6 +94,7 @@ class FirstPassPrompts:
         stock: The cache that transformers would have used; None where the model makes its own.
         longest: Maximum row length, padding included.
         loop: Feature that needs another decoding loop, for reports.
+        chunk: The call's ``prefill_chunk_size``, which its config no longer has: the first pass is of whole prompts.
         checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
     """
 
@@ -101,6 +102,7 @@ class FirstPassPrompts:
     stock: Cache | None
     longest: int
     loop: str
+    chunk: int | None
     checks_masks: bool
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
@@ -114,11 +116,21 @@ class FirstPassPrompts:
             output = self._prefill(cache, arguments)
         if output is not None:
             return output
-        self.call.ranks.watch.enter_foreign_loop()
+        self.enter_stock()
         if self.stock is None:
             return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
+        ids = arguments.get("input_ids")
+        if self.chunk is not None and self.loop != "custom_generate" and ids is not None and self.call.inputs is None:
+            own = ("input_ids", "return_dict")
+            others = {name: value for name, value in arguments.items() if name not in own} | {CACHE: cache}
+            return prefill_of_transformers(self.call.model, ids, self.call.config, others)
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
+
+    def enter_stock(self) -> None:
+        """Have the loop go on as in stock."""
+        self.call.config.prefill_chunk_size = self.chunk
+        self.call.ranks.watch.enter_foreign_loop()
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
         call, model, report = self.call, self.call.model, self.call.report
@@ -158,9 +170,8 @@ class FirstPassPrompts:
             if call.inputs is not None:  # as the model is given them, which may prepare them further
                 given = call.arguments.get(call.names.positions)
             distinct = Rows.of(inputs, mask, given, planned.inputs_of, call.input_rows).distinct(groups)
-            with_states = bool(call.structure.layout.states)
-            run = partial(row_passes, model, cache, plan, distinct, states=with_states)
-            passes = list(run(keep=wanted, max_tokens=limit))
+            layout = call.structure.layout
+            passes = list(row_passes(model, cache, plan, distinct, layout, keep=wanted, max_tokens=limit))
             try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))

@@ -113,7 +113,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         plan = compare_prompts([PromptGroup(tokens[0], 1)], StoredPrompts(cache), min_shared_tokens=1).plan()
         try:
             if structure.layout.prefills_by_rows:
-                prefill_rows(model, cache, plan, Rows.of(tokens, None), max_tokens=limit, states=True)
+                prefill_rows(model, cache, plan, Rows.of(tokens, None), structure.layout, max_tokens=limit)
             else:
                 prefill_nodes(model, cache, plan, max_tokens=limit)
         except (Unsupported, ValueError, TypeError):  # of code that asks for images

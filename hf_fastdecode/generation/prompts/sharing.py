@@ -76,22 +76,22 @@ def find_shared(
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     options, given, layout = call.options, call.given, call.structure.layout
-    base, states, keeps = given, bool(layout.states), keeps_prompts(call)
+    base, states, keeps, text = given, bool(layout.states), keeps_prompts(call), images is None
     if options.reuse_prefix and not keeps:
         why = "prompts of decoders are of one input" if layout.cross else "its layers' scans do not continue states"
         call.state.log_once(f"reuse_prefix is not used: {why}")
     if given is not None:
         _check_cache(call, given)
-    elif keeps and reuse:
+    elif keeps and reuse and text:
         store = call.state.prefix_store
         base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
         if not ahead and not numbers_hold(call):
             base = None
-    elif reuse and not layout.prefills_by_rows:
+    elif reuse and text and not layout.prefills_by_rows:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    alike = alike or images is not None
+    alike = alike or not text
     apart = by_rows and not states and not alike  # `from_ends` decides of those with states
     least = max(len(group.tokens) for group in groups) + 1 if apart else options.min_shared_tokens
 
@@ -129,7 +129,7 @@ def find_shared(
         prompts = images.reusing(prompts if states else prompts.if_it_saves())
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
-    return Shared(cache, prompts, base is not None, keeps and reuse)
+    return Shared(cache, prompts, base is not None, keeps and reuse and text)
 
 
 class Planned(Protocol):

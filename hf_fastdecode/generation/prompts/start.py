@@ -208,8 +208,8 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
         if not call.tokens_say_all and (after := call.positions.after) is not None:
             positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
         rows = Rows.of(input_ids, call.mask, places, inputs_of, call.input_rows)
-        distinct, states = rows.distinct(found.prompts.groups), bool(call.structure.layout.states)
-        logits = prefill_rows(model, cache, plan, distinct, max_tokens=limit, states=states)
+        distinct, layout = rows.distinct(found.prompts.groups), call.structure.layout
+        logits = prefill_rows(model, cache, plan, distinct, layout, max_tokens=limit)
         try_step(call, cache, rows)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])

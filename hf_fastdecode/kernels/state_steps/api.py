@@ -5,6 +5,10 @@ States are read and written once, in place. There is no backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +16,7 @@ from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options
 from . import kernel
-from .reference import L2_EPS, Gates
+from .gates import L2_EPS, Gates
 
 MOST_WIDTH = 256
 """Numbers of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
@@ -46,26 +50,9 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
             "convolve takes x [rows, channels], contiguous states [rows, channels, length] and weight [channels, "
             f"taps], got {tuple(x.shape)}, {tuple(states.shape)} and {tuple(weight.shape)}"
         )
-    out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    with launching(Kernel.STATES, x.device):
-        launch(
-            kernel.convolve,
-            (rows * -(-channels // _CHANNELS),),
-            x,
-            states,
-            weight,
-            weight if bias is None else bias,
-            out,
-            *x.stride(),
-            CHANNELS=channels,
-            LENGTH=length,
-            TAPS=taps,
-            BIASED=bias is not None,
-            SILU=silu,
-            BLOCK=_CHANNELS,
-            **overlap_options(x.device),
-        )
-    return out
+    tensors = x, states, weight, weight if bias is None else bias
+    constants = {"LENGTH": length, "TAPS": taps, "BIASED": bias is not None, "SILU": silu, "BLOCK": _CHANNELS}
+    return _launched(kernel.convolve, x.shape, _CHANNELS, tensors, x.stride(), CHANNELS=channels, **constants)
 
 
 def delta_rule(
@@ -103,22 +90,13 @@ def delta_rule(
             f"beta [rows, heads] and contiguous states [rows, heads, key_dim, value_dim] of up to {MOST_WIDTH} "
             f"numbers of a key, got {[tuple(one.shape) for one in (query, key, value, decay, beta, states)]}"
         )
-    block_k = _power_of_two(key_dim)
-    block_v = min(_power_of_two(value_dim), max(16, _NUMBERS // block_k))
-    out = torch.empty(rows, heads, value_dim, dtype=query.dtype, device=query.device)
-    with launching(Kernel.STATES, query.device):
-        launch(
-            kernel.delta_rule,
-            (rows * heads * -(-value_dim // block_v),),
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            rates,
-            biases,
-            states,
-            out,
+    block_k, block_v = _blocks(key_dim, value_dim)
+    return _launched(
+        kernel.delta_rule,
+        value.shape,
+        block_v,
+        (query, key, value, decay, beta, rates, biases, states),
+        (
             *query.stride()[:2],
             *key.stride()[:2],
             *value.stride()[:2],
@@ -126,16 +104,15 @@ def delta_rule(
             beta.stride(0),
             key_dim**-0.5,
             L2_EPS,
-            HEADS=heads,
-            GROUP=heads // key_heads,
-            K=key_dim,
-            V=value_dim,
-            BLOCK_K=block_k,
-            PROJECTED=gates is not None,
-            BLOCK_V=block_v,
-            **overlap_options(query.device),
-        )
-    return out
+        ),
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        K=key_dim,
+        V=value_dim,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        PROJECTED=gates is not None,
+    )
 
 
 def scan(
@@ -178,35 +155,48 @@ def scan(
             f"contiguous states [rows, heads, width, size] of up to {MOST_WIDTH} numbers of an input, and rates, "
             f"skips and biases [heads], got {[tuple(one.shape) for one in (x, steps, inputs, outputs, states, rates)]}"
         )
-    block_s = _power_of_two(size)
-    block_w = min(_power_of_two(width), max(1, _NUMBERS // block_s))
-    out = torch.empty(rows, heads, width, dtype=x.dtype, device=x.device)
-    with launching(Kernel.STATES, x.device):
-        launch(
-            kernel.scan,
-            (rows * heads * -(-width // block_w),),
-            x,
-            steps,
-            rates,
-            inputs,
-            outputs,
-            skips,
-            biases,
-            states,
-            out,
-            *x.stride()[:2],
-            *steps.stride(),
-            *inputs.stride()[:2],
-            *outputs.stride()[:2],
-            HEADS=heads,
-            GROUP=heads // groups,
-            WIDTH=width,
-            SIZE=size,
-            BLOCK_W=block_w,
-            BLOCK_S=block_s,
-            **overlap_options(x.device),
-        )
+    block_s, block_w = _blocks(size, width)
+    return _launched(
+        kernel.scan,
+        x.shape,
+        block_w,
+        (x, steps, rates, inputs, outputs, skips, biases, states),
+        (*x.stride()[:2], *steps.stride(), *inputs.stride()[:2], *outputs.stride()[:2]),
+        HEADS=heads,
+        GROUP=heads // groups,
+        WIDTH=width,
+        SIZE=size,
+        BLOCK_S=block_s,
+        BLOCK_W=block_w,
+    )
+
+
+def _launched(
+    step: Any,
+    shape: Sequence[int],
+    block: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    **constants: int,
+) -> Tensor:
+    """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` numbers of a row.
+
+    Args:
+        tensors: Arguments before the output.
+        numbers: Those behind it.
+    """
+    out = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    *outer, width = shape
+    with launching(Kernel.STATES, out.device):
+        grid = (prod(outer) * -(-width // block),)
+        launch(step, grid, *tensors, out, *numbers, **constants, **overlap_options(out.device))
     return out
+
+
+def _blocks(held: int, cut: int) -> tuple[int, int]:
+    """Of a state ``[held, cut]``, or its transpose, the numbers that a program has: all of `held`, some of `cut`."""
+    block = _power_of_two(held)
+    return block, min(_power_of_two(cut), _NUMBERS // block)
 
 
 def _contiguous(*tensors: Tensor | None) -> bool:

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Gates(NamedTuple):
-    """How decays and betas are made of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``.
-
-    Attributes:
-        rates: ``[heads]``, contiguous: logarithms.
-        biases: Likewise.
-    """
-
-    rates: Tensor
-    biases: Tensor
-
-
-L2_EPS = 1e-6
-"""Added to sums of squares of queries and keys."""
+from .gates import L2_EPS, Gates
 
 
 def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> tuple[Tensor, Tensor]:

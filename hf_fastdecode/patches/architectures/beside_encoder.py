@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from ...attention.interface import shared_context_attention
 from ...attention.own_code import OwnCode
-from ...attention.placeholders import SharedKV
-from ...attention.stand_in_calls import attend_shared
+from ...attention.stand_in_calls import attend_encoded, attend_shared
 from ...errors import Unsupported
 
 
@@ -25,22 +23,20 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `SpeechT5Attention.forward`: attention to a decoder's own tokens, or to the encoder's output."""
-    cache, layer = past_key_values if cache is None else cache, module.layer_idx
+    cache = past_key_values if cache is None else cache
     if position_bias is not None or not isinstance(cache, EncoderDecoderCache):
         raise Unsupported(f"{type(module).__name__} biases its scores, or has no cache of a decoder")
+    encoded = hidden_states if key_value_states is None else key_value_states
+
+    def project() -> tuple[Tensor, Tensor]:
+        return _heads(module, module.k_proj(encoded)), _heads(module, module.v_proj(encoded))
+
     query = _heads(module, module.q_proj(hidden_states))
     if key_value_states is None:
-        parts = (_heads(module, projection(hidden_states)) for projection in (module.k_proj, module.v_proj))
-        kv, _ = cache.self_attention_cache.update(*parts, layer)
+        kv, _ = cache.self_attention_cache.update(*project(), module.layer_idx)
         out = attend_shared(module, query, kv, scaling=module.scaling)
     else:
-        stored = cache.cross_attention_cache
-        kv = stored.layers[layer].keys
-        if not cache.is_updated.get(layer):
-            parts = (_heads(module, projection(key_value_states)) for projection in (module.k_proj, module.v_proj))
-            kv, _ = stored.update(*parts, layer)
-            cache.is_updated[layer] = True
-        out = _cross(module, query, kv, attention_mask)
+        out = attend_encoded(module, query, cache, attention_mask, scaling=module.scaling, project=project)
     return module.out_proj(out.flatten(2)), None
 
 
@@ -48,11 +44,6 @@ def attend_and_return_cache(module: Any, *args: Any, **kwargs: Any) -> tuple[Ten
     """Stands in for `LEDDecoderAttention.forward`."""
     out, weights = attend(module, *args, **kwargs)
     return out, weights, kwargs.get("cache", kwargs.get("past_key_values"))
-
-
-def _cross(module: Any, query: Tensor, kv: SharedKV, mask: Any) -> Tensor:
-    out, _ = shared_context_attention(module, query, kv, kv, mask, module.scaling)
-    return out
 
 
 def _heads(module: Any, projected: Tensor) -> Tensor:

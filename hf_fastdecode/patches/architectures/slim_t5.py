@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5Model, T5PreTrainedModel
 
 from ..._compat import takes_cache
+from ...cache.layers.cross import CrossView
 from ..decoder import SlimEncoderDecoder
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.family import EncoderDecoder
 from ..layers.slim_attention import causal_mask
 from ..slim_layers import SlimLayer
+from .t5 import biases_by_distance
 
 
 class SlimT5Attention(SlimDecoderAttention, T5Attention):
@@ -53,6 +55,11 @@ class SlimT5Attention(SlimDecoderAttention, T5Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Attend, with the ordinary layer's arguments; cross-attention passes on the position bias it is given."""
+        if isinstance(cache, CrossView):
+            if not self.cross and position_bias is None and self.has_relative_attention_bias:
+                position_bias = biases_by_distance(self)
+            out, _ = self.attend(hidden_states, key_value_states, cache, mask, position_bias)
+            return out, position_bias, None
         if not self.cross:
             queries, seen, tokens = hidden_states.shape[1], 0, hidden_states.shape[1]
             if cache is not None:

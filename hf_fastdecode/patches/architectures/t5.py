@@ -10,10 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...attention.interface import shared_context_attention
 from ...attention.own_code import OwnCode
-from ...attention.placeholders import SharedKV
-from ...attention.stand_in_calls import attend_shared
+from ...attention.stand_in_calls import attend_encoded, attend_shared
 from ...errors import Unsupported
 
 
@@ -67,13 +65,15 @@ def _self(module: Any, hidden_states: Tensor, cache: Any, biases: Tensor | None)
 
 
 def _cross(module: Any, hidden_states: Tensor, encoded: Tensor, cache: Any, mask: Any) -> Tensor:
-    stored, layer = cache.cross_attention_cache, module.layer_idx
-    kv: SharedKV = stored.layers[layer].keys
-    if not cache.is_updated.get(layer):
-        kv, _ = stored.update(_heads(module, module.k(encoded)), _heads(module, module.v(encoded)), layer)
-        cache.is_updated[layer] = True
     query = _heads(module, module.q(hidden_states))
-    out, _ = shared_context_attention(module, query, kv, kv, mask, module.scaling)
+    out = attend_encoded(
+        module,
+        query,
+        cache,
+        mask,
+        scaling=module.scaling,
+        project=lambda: (_heads(module, module.k(encoded)), _heads(module, module.v(encoded))),
+    )
     return module.o(out.flatten(2))
 
 

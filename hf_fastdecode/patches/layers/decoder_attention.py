@@ -12,6 +12,10 @@ A decoder layer has two attentions, each with a plan of its own:
 With ``e``, layers read the encoder's output, which generation passes to every step, repeated for beams and for
 `num_return_sequences`. Ordinary models too keep it, once for all layers and outside the cache, so it does not count as
 bytes of the cache.
+
+Over a shared-context cache both store keys and values like ordinary layers, those that these caches stand for, so that
+all its operators serve: of the encoder's output once for each distinct input, which costs less than making values anew
+in every step, and of a decoder's own few tokens for each row.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from ..._compat import takes_cache
 from ...attention.autocast import no_autocast
+from ...attention.stand_in_calls import attend_encoded, attend_shared
+from ...cache.layers.cross import CrossView
 from ...conversion.fit.cached_numbers import load, store
 from ..slim_layers import SlimLayer
-from .projections import InputProjection, InputValues, KeyProjection, score_operands
+from .projections import InputProjection, InputValues, KeyProjection, input_keys, score_operands
+from .shared_attention import check_shared
 from .slim_attention import CachedValues, cache_dtype, check_trainable, slim_attention
 from .slim_values import SlimValues
 from .stored_products import wide
@@ -96,7 +103,12 @@ class SlimDecoderAttention(nn.Module):
         return self.attend(hidden_states, key_value_states, cache, attention_mask)
 
     def attend(
-        self, hidden_states: Tensor, encoded: Tensor | None, cache: Any, mask: Tensor | None
+        self,
+        hidden_states: Tensor,
+        encoded: Tensor | None,
+        cache: Any,
+        mask: Tensor | None,
+        distances: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention, from a layer's inputs to its output projection.
 
@@ -105,15 +117,21 @@ class SlimDecoderAttention(nn.Module):
             encoded: The encoder's output, ``[rows, tokens, key_d]``, for cross-attention.
             cache: An `EncoderDecoderCache`; any cache for self-attention; or None.
             mask: As for `slim_attention`.
+            distances: Over a shared-context cache, biases by distance, see `attention.kv.Scoring`; else in the mask.
 
         Returns:
             ``[rows, queries, d]``, and the weights ``[rows, heads, queries, tokens]`` or None.
 
         Raises:
             ValueError: The layer caches in 8 bits and is being trained.
+            Unsupported: Over a shared-context cache, small weights are skipped.
         """
         query_name, key_name, value_name, output_name = self.projections
         query = getattr(self, query_name)(hidden_states)
+        if isinstance(cache, CrossView):
+            return getattr(self, output_name)(
+                self._shared(query, hidden_states, encoded, cache, mask, distances)
+            ), None
         dtype = query.dtype  # under autocast that of its products
         query = query.to(wide(dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
@@ -158,6 +176,55 @@ class SlimDecoderAttention(nn.Module):
             causal=not self.cross,
         )
         return getattr(self, output_name)(out), weights
+
+    def _shared(
+        self,
+        query: Tensor,
+        hidden_states: Tensor,
+        encoded: Tensor | None,
+        cache: CrossView,
+        mask: Any,
+        distances: Tensor | None,
+    ) -> Tensor:
+        """Attention over a shared-context cache, ``[rows, queries, heads * head_dim]``."""
+        check_shared(self.config, mask)
+        per_head = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        inputs, dtype = hidden_states if encoded is None else encoded, query.dtype
+
+        def project() -> tuple[Tensor, Tensor]:
+            return self.keys_and_values(inputs, dtype)
+
+        if self.cross:
+            out = attend_encoded(self, per_head, cache, mask, scaling=self.scaling, project=project)
+        else:
+            kv, _ = cache.self_attention_cache.update(*project(), self.layer_idx)
+            out = attend_shared(self, per_head, kv, scaling=self.scaling, distances=distances)
+        return out.flatten(2)
+
+    def keys_and_values(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of inputs ``[rows, tokens, d]`` as what is cached of them gives them.
+
+        Returns:
+            ``[rows, heads, tokens, head_dim]`` each, in `dtype`; of keys without what adds one number to all scores
+            of a query.
+        """
+        _, key_name, value_name, _ = self.projections
+        stored_dtype, heads = cache_dtype(dtype, self.layer), self.num_heads
+        project = getattr(self, key_name)
+        group = project.out_features // heads
+        if self.layer.plan in ("x", "e"):
+            cached = inputs.to(dtype)[:, None]
+            if self.layer.plan == "x":
+                cached = load(store(cached, stored_dtype, group), stored_dtype, group)
+            with no_autocast(inputs.device):
+                keys = input_keys(cached, project, heads, heads)
+            values = InputValues(getattr(self, value_name), heads, heads).per_token(cached, cached[..., :0])
+        else:
+            exact = self.slim.to_cache(inputs, project(inputs))
+            cached, coordinates = (load(store(one, stored_dtype, group), stored_dtype, group) for one in exact)
+            keys = cached[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2)
+            values = self.slim.per_token(cached, coordinates)
+        return keys.to(dtype), values.unflatten(-1, (heads, -1)).transpose(1, 2).to(dtype)
 
     def _filled(self, cache: Any) -> tuple[Tensor, Tensor] | None:
         """Tensors that cross-attention cached in an earlier pass; None before."""

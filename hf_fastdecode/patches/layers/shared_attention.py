@@ -6,7 +6,7 @@ by their log-sum-exp. In a captured step, kernels read lengths and nodes on the 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def shared_attention(
         ValueError: The cache holds another dtype or number of rows.
         BackendError: The backend ``triton`` is forced, and the kernel cannot attend to the suffixes.
     """
-    check_shared(layer, mask)
+    check_shared(layer.config, mask)
     dtype = query.dtype
     # Prefill of nodes stores nothing slim: the layout alone is needed.
     new = slice(0 if cache.state.packed and not cache.state.suffix_rows else None)
@@ -86,11 +86,11 @@ def shared_attention(
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
 
 
-def check_shared(layer: SlimTokens, mask: Tensor | SlidingWindow | None) -> None:
+def check_shared(config: Any, mask: object) -> None:
     """Raise Unsupported where attention to nodes and to suffixes does not merge: with a window or a threshold."""
     if isinstance(mask, SlidingWindow):
         raise Unsupported(f"slim layers do not share context where a window of {mask.size} tokens hides some")
-    if threshold := layer.config.slim_sparsity_threshold:
+    if threshold := config.slim_sparsity_threshold:
         raise Unsupported(f"a sparsity threshold ({threshold:g}) is for weights of nodes and suffix together")
 
 
@@ -143,7 +143,7 @@ def captured_in_few_launches(
     mask: Tensor | SlidingWindow | None,
 ) -> Tensor | None:
     """`captured_attention` of a layer's inputs ``[rows, 1, d]``, where kernels serve its projections; else None."""
-    check_shared(layer, mask)
+    check_shared(layer.config, mask)
     return attend_in_few_launches(layer, inputs, cache, rotation)
 
 
@@ -162,7 +162,7 @@ def captured_attention(
         Unsupported: As `shared_attention`; or the kernels do not take these tensors.
         ValueError: The cache holds another dtype.
     """
-    check_shared(layer, mask)
+    check_shared(layer.config, mask)
     dtype = query.dtype
     with no_autocast(query.device):
         stored = layer.stored(keys, coordinates, cache_dtype(dtype, layer.layer), rotation)

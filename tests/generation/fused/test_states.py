@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import Counter
 from contextlib import nullcontext
+from functools import wraps
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from transformers import DynamicCache, PreTrainedModel
+from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_fastdecode._compat import CACHE
@@ -105,3 +110,51 @@ def test_other_functions_than_those_known_are_left_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_update", lambda *args: args[0])
     (form,) = (one.form for one in FusedModules(model).found if one.kind is states)
     assert form == {"torch_recurrent_gated_delta_rule"}
+
+
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "NemotronHForCausalLM"])
+def test_steps_are_the_same_where_packages_are_installed(
+    name: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of packages for a step give way to kernels; those for several tokens run, in prefill."""
+    model = tiny_model_of(name).half().to(DEVICE)
+    expected = steps(model, of_states(model))
+    without = dict(launched)
+    (layer,) = {type(one) for one in model.modules() if states.may_be(type(one))}
+    names = inspect.unwrap(layer.forward).__globals__
+    calls: Counter[str] = Counter()
+
+    def install(package: str, *path: str, of: str, refuses: bool) -> None:
+        own = names.get(of)
+        if own is None:
+            return
+
+        @wraps(own)  # transformers passes the arguments that the signature has
+        def of_package(*args: Any, **kwargs: Any) -> Any:
+            if refuses:
+                raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+            calls[path[-1]] += 1
+            return own(*args, **kwargs)
+
+        module = ModuleType(package)
+        held: Any = of_package
+        for part in reversed(path[1:]):
+            held = SimpleNamespace(**{part: held})
+        setattr(module, path[0], held)
+        monkeypatch.setitem(sys.modules, package, module)
+        decorated = use_kernel_func_from_hub_with_fallback(path[-1], package)(inspect.unwrap(own))
+        monkeypatch.setitem(names, of, decorated)
+
+    for function, refuses in (("causal_conv1d_update", True), ("causal_conv1d_fn", False)):
+        install("causal_conv1d", function, of=function, refuses=refuses)
+    delta = "ops", "gated_delta_rule"
+    install("fla", *delta, "fused_recurrent_gated_delta_rule", of="torch_recurrent_gated_delta_rule", refuses=True)
+    install("fla", *delta, "chunk_gated_delta_rule", of="torch_chunk_gated_delta_rule", refuses=False)
+    mamba = "ops", "triton", "selective_state_update", "selective_state_update"
+    install("mamba_ssm", *mamba, of="mamba2_selective_state_update", refuses=True)
+    launched.clear()
+    found = steps(model, of_states(model))
+    assert calls["causal_conv1d_fn"]
+    assert calls["chunk_gated_delta_rule"] or "mamba2_selective_state_update" in names
+    assert launched == without
+    assert torch.equal(found, expected)

@@ -17,7 +17,7 @@ from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.state_steps.api import convolve, delta_rule, scan
-from hf_fastdecode.kernels.state_steps.reference import Gates
+from hf_fastdecode.kernels.state_steps.gates import Gates
 
 from .pretended import CUDA, Claimed
 
