@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import prompt_plan
+from hf_fastdecode.generation.prompts import pass_memory, prompt_plan
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -194,6 +194,22 @@ def test_prompts_that_attend_both_ways_share_no_beginning(monkeypatch):
         assert torch.equal(run(model, inputs, "samples"), stock)
         report = fd.explain(model).last_call
     assert (report.path, report.prefilled_tokens) == ("shared", int(inputs["attention_mask"].sum()))
+
+
+def test_passes_fit_in_free_memory(monkeypatch):
+    """The first one with an image, of one prompt, is counted, once; and only the images of its prompts are encoded."""
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, *[(5, (4, 4, seed), 9) for seed in range(1, 7)])
+    monkeypatch.setattr(pass_memory, "_FEW", 8)
+    monkeypatch.setattr(pass_memory, "_bytes_with_images", {})
+    report, counted = compared(model, inputs, "samples")
+    assert counted == [6 * 16]  # free memory is not known on a CPU
+    monkeypatch.setattr(pass_memory, "usable_memory", lambda device: 1)
+    for runs in ([16] * 6, [32] * 3):
+        assert compared(model, inputs, "samples")[1] == runs
+        needed = pass_memory._bytes_with_images[model]
+        monkeypatch.setattr(pass_memory, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
+    assert report.path == "shared"
 
 
 def test_equal_tokens_with_other_images_are_other_inputs(model):

@@ -52,7 +52,7 @@ class InputRows:
     def __init__(self, given: GivenInputs, config: PreTrainedConfig):
         assert given.ids is not None
         self._arguments, self._ids, self._config = given.arguments, given.ids, config
-        self.copies, self.rows = given.copies, len(given.ids)
+        self.copies, self.rows, self.width = given.copies, *given.ids.shape
         self._starts: dict[str, list[int]] = {}
         self.unclear: str | None = None
         self._counted: dict[str, _Counts | None] = {}
@@ -117,7 +117,7 @@ class InputRows:
                 raise Unsupported(f"it is not known which tokens the argument {self.unclear or name!r} belongs to")
             if name not in self._of_tokens:
                 names.setdefault(_kind(name), []).append(name)
-        stands = torch.zeros(self._ids.shape[1], dtype=torch.bool, device="cpu")
+        stands = torch.zeros(self.width, dtype=torch.bool, device="cpu")
         for kind, of_kind in names.items():
             token = self._token(kind)
             held = torch.zeros_like(stands) if token is None else (self._ids[given] == token).cpu()
@@ -147,6 +147,8 @@ class InputRows:
     def _text_after(self) -> list[int]:
         held = [self._ids == token for kind in ("image", "video", "audio") if (token := self._token(kind)) is not None]
         held += [value.to(self._ids.device) != 0 for value in self._of_tokens.values()]
+        if not held:  # it is not known where they are
+            return [0] * self.rows
         stands = torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0)
         return torch.where(stands.any(1), stands.flip(1).byte().argmax(1), stands.shape[1]).tolist()
 
@@ -161,7 +163,7 @@ class InputRows:
 
     def of_tokens(self, row: int, length: int, count: int) -> list[Tensor]:
         """Of a row of the call with `length` tokens behind its padding, what arguments have for the first `count`."""
-        first = self._ids.shape[1] - length
+        first = self.width - length
         return [value[row // self.copies, first : first + count] for value in self._of_tokens.values()]
 
     def _part(self, name: str, row: int) -> Tensor:

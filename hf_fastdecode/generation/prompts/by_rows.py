@@ -33,7 +33,7 @@ from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
-from .pass_memory import tokens_that_fit
+from .pass_memory import ImagePasses, tokens_that_fit
 from .pass_parts import Form, passes, passes_by_input, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
@@ -113,6 +113,13 @@ class Rows(NamedTuple):
             places=at.where(mask, -1),
         )
 
+    @property
+    def have_images(self) -> bool:
+        """Whether any of the rows comes with an image."""
+        if self.images is None or self.numbers is None:
+            return False
+        return any(self.images.text_after(row) < self.images.width for row in self.numbers.tolist())
+
     def packed(self) -> Rows:
         """The same tokens end to end in one row, without padding."""
         if self.attention_mask is None:
@@ -155,7 +162,8 @@ def row_passes(
     divides = divides and not _has_gaps(rows.attention_mask)
     if divides:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    runs = passes(prompts, width, max_tokens, divides=divides)
+    room = ImagePasses(model, max_tokens, len(prompts) * width) if images else None
+    runs = passes(prompts, width, max_tokens, divides=divides, room=room)
     if rows.inputs_of is not None and cache.inputs is not None:
         cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         runs = passes_by_input(prompts, rows.inputs_of, max(1, max_tokens // width))
@@ -176,7 +184,8 @@ def row_passes(
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
             arguments["logits_to_keep"] = keep
-        with cache.prefilling(items, real.to(device), tensors=part.images is not None):
+        counting = nullcontext() if room is None or not part.have_images else room.counting(real.numel())
+        with cache.prefilling(items, real.to(device), tensors=part.images is not None), counting:
             output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)

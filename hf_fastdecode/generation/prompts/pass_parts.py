@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...cache.state import PrefillItem
+from .pass_memory import ImagePasses
 from .prompt_plan import FEWEST, PromptPlan
 
 
@@ -65,10 +66,17 @@ def passes_by_input(parts: Sequence[Part], inputs_of: Tensor, at_once: int) -> I
         yield [parts[index] for index in others[start : start + at_once]]
 
 
-def passes(parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool) -> Iterator[list[Part]]:
+def passes(
+    parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool, room: ImagePasses | None = None
+) -> Iterator[list[Part]]:
     """The parts of each pass: whole prompts first, then others, those in rows of one length by length.
 
     A part comes after what it continues, whose context is a part of its own.
+
+    Args:
+        max_tokens: Most positions of a pass, padding included; it has one part at least.
+        divides: Whether parts of more tokens are divided.
+        room: Tells how many positions the next pass with images may have.
     """
     if divides:
         parts = [one for part in parts for one in _divided(part, width, max_tokens)]
@@ -81,7 +89,8 @@ def passes(parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool)
     for _, those in sorted(alike.items(), key=lambda item: item[0]):
         run = list[Part]()
         for part in those:
-            if run and _places([*run, part], width) > max_tokens:
+            limit = max_tokens if room is None or part.form not in (Form.WHOLE, Form.PADDED) else room.most()
+            if run and _places([*run, part], width) > limit:
                 yield run
                 run = []
             run.append(part)
