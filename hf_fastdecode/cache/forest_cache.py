@@ -265,8 +265,11 @@ class ForestCache(Cache):
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own. With
                 states, it is, unless there is one item.
             divide: Whether processes may divide the pass, whose part here is then `SharedState.divided`.
-            tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored.
+            tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored. To
+                the model the cache is empty then.
         """
+        length = self.state.padded_length
+        self.state.padded_length = 0 if tensors else length
         self.state.pack(items, divide=divide)
         self.state.places_of_pass = None if rows is None else _places(rows, sum(item.span.length for item in items))
         self.state.tensors_of_pass = (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None
@@ -279,6 +282,8 @@ class ForestCache(Cache):
         finally:
             self.state.pack(())
             self.state.places_of_pass = self.state.tensors_of_pass = None
+            if tensors:
+                self.state.padded_length = length
 
     @contextmanager
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:

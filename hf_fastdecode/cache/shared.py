@@ -115,6 +115,7 @@ class SharedContextCache(PassCache):
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
+        twin.state.counts_tokens = self.state.counts_tokens
         twin.inputs = self.inputs
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:
@@ -207,6 +208,11 @@ class SharedContextCache(PassCache):
         self.state.segment_runs = {}
         self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
         self.inputs = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """False in passes over whole prompts by transformers' own attention, each of which is a model's first one."""
+        return self.state.tensors_of_pass is None and bool(super().is_initialized)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""

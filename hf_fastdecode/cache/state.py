@@ -235,6 +235,8 @@ class SharedState:
             layers return the keys and values that they are given. Otherwise None.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
+        counts_tokens: Whether positions behind the rows are those of counted tokens, as they are not behind images
+            whose tokens have positions in planes.
         padded_width: Where positions count the padding of prompts, the width of their batch; None where they count
             each row's tokens.
         longest_to_come: Where rows take the places of others, tokens in the longest of all of them by the end of the
@@ -264,6 +266,7 @@ class SharedState:
     tensors_of_pass: tuple[int, int] | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
+    counts_tokens: bool = True
     padded_width: int | None = None
     longest_to_come: int = 0
     expanded: ExpandedNodes | None = None

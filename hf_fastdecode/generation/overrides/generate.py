@@ -62,6 +62,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         call.scope, given_tensors = active_call.scope, active_call.given
         held = active_call.inputs
         call.inputs = None if held is None or held.says_nothing else held
+        call.places_given = call.names.positions in given_tensors
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():

@@ -104,17 +104,22 @@ def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     return "position_ids are not those of the attention mask"
 
 
-def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False) -> None:
+def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False, own_loop: bool = False) -> None:
     """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
 
-    Or for hidden states, which are spread to rows by tokens.
+    Those of images do where their ids do (`image_ids`), and the model itself makes positions of them. Or for hidden
+    states, which are spread to rows by tokens.
+
+    Args:
+        own_loop: Whether a loop of the user's own decodes, which may place tokens otherwise.
     """
     what = "the planes of position_ids differ"
     if call.inputs is not None:
         what = f"prompts come with {next(iter(call.inputs.arguments))}"
-    if call.must_share:
-        raise Unsupported(f"a SharedContextCache is for positions of text, and {what}")
     if hidden:
         raise Unsupported(f"output_hidden_states is for positions of text, and {what}")
-    if kept:
-        raise Unsupported(f"{what}, and the call's cache would be kept")
+    if (call.inputs is not None and not call.places_given and not own_loop) or not (call.must_share or kept):
+        return
+    if call.must_share:
+        raise Unsupported(f"a SharedContextCache is for positions of text, and {what}")
+    raise Unsupported(f"{what}, and the call's cache would be kept")
