@@ -79,7 +79,8 @@ def step_columns(decodes: Sequence[float], steps: int, drawn: int) -> dict[str, 
 
 
 def what_ran(model: Any, *, must_share: bool = True) -> str:
-    """Mode, sampler, waves and compactions of an enabled model's last call; or ``stock`` and the reason.
+    """Mode, sampler, waves and compactions of an enabled model's last call, and how many rows decoded at once, if not
+    all; or ``stock`` and the reason.
 
     Raises NotAvailableError where it ran stock though it must share.
     """
@@ -90,6 +91,7 @@ def what_ran(model: Any, *, must_share: bool = True) -> str:
             raise NotAvailableError(f"it ran {ran}")
         return ran
     words = [call.mode, f"sampler {call.sampler}"]
+    words += [f"{call.rows_at_once:,} rows at once"] if call.rows_at_once else []
     words += [f"{call.waves} waves"] if call.waves > 1 else []
     words += [f"{call.compactions} compactions"] if call.compactions else []
     return ", ".join(words)
