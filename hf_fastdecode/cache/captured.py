@@ -12,7 +12,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
-from ..attention.launch.step_tables import StepTables, TablesByShape
+from ..attention.launch.layer_tables import TablesByShape
+from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..errors import Unsupported
