@@ -15,12 +15,11 @@ from . import _compat
 from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
-from .generation.inputs.given import GivenInputs
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
 from .generation.overrides.methods import METHODS
-from .generation.prompts.kept import prefill_kept, prefill_with_images
+from .generation.prompts.kept import prefill_kept
 from .generation.report import Report
 from .generation.support.model import check_model
 from .generation.wrappers import unwrapped
@@ -244,8 +243,4 @@ def prefill(
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
-    structure = model_state.structure_of(inner)
-    with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
-        if isinstance(inputs, Mapping) and (images := GivenInputs.among(inputs)) and not images.says_nothing:
-            return prefill_with_images(inner, model_state, inputs)
-        return prefill_kept(inner, structure, model_state.options, inputs)
+    return prefill_kept(inner, model_state, inputs)

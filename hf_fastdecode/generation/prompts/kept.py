@@ -1,11 +1,12 @@
-"""Prefill of a cache that the caller keeps, for prompts without a `generate` call."""
+"""Prefill of a cache that the caller keeps, by `hf_fastdecode.prefill`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,6 +16,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..forward_pass import places_tokens
 from ..identity import Fingerprint
+from ..inputs.given import GivenInputs
 from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
@@ -26,14 +28,29 @@ from .packed import prefill_nodes
 from .prompt_ids import padded_ids
 from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
 
+Prompts = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 
-def prefill_kept(
-    inner: PreTrainedModel,
-    structure: Structure,
-    options: Options,
-    inputs: Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any],
+
+def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompts) -> SharedContextCache:
+    """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
+    structure = model_state.structure_of(model)
+    with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
+        if _holds_images(inputs, model):
+            return _prefill_with_images(model, model_state, inputs)
+        return _prefill_text(model, structure, model_state.options, inputs)
+
+
+def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
+    """Whether prompts come with images, video or audio, by an argument that the model takes."""
+    given = GivenInputs.among(inputs) if isinstance(inputs, Mapping) and "input_ids" in inputs else None
+    if given is None or given.says_nothing:
+        return False
+    return not given.arguments.keys().isdisjoint(signature(type(model).forward).parameters)
+
+
+def _prefill_text(
+    inner: PreTrainedModel, structure: Structure, options: Options, inputs: Prompts
 ) -> SharedContextCache:
-    """Prefill prompts of text, see `hf_fastdecode.prefill`."""
     with structure.ranks.together():
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
@@ -73,7 +90,7 @@ def prefill_kept(
     return cache
 
 
-def prefill_with_images(
+def _prefill_with_images(
     inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
 ) -> SharedContextCache:
     """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
