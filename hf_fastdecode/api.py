@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from . import _compat
 from .cache.layout.model import ModelLayout
@@ -18,6 +18,7 @@ from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
 from .generation.forward_pass import places_tokens
 from .generation.identity import Fingerprint
+from .generation.inputs.given import GivenInputs
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
@@ -236,7 +237,8 @@ def prefill(
         model: An enabled model.
         inputs: A list of prompts of any lengths, each a tensor ``[length]`` or a list of ids; or ``input_ids``
             ``[prompts, length]``; or what a tokenizer returns, padded or not: a mapping with either as ``input_ids``
-            and, for padded prompts, ``attention_mask``.
+            and, for padded prompts, ``attention_mask``; or what a processor returns for prompts with images, video or
+            audio, as tensors.
 
     Returns:
         A cache with one row per prompt, in the given order. Any common prefix of at least `min_shared_tokens` (see
@@ -253,7 +255,24 @@ def prefill(
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     structure = model_state.structure_of(inner)
     with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
+        if isinstance(inputs, Mapping) and (images := GivenInputs.among(inputs)) and not images.says_nothing:
+            return _prefill_with_images(inner, model_state, inputs)
         return _prefill(inner, structure, model_state.options, inputs)
+
+
+def _prefill_with_images(
+    inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
+) -> SharedContextCache:
+    """Prefill by a call of `generate` for one token, which prepares positions, and returns its cache."""
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+    cache, last_call = SharedContextCache(backend=model_state.options.backend), model_state.last_call
+    try:
+        kept = inner.generate(**inputs, **{_compat.CACHE: cache}, generation_config=config)[_compat.CACHE]
+    finally:
+        model_state.last_call = last_call
+    kept.state.max_suffix = None
+    kept.fingerprint, kept.protected_segments = Fingerprint(inner), len(kept.segment_tokens)
+    return kept
 
 
 def _prefill(
@@ -273,7 +292,7 @@ def _prefill(
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
             check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
         with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-            check_prompts(inner, structure.layout, input_ids, mask, longest=input_ids.shape[1])
+            check_prompts(inner, structure, input_ids, mask, longest=input_ids.shape[1])
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
         groups = group_prompts(input_ids, mask)
         _check_vocabulary(inner, groups)

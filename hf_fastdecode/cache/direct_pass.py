@@ -22,7 +22,15 @@ def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[st
 
 
 def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
-    """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the device that knows suffix lengths."""
+    """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the device that knows suffix lengths.
+
+    Raises ValueError behind images whose tokens have positions in planes.
+    """
+    if not cache.state.counts_tokens:
+        raise ValueError(
+            "positions behind the images of this cache are not those of counted tokens; pass position_ids, or the "
+            "whole prompt with its images to generate"
+        )
     lengths = cache.state.suffixes.lengths
     own = torch.tensor(lengths.longest, device="cpu") if lengths.per_row is None else lengths.per_row
     width = cache.state.padded_width

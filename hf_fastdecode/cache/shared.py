@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.torch_operators import BACKENDS
@@ -115,6 +115,7 @@ class SharedContextCache(PassCache):
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
+        twin.state.counts_tokens = self.state.counts_tokens
         twin.inputs = self.inputs
         twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
         if layers := twin.state_layers:
@@ -208,6 +209,11 @@ class SharedContextCache(PassCache):
         self.segment_tokens, self.state.padded_length, self.fingerprint, self.gaps = [], 0, None, False
         self.inputs = None
 
+    @property
+    def is_initialized(self) -> bool:
+        """False in passes over whole prompts by transformers' own attention, each of which is a model's first one."""
+        return self.state.tensors_of_pass is None and bool(super().is_initialized)
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""
         return -1
@@ -234,9 +240,11 @@ def _is_count(number: Any) -> bool:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes allocated for keys, values and states by any transformers cache."""
+    """Bytes allocated for keys, values and states by any transformers cache, an encoder's tokens included."""
     if isinstance(cache, SharedContextCache):
-        return cache.nbytes.allocated
+        return cache.nbytes.allocated + (0 if cache.inputs is None else cache.inputs.nbytes)
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     parts = (part for layer in cache.layers for part in _parts(layer))
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 

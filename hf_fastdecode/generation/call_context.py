@@ -72,7 +72,7 @@ class Positions(NamedTuple):
 def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
     """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
 
-    What padding has, by the mask ``[rows, width]``, is left aside.
+    Positions of padding, by the mask ``[rows, width]``, are not compared.
     """
     if position_ids is None or position_ids.dim() != 3:
         return Positions(position_ids)
@@ -129,6 +129,7 @@ class CallContext:
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
         inputs: Images, videos or audio that the prompts come with.
+        places_given: Whether the caller gave positions, which the model makes otherwise.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
     """
 
@@ -142,6 +143,7 @@ class CallContext:
     runs_stock: bool = False
     scope: CallScope | None = None
     inputs: GivenInputs | None = None
+    places_given: bool = False
     fingerprint: Fingerprint | None = None
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)

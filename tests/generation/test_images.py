@@ -8,6 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.prompts import pass_memory, prompt_plan
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -108,6 +109,109 @@ def test_repeated_prompts_are_one_input(model, call):
     assert counted == [16, 56]  # in passes of few positions
 
 
+TOWERS = {
+    "Qwen3VLForConditionalGeneration": "visual",
+    "LlavaForConditionalGeneration": "vision_tower",
+    "Gemma3ForConditionalGeneration": "vision_tower",
+    "Idefics3ForConditionalGeneration": "vision_model",
+}
+
+WITH_STATES_TOO = [*[name for name in TOWERS if "Idefics" not in name], "Qwen3_5ForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_an_image_of_several_prompts_is_encoded_once(name):
+    """Although other texts come before it; in passes of one prompt too, where neighbours have it."""
+    model, counted = tiny_model_of(name), []
+    first, other = (4, 4, 1), (8, 4, 2)
+    inputs = prompts_with_images(model, (5, first, 9), (3, first, 7), (4, other, 6), (2, other, 8))
+    stock = {call: run(model, inputs, call) for call in ("samples", "beams")}
+    once = [16 + 32] if name.startswith("Qwen") else [2]
+    each = [16, 32] if name.startswith("Qwen") else [1, 1]
+    with before_calls(
+        getattr(model.model, TOWERS[name]), lambda args, kwargs: counted.append(_images_of(args, kwargs))
+    ):
+        for most, runs in ((16384, once), (1, each)):
+            with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
+                for call, tokens in stock.items():
+                    counted.clear()
+                    assert torch.equal(run(model, inputs, call), tokens)
+                    assert fd.explain(model).last_call.path == "shared"
+                    assert counted == runs
+
+
+def _images_of(args, kwargs):
+    """Patches, or images, that a vision tower is called with."""
+    return len(args[0] if args else next(kwargs[name] for name in ("hidden_states", "pixel_values") if name in kwargs))
+
+
+@pytest.mark.parametrize("name", WITH_STATES_TOO)
+def test_questions_about_the_same_images_share_what_comes_before(name, monkeypatch):
+    """Images, and text around them, in nodes of two levels; the questions' own tokens run in passes of their own."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    model, counted = tiny_model_of(name), []
+    inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, SMALL, 17), (6, TALL, 9), (2, TALL, 8))
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    begin_alike(inputs, 0, 1, lengths[0] - 12)
+    begin_alike(inputs, 0, 2, lengths[0] - 16)  # with four tokens behind the image
+    tower = getattr(model.model, TOWERS.get(name, "visual"))
+    for call, most in (("greedy", 16384), ("samples", 16384), ("beams", 40)):
+        stock = run(model, inputs, call)
+        with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=4, max_prefill_tokens=most):
+            counted.clear()
+            with before_calls(tower, lambda args, kwargs: counted.append(_images_of(args, kwargs))):
+                assert torch.equal(run(model, inputs, call), stock)
+            report = fd.explain(model).last_call
+        assert report.path == "shared", report.reason
+        assert report.prefilled_tokens == sum(lengths) - (lengths[0] - 12) - (lengths[0] - 16)
+        assert sum(counted) == (16 + 32 if name.startswith("Qwen") else 2)
+
+
+def begin_alike(inputs, one, other, count):
+    """Give one row the first tokens of another's prompt, whose images it has too."""
+    ids, widths = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1)
+    ids[other, widths[other] : widths[other] + count] = ids[one, widths[one] : widths[one] + count]
+
+
+def test_a_beginning_ends_before_other_images(model, monkeypatch):
+    """Prompts share neither what comes before an image that they do not all have, nor a part of one."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    inputs = prompts_with_images(model, (9, SMALL, 9), (9, (4, 4, 1), 9), (9, TALL, 9), (9, SMALL, 4, SMALL, 9))
+    for other in (1, 2, 3):
+        begin_alike(inputs, 0, other, 9)
+    report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+
+
+def test_prompts_that_attend_both_ways_share_no_beginning(monkeypatch):
+    """PaliGemma's, of which one without an image does so in a pass of its own too."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    model = tiny_model_of("PaliGemmaForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, TALL, 10), (14,))
+    begin_alike(inputs, 0, 1, 35)
+    stock = run(model, inputs, "samples")
+    with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=4, max_prefill_tokens=40):
+        assert torch.equal(run(model, inputs, "samples"), stock)
+        report = fd.explain(model).last_call
+    assert (report.path, report.prefilled_tokens) == ("shared", int(inputs["attention_mask"].sum()))
+
+
+def test_passes_fit_in_free_memory(monkeypatch):
+    """The first one with an image, of one prompt, is counted, once; and only the images of its prompts are encoded."""
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, *[(5, (4, 4, seed), 9) for seed in range(1, 7)])
+    monkeypatch.setattr(pass_memory, "_FEW", 8)
+    monkeypatch.setattr(pass_memory, "_bytes_with_images", {})
+    report, counted = compared(model, inputs, "samples")
+    assert counted == [6 * 16]  # free memory is not known on a CPU
+    monkeypatch.setattr(pass_memory, "usable_memory", lambda device: 1)
+    for runs in ([16] * 6, [32] * 3):
+        assert compared(model, inputs, "samples")[1] == runs
+        needed = pass_memory._bytes_with_images[model]
+        monkeypatch.setattr(pass_memory, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
+    assert report.path == "shared"
+
+
 def test_equal_tokens_with_other_images_are_other_inputs(model):
     inputs = prompts_with_images(model, (5, (4, 4, 1), 9), (5, (4, 4, 2), 9))
     for name in ("input_ids", "attention_mask", "mm_token_type_ids"):
@@ -145,17 +249,71 @@ def test_token_types_of_text_alone_say_nothing(model):
     assert report.prefilled_tokens == (160 if model.config.model_type == "qwen3_5" else 120)
 
 
-@pytest.mark.parametrize("call", ["samples", "beams"])
-def test_no_cache_with_images_is_kept(model, call):
-    inputs = prompts_with_images(model, SEVERAL[0])
+def followed(inputs, *tokens):
+    """The prompts with these tokens of text behind them, ``[rows, tokens]`` each."""
+    ids, behind = inputs["input_ids"], torch.cat(tokens, 1)
+    longer = {
+        name: torch.cat([part, part.new_full(behind.shape, name == "attention_mask")], 1)
+        for name, part in inputs.items()
+        if part.shape == ids.shape
+    }
+    return inputs | longer | {"input_ids": torch.cat([ids, behind], 1)}
+
+
+@pytest.mark.parametrize("name", WITH_STATES_TOO)
+def test_turns_about_the_same_images(name):
+    """A kept cache holds the images' tokens, and no later turn encodes them again; so does a returned one."""
+    model, counted = tiny_model_of(name), []
+    model.generation_config.suppress_tokens = [
+        token for name, token in vars(model.config).items() if name.endswith(("_token_id", "_index")) and token
+    ]
+    inputs = prompts_with_images(model, (5, SMALL, 9), (3, TALL, 12))
+    question, another = torch.randint(3, 90, (2, 2, 6), generator=torch.Generator().manual_seed(0))
+    turn, lengths = followed(inputs, question), tuple(inputs["attention_mask"].sum(1).tolist())
+    stock = {call: run(model, turn, call) for call in CALLS}
+    tower = getattr(model.model, TOWERS.get(name, "visual"))
+    with fd.enabled(model), before_calls(tower, lambda *_: counted.append(1)):
+        kept = fd.prefill(model, inputs)
+        assert len(counted) == 1
+        for call in CALLS:
+            assert torch.equal(run(model, turn | {CACHE: kept}, call), stock[call])
+            assert fd.explain(model).last_call.known_tokens == lengths
+        returned = run(model, turn | {CACHE: kept, "return_dict_in_generate": True}, "greedy")
+        assert torch.equal(returned.sequences, stock["greedy"])
+        said = returned.sequences[:, turn["input_ids"].shape[1] :]
+        later = followed(turn, said, another)
+        found = run(model, later | {CACHE: returned[CACHE]}, "samples")
+        assert fd.explain(model).last_call.known_tokens == tuple(length + 6 + 7 for length in lengths)
+        assert len(counted) == 1
+    assert torch.equal(found, run(model, later, "samples"))
+
+
+def test_kept_images_are_those_of_the_call(model):
+    """Prompts with other ones, or with more behind the kept tokens, are computed whole."""
+    inputs = prompts_with_images(model, (9, SMALL, 9))
+    others = [prompts_with_images(model, (9, (4, 4, 1), 9, 5)), prompts_with_images(model, (9, SMALL, 9, TALL, 5))]
+    for other in others:
+        other["input_ids"][:, : 9 + 6] = inputs["input_ids"][:, : 9 + 6]
+    others[1]["input_ids"][:, :24] = inputs["input_ids"]
+    stock = [run(model, other, "samples") for other in others]
     with fd.enabled(model):
-        kept = fd.prefill(model, inputs["input_ids"][:, :5])
-        with pytest.raises(ValueError, match="is for positions of text, and prompts come with"):
-            run(model, inputs | {CACHE: kept}, call)
-        run(model, inputs | {"return_dict_in_generate": True}, call)
-        report = fd.explain(model).last_call
-    assert report.path == "stock"
-    assert "and the call's cache would be kept" in report.reason
+        kept = fd.prefill(model, inputs)
+        for other, expected in zip(others, stock, strict=True):
+            assert torch.equal(run(model, other | {CACHE: kept}, "samples"), expected)
+            assert fd.explain(model).last_call.known_tokens == (0,)
+        if model.config.model_type != "qwen3_5":
+            with pytest.raises(ValueError, match="pass position_ids, or the whole prompt"):
+                model(torch.ones(1, 1, dtype=torch.long), **{CACHE: kept})
+
+
+def test_prompts_that_attend_both_ways_are_not_kept():
+    model = tiny_model_of("PaliGemmaForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 9))
+    with fd.enabled(model, min_saved_tokens=1):
+        with pytest.raises(ValueError, match="text behind them is not continued"):
+            fd.prefill(model, inputs)
+        run(model, inputs | {"return_dict_in_generate": True}, "samples")
+        assert "text behind them is not continued" in fd.explain(model).last_call.reason
 
 
 def test_a_generate_that_makes_several_calls(monkeypatch):

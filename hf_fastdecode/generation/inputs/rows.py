@@ -7,13 +7,15 @@ the placeholders of each row say how many images are its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...errors import Unsupported
 from .given import GivenInputs
 
 _AUDIO = ("audio", "feature", "speech", "input_values")
@@ -24,6 +26,18 @@ class _Counts(NamedTuple):
 
     tokens: list[int]
     runs: list[int]
+
+
+class RowImage(NamedTuple):
+    """An image of a row, or all images of one kind.
+
+    Attributes:
+        places: Of the tokens that stand for it, in the row's width; int64 on the CPU.
+        parts: What arguments have for it, by name.
+    """
+
+    places: Tensor
+    parts: dict[str, Tensor]
 
 
 class InputRows:
@@ -38,7 +52,7 @@ class InputRows:
     def __init__(self, given: GivenInputs, config: PreTrainedConfig):
         assert given.ids is not None
         self._arguments, self._ids, self._config = given.arguments, given.ids, config
-        self.copies, self.rows = given.copies, len(given.ids)
+        self.copies, self.rows, self.width = given.copies, *given.ids.shape
         self._starts: dict[str, list[int]] = {}
         self.unclear: str | None = None
         self._counted: dict[str, _Counts | None] = {}
@@ -69,17 +83,91 @@ class InputRows:
             numbers.append(number)
         return torch.tensor(numbers, device="cpu").repeat_interleave(self.copies)
 
-    def of(self, rows: Sequence[int]) -> dict[str, Any]:
-        """The arguments of some rows of the call, in order: of distinct ones, if rows are known apart, else of all."""
+    def of(self, rows: Sequence[int], places: Tensor | None = None) -> dict[str, Any]:
+        """The arguments of some rows of the call, in order: of distinct ones, if rows are known apart, else of all.
+
+        Args:
+            places: ``[rows, tokens]`` int64: in the width of the call, those of the pass's tokens, -1 for padding;
+                None for all of the width.
+        """
         given = [row // self.copies for row in rows]
         if given == list(range(self.rows)) or not self.apart:
-            return dict(self._arguments)
-        parts = {name: [self._part(name, row) for row in given] for name in self._starts}
-        joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
-        return {name: value for name, value in joined.items() if len(value)}
+            joined = dict(self._arguments)
+        else:
+            parts = {name: [self._part(name, row) for row in given] for name in self._starts}
+            joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
+            joined = {name: value for name, value in joined.items() if len(value)}
+        if places is not None:
+            index = torch.arange(len(places), device=places.device)[:, None]
+            for name in self._of_tokens:
+                value, at = joined[name], places.to(joined[name].device)
+                chosen = value[index.to(at.device), at.clamp_min(0)]
+                joined[name] = chosen.masked_fill_((at < 0).reshape(*at.shape, *[1] * (value.dim() - 2)), 0)
+        return joined
+
+    def images_of(self, given: int) -> Iterator[RowImage]:
+        """The images of a given row: each by itself where a grid tells how many tokens it has, else all of a kind.
+
+        Raises:
+            Unsupported: An argument is not known to belong to tokens of the row.
+        """
+        names: dict[str, list[str]] = {}
+        for name, value in self._arguments.items():
+            if self.unclear is not None or not isinstance(value, Tensor) or not value.dim():
+                raise Unsupported(f"it is not known which tokens the argument {self.unclear or name!r} belongs to")
+            if name not in self._of_tokens:
+                names.setdefault(_kind(name), []).append(name)
+        stands = torch.zeros(self.width, dtype=torch.bool, device="cpu")
+        for kind, of_kind in names.items():
+            token = self._token(kind)
+            held = torch.zeros_like(stands) if token is None else (self._ids[given] == token).cpu()
+            parts = {name: part for name in of_kind if len(part := self._part(name, given))}
+            if bool(held.any()) != bool(parts):
+                raise Unsupported(f"it is not known which tokens the argument {of_kind[0]!r} belongs to")
+            stands |= held
+            if parts:
+                yield from _each(kind, held.nonzero().flatten(), parts)
+        typed = (value[given].cpu() != 0 for value in self._of_tokens.values())
+        if any(bool((one.flatten(1).any(1) if one.dim() > 1 else one).logical_and(~stands).any()) for one in typed):
+            raise Unsupported(
+                f"the argument {next(iter(self._of_tokens))!r} says more than which tokens are of images"
+            )
+
+    def equal(self, row: int, other: int) -> bool:
+        """Whether two rows of the call come with equal images, whatever their prompts are; where rows are apart."""
+        given = row // self.copies, other // self.copies
+        names = (name for name in self._starts if name not in self._of_tokens)
+        return given[0] == given[1] or all(torch.equal(*(self._part(name, row) for row in given)) for name in names)
+
+    def text_after(self, row: int) -> int:
+        """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
+        return self._text_after[row // self.copies]
+
+    @cached_property
+    def _text_after(self) -> list[int]:
+        held = [self._ids == token for kind in ("image", "video", "audio") if (token := self._token(kind)) is not None]
+        held += [value.to(self._ids.device) != 0 for value in self._of_tokens.values()]
+        if not held:  # it is not known where they are
+            return [0] * self.rows
+        stands = torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0)
+        return torch.where(stands.any(1), stands.flip(1).byte().argmax(1), stands.shape[1]).tolist()
+
+    @cached_property
+    def _of_tokens(self) -> dict[str, Tensor]:
+        """Arguments with a part for each token, ``[given rows, width, ...]``."""
+        return {
+            name: value
+            for name, value in self._arguments.items()
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == self._ids.shape
+        }
+
+    def of_tokens(self, row: int, length: int, count: int) -> list[Tensor]:
+        """Of a row of the call with `length` tokens behind its padding, what arguments have for the first `count`."""
+        first = self.width - length
+        return [value[row // self.copies, first : first + count] for value in self._of_tokens.values()]
 
     def _part(self, name: str, row: int) -> Tensor:
-        starts = self._starts[name]
+        starts = self._starts[name] if self.rows > 1 else [0, len(self._arguments[name])]
         part: Tensor = self._arguments[name][starts[row] : starts[row + 1]]
         return part
 
@@ -124,16 +212,13 @@ class InputRows:
             self._counted[kind] = self._count(kind)
         return self._counted[kind]
 
+    def _token(self, kind: str) -> int | None:
+        """The token that stands for images of a kind."""
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        return next((value for name in names if isinstance(value := getattr(self._config, name, None), int)), None)
+
     def _count(self, kind: str) -> _Counts | None:
-        config = self._config
-        token = next(
-            (
-                value
-                for name in (f"{kind}_token_id", f"{kind}_token_index")
-                if isinstance(value := getattr(config, name, None), int)
-            ),
-            None,
-        )
+        token = self._token(kind)
         if token is None:
             return None
         held = self._ids == token
@@ -146,6 +231,22 @@ def _kind(name: str) -> str:
     if "video" in name or name.startswith("second_per_grid"):
         return "video"
     return "audio" if any(part in name for part in _AUDIO) else "image"
+
+
+def _each(kind: str, places: Tensor, parts: dict[str, Tensor]) -> Iterator[RowImage]:
+    """The images of one kind by themselves, if that is known, see `InputRows.images_of`."""
+    grid = parts.get(f"{kind}_grid_thw")
+    patches = [] if grid is None else [int(count) for count in grid.prod(1).tolist()]
+    merged, rest = divmod(sum(patches), len(places))
+    sizes = {
+        name: {len(patches): [1] * len(patches), sum(patches): patches}.get(len(part)) for name, part in parts.items()
+    }
+    if not patches or rest or any(count % merged for count in patches) or None in sizes.values():
+        yield RowImage(places, parts)
+        return
+    of_images = {name: part.split(sizes[name]) for name, part in parts.items()}
+    for index, own in enumerate(places.split([count // merged for count in patches])):
+        yield RowImage(own, {name: split[index] for name, split in of_images.items()})
 
 
 def _sums(counts: Iterable[int]) -> list[int]:

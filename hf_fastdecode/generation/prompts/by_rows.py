@@ -4,15 +4,18 @@ It serves what packed prefill, which lays all tokens end to end in one row, cann
 that count the padding of prompts, layers with a state per row, decoders with an encoder, whose prompts differ
 where its inputs do, and prompts that come with images, video or audio. These run as in stock, with its own masks and
 attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
-prompts of text begin with is a node of its own where layers continue from its state. It runs first, and the prompts'
-rests, as those of prompts that continue a path of a given cache, after it: without padding, which would come between
-the state and the next token, hence together with rests of the same length only. So do the parts of a prompt that is
-longer than a pass may be.
+prompts of text, or with the same images, begin with is a node of its own where layers continue from its state. It runs
+first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it. With layers that
+have states they run without padding, which would come between the state and the next token, hence together with rests
+of the same length only; so do the parts of a prompt that is longer than a pass may be. Behind images, rests are packed
+into one row where no layer has states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +27,14 @@ from ...cache.layers.cross import begin_of
 from ...cache.layers.state import end_of
 from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
+from ...cache.state import PrefillItem
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
+from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
-from .pass_memory import tokens_that_fit
-from .pass_parts import passes, passes_by_input, whole_prompts
+from .pass_memory import ImagePasses, tokens_that_fit
+from .pass_parts import Form, passes, passes_by_input, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
 
@@ -42,7 +47,9 @@ class Rows(NamedTuple):
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
         inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
         numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
-        images: The images, videos or audio of the call's rows.
+        images: The images, videos or audio of the call's rows; None for tokens behind them.
+        places: ``[rows, width]`` int64 on the CPU: where these tokens are in the call's rows, -1 for padding; None
+            for whole rows.
     """
 
     inputs: Tensor
@@ -51,6 +58,7 @@ class Rows(NamedTuple):
     inputs_of: Tensor | None = None
     numbers: Tensor | None = None
     images: InputRows | None = None
+    places: Tensor | None = None
 
     @classmethod
     def of(
@@ -84,19 +92,44 @@ class Rows(NamedTuple):
         inputs_of, numbers = (None if part is None else part[chosen] for part in (self.inputs_of, self.numbers))
         return Rows(self.inputs[rows], mask, places, inputs_of, numbers, self.images)
 
-    def tokens(self, firsts: Sequence[int], count: int) -> Rows:
-        """So many tokens of each row, from its token ``firsts[row]`` on; of rows with padding at the left alone."""
-        at = torch.tensor(firsts, device="cpu")
+    def tokens(self, firsts: Sequence[int], counts: Sequence[int]) -> Rows:
+        """``counts[row]`` tokens of each row, from its token ``firsts[row]`` on, padded at the left to the longest.
+
+        Of rows with padding at the left alone, which end in text.
+        """
+        longest, first = max(counts), torch.tensor(firsts, device="cpu")
         if self.attention_mask is not None:
-            at = at + self.attention_mask.bool().byte().argmax(1).cpu()
-        at = at[:, None] + torch.arange(count, device="cpu")  # [rows, count]
+            first = first + self.attention_mask.bool().byte().argmax(1).cpu()
+        before = torch.arange(longest, device="cpu") - longest + torch.tensor(counts, device="cpu")[:, None]
+        at = first[:, None] + before  # [rows, longest]
+        mask, at = before >= 0, at.where(before >= 0, self.inputs.shape[1] - 1)  # padding has the last token's id
         row, places = torch.arange(len(at), device="cpu")[:, None], self.position_ids
         of_places = row if places.shape[-2] > 1 else torch.zeros_like(row)
         inputs, device = self.inputs, places.device
         return self._replace(
             inputs=inputs[row.to(inputs.device), at.to(inputs.device)],
-            attention_mask=None,
+            attention_mask=None if bool(mask.all()) else mask.long(),
             position_ids=places[..., of_places.to(device), at.to(device)],
+            places=at.where(mask, -1),
+        )
+
+    @property
+    def have_images(self) -> bool:
+        """Whether any of the rows comes with an image."""
+        if self.images is None or self.numbers is None:
+            return False
+        return any(self.images.text_after(row) < self.images.width for row in self.numbers.tolist())
+
+    def packed(self) -> Rows:
+        """The same tokens end to end in one row, without padding."""
+        if self.attention_mask is None:
+            positions = self.position_ids.flatten(-2)[..., None, :]
+            return self._replace(inputs=self.inputs.flatten(0, 1)[None], position_ids=positions)
+        mask = self.attention_mask.bool()
+        return self._replace(
+            inputs=self.inputs[mask.to(self.inputs.device)][None],
+            attention_mask=None,
+            position_ids=self.position_ids[..., mask.to(self.position_ids.device)][..., None, :],
         )
 
 
@@ -123,40 +156,72 @@ def row_passes(
             prompt of it unless layers continue from states.
     """
     cache.add_segment(plan.new_tokens)
-    device, width, prompts = input_device(model), rows.inputs.shape[1], whole_prompts(plan)
-    divides = bool(layout.states) and layout.continues_states and rows.images is None
+    device, width, images = input_device(model), rows.inputs.shape[1], rows.images is not None
+    prompts = whole_prompts(plan, images=images, states=bool(layout.states))
+    divides = bool(layout.states) and layout.continues_states and not images
     divides = divides and not _has_gaps(rows.attention_mask)
     if divides:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    runs = passes(prompts, width, max_tokens, divides=divides)
-    if rows.inputs_of is not None and cache.inputs is not None:
-        cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = passes_by_input(prompts, rows.inputs_of, max(1, max_tokens // width))
+    room = ImagePasses(model, max_tokens, len(prompts) * width) if images else None
+    runs, inputs = passes(prompts, width, max_tokens, divides=divides, room=room), cache.inputs
+    if rows.inputs_of is not None and inputs is not None:
+        inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
+        runs = passes_by_input(prompts, rows.inputs_of, *at_once)
+    features = None if rows.images is None else SharedFeatures(model)
     if rows.images is not None and not rows.images.apart:
         runs = iter([prompts])
     for run in runs:
         items = [one.item for one in run]
         part = rows.part(torch.tensor([one.group for one in run], device=rows.inputs.device))
-        if not run[0].whole:
-            part = part.tokens([item.position for item in items], items[0].span.length)
+        if (form := run[0].form) is not Form.WHOLE:
+            part = part.tokens([item.position for item in items], [item.span.length for item in items])
+        if items[0].context:
+            part = part._replace(numbers=None, images=None)
+        if form is Form.PACKED:
+            yield _packed_pass(model, cache, items, part.packed(), keep)
+            continue
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
             arguments["logits_to_keep"] = keep
-        with cache.prefilling(items, real.to(device), tensors=part.images is not None):
-            output = _pass(model, cache, part, device, arguments)
+        storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
+        counting = nullcontext() if room is None or not part.have_images else room.counting(real.numel())
+        with storing, counting, cache.prefilling(items, real.to(device), tensors=part.images is not None):
+            output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
-        # In the order of the tokens, row by row.
-        wanted = [
-            token
-            for item, count in zip(items, kept.sum(1).tolist(), strict=True)
-            for token in range(item.span.stop - count, item.span.stop)
-        ]
-        yield PrefillPass(wanted, output.logits[:, -keep:][kept], output)
+        yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
         for one in run:
             if one.number:
                 cache.forget_states(end_of(one.item.context))
-    cache.set_forest(plan.forest, rows.inputs.shape[1])
+    cache.set_forest(plan.forest, width)
+
+
+def _packed_pass(
+    model: PreTrainedModel, cache: SharedContextCache, items: Sequence[PrefillItem], rows: Rows, keep: int
+) -> PrefillPass:
+    """A pass over text, end to end in one row, that continues stored paths."""
+    device, counts, last = input_device(model), [min(keep, item.span.length) for item in items], list[int]()
+    for end, count in zip(accumulate(item.span.length for item in items), counts, strict=True):
+        last.extend(range(end - count, end))
+    kept, keeps = torch.tensor(last, device=device), keeps_logits(model)
+    with cache.prefilling(items):
+        output = forward_pass(
+            model,
+            cache,
+            rows.position_ids.to(device),
+            input_ids=rows.inputs.to(device),
+            use_cache=True,
+            return_dict=True,
+            **({"logits_to_keep": kept} if keeps else {}),
+        )
+    return PrefillPass(_last_tokens(items, counts), output.logits[0] if keeps else output.logits[0, kept], output)
+
+
+def _last_tokens(items: Sequence[PrefillItem], counts: Sequence[int]) -> list[int]:
+    """The last ``counts[i]`` new tokens of each item, in order."""
+    spans = ((item.span, count) for item, count in zip(items, counts, strict=True))
+    return [token for span, count in spans for token in range(span.stop - count, span.stop)]
 
 
 def counted_with_padding(width: int) -> Tensor:
@@ -165,7 +230,12 @@ def counted_with_padding(width: int) -> Tensor:
 
 
 def _pass(
-    model: PreTrainedModel, cache: SharedContextCache, rows: Rows, device: torch.device, arguments: dict[str, Any]
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    rows: Rows,
+    device: torch.device,
+    arguments: dict[str, Any],
+    features: SharedFeatures | None,
 ) -> Any:
     """The model's output for these rows."""
     mask = None if rows.attention_mask is None else rows.attention_mask.to(device)
@@ -183,10 +253,11 @@ def _pass(
         use_cache=True,
         is_first_iteration=True,
         **{CACHE: cache},
-        **rows.images.of(rows.numbers.tolist()),
+        **rows.images.of(rows.numbers.tolist(), rows.places),
         **arguments,
     )
-    return uncompiled_call(model, **prepared, return_dict=True)
+    with nullcontext() if features is None else features.of_pass():
+        return uncompiled_call(model, **prepared, return_dict=True)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support.call import OWN_METHOD, check_arguments
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
+from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
@@ -158,7 +159,7 @@ class FirstPassPrompts:
             self.checks_masks,
             0 if positions.differ else positions.planes,
         )
-        cache.state.padded_width = width if padded else None
+        cache.state.padded_width, cache.state.counts_tokens = width if padded else None, not positions.differ
         report.cache = ref(cache)
         places = _places(groups, plan, width, wanted)
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
@@ -215,7 +216,7 @@ class FirstPassPrompts:
         mask, width = arguments.get(names.mask), ids.shape[1]
         positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
         given = positions if text else Positions(None)
-        check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
+        check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments) if cross else None
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         if counts and not text:
@@ -229,7 +230,7 @@ class FirstPassPrompts:
         tokens_say_all = text and not positions.differ
         by_rows = apart or not tokens_say_all or call.structure.layout.prefills_by_rows
         if not tokens_say_all:
-            check_unkept(call, kept=self.checks_masks, hidden=hidden)
+            check_unkept(call, kept=self.checks_masks, hidden=hidden, own_loop=self.loop == "custom_generate")
         if apart and (self.checks_masks or hidden) and inputs is None:
             what = "hidden states are asked for" if hidden else "the call's cache would be kept"
             raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
@@ -237,12 +238,20 @@ class FirstPassPrompts:
             raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
         of_rows = None if inputs is None else inputs.of_rows
         numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
-        groups = group_prompts(ids, mask, positions.ids if positions.differ else None, numbers)
+        known = kept_ids(call, ids) if not text and (call.must_share or call.returns_cache) else ids
+        groups = group_prompts(known, mask, positions.ids if positions.differ else None, numbers)
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         alike = tokens_say_all and not apart and inputs is None
         reuse = embeddings is None and alike
-        found = find_shared(call, groups, max_suffix, recompute=recompute, by_rows=by_rows, alike=alike, reuse=reuse)
+        found = find_shared(
+            *(call, groups, max_suffix),
+            recompute=recompute,
+            by_rows=by_rows,
+            alike=alike,
+            images=None if text else ImageBeginnings(call),
+            reuse=reuse or not text,
+        )
         if inputs is not None:
             found.cache.inputs = inputs.inputs
         plan = found.prompts.plan()

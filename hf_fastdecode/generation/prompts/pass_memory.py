@@ -1,12 +1,15 @@
-"""How many tokens a pass may have at once by the memory of its tensors, in models whose layers have states.
+"""How many tokens a pass may have at once by the memory of its tensors.
 
 In PyTorch, scans of several tokens keep products of all pairs of a token and an entry of the state: of Nemotron-H in
-transformers 5.17 some 9 MB per token. What a pass takes is counted once per model, over a few tokens, and compared
-with free memory before each prefill.
+transformers 5.17 some 9 MB per token. And some images have many more patches than tokens. What a pass takes is counted
+once per model, over a few tokens or over the first prompt with an image, and compared with free memory before each
+prefill.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -26,10 +29,14 @@ _COUNTED = 256
 _FEW = 1024
 """Tokens that fit anyway."""
 
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
+
 _USED_SHARE = 0.5
 """Share of free memory that these tensors may take: PyTorch's allocator keeps blocks of other sizes for a while."""
 
 _bytes_per_token: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+
+_bytes_with_images: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
 def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
@@ -43,6 +50,36 @@ def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
     return tokens if fit >= tokens else max(1, fit // _COUNTED) * _COUNTED
 
 
+class ImagePasses:
+    """How many positions passes over prompts with images may have; the first, of one prompt, is counted.
+
+    Args:
+        max_tokens: The most, whatever memory is free.
+        positions: Of all prompts, padding included.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int, positions: int):
+        self._model, self._max_tokens = model, max_tokens
+        self._usable = None if positions <= _FEW else usable_memory(input_device(model))
+
+    def most(self) -> int:
+        """The number, 1 before it is known: a pass has one prompt at least."""
+        if self._usable is None:
+            return self._max_tokens
+        needed = _bytes_with_images.get(self._model)
+        return 1 if needed is None else min(self._max_tokens, int(_USED_SHARE * self._usable / needed))
+
+    @contextmanager
+    def counting(self, positions: int) -> Iterator[None]:
+        """Context of a pass of so many positions."""
+        if self._usable is None or self._model in _bytes_with_images:
+            yield
+            return
+        with _Counted() as counted:
+            yield
+        _bytes_with_images[self._model] = max(1.0, counted.most / positions)
+
+
 @torch.no_grad()
 def most_bytes(model: PreTrainedModel, tokens: int) -> int:
     """The most bytes that tensors of a pass over so many tokens of a row take at a time, without its cache."""
@@ -54,7 +91,7 @@ def most_bytes(model: PreTrainedModel, tokens: int) -> int:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make.
+    """Counts the bytes of tensors that operators make, but for empty ones, which caches keep.
 
     Attributes:
         most: The most at a time.
@@ -70,7 +107,7 @@ class _Counted(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_iter(found):
+        for one in tree_iter(found) if func.overloadpacket not in _EMPTY else ():
             storage = one.untyped_storage() if isinstance(one, Tensor) else None
             if storage is not None and storage._cdata not in given | self._known:  # no view
                 self._known.add(storage._cdata)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ...cache.state import PrefillItem
+from .pass_memory import ImagePasses
 from .prompt_plan import FEWEST, PromptPlan
+
+
+class Form(Enum):
+    """How parts are laid out in a pass."""
+
+    WHOLE = "whole prompts, with the padding that they were given"
+    PADDED = "rows of any lengths, padded at the left to the longest"
+    ROWS = "rows of one length"
+    PACKED = "end to end in one row"
 
 
 class Part(NamedTuple):
@@ -17,54 +28,89 @@ class Part(NamedTuple):
     Attributes:
         item: Where they are stored, and what comes before them.
         group: The first group that has them.
-        whole: Whether they are a whole prompt, which runs with its padding.
+        form: How they run, with others of the same form.
         number: Of a prompt's parts, which one.
     """
 
     item: PrefillItem
     group: int
-    whole: bool
+    form: Form
     number: int = 0
 
 
-def whole_prompts(plan: PromptPlan) -> list[Part]:
-    """The items of a plan, undivided."""
-    items = zip(plan.items, plan.groups, strict=True)
-    return [Part(item, group, not item.context and plan.ends[group] == item.span.stop - 1) for item, group in items]
+def whole_prompts(plan: PromptPlan, *, images: bool, states: bool) -> list[Part]:
+    """The items of a plan, undivided.
+
+    Args:
+        images: Whether prompts come with images, which are all in what prompts begin with.
+        states: Whether layers have states, between which and the next token no padding may be.
+    """
+
+    def form(item: PrefillItem, group: int) -> Form:
+        if not item.context:
+            whole = plan.ends[group] == item.span.stop - 1
+            return Form.WHOLE if whole else Form.PADDED if images else Form.ROWS
+        return Form.PACKED if images and not states else Form.ROWS
+
+    return [Part(item, group, form(item, group)) for item, group in zip(plan.items, plan.groups, strict=True)]
 
 
-def passes_by_input(parts: Sequence[Part], inputs_of: Tensor, at_once: int) -> Iterator[list[Part]]:
-    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
+def passes_by_input(
+    parts: Sequence[Part], inputs_of: Tensor, inputs_at_once: int, at_once: int
+) -> Iterator[list[Part]]:
+    """One prompt of each input at first, in the inputs' order, with which layers project the inputs; then others."""
     firsts = dict[int, int]()
     for index, number in enumerate(inputs_of.tolist()):
         firsts.setdefault(number, index)
-    yield [parts[index] for index in firsts.values()]
     others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
-    for start in range(0, len(others), at_once):
-        yield [parts[index] for index in others[start : start + at_once]]
+    for those, most in ((list(firsts.values()), inputs_at_once), (others, at_once)):
+        for start in range(0, len(those), most):
+            yield [parts[index] for index in those[start : start + most]]
 
 
-def passes(parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool) -> Iterator[list[Part]]:
-    """The parts of each pass: whole prompts first, then others by length.
+def passes(
+    parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool, room: ImagePasses | None = None
+) -> Iterator[list[Part]]:
+    """The parts of each pass: whole prompts first, then others, those in rows of one length by length.
 
     A part comes after what it continues, whose context is a part of its own.
+
+    Args:
+        max_tokens: Most positions of a pass, padding included; it has one part at least.
+        divides: Whether parts of more tokens are divided.
+        room: Tells how many positions the next pass with images may have.
     """
     if divides:
         parts = [one for part in parts for one in _divided(part, width, max_tokens)]
-    alike: dict[tuple[int, int, int], list[Part]] = {}
+    alike: dict[tuple[int, int, int, int], list[Part]] = {}
+    forms = list(Form)
     for part in parts:
-        depth = len(part.item.context) - (part.number > 0)
-        alike.setdefault((depth, part.number, 0 if part.whole else part.item.span.length), []).append(part)
-    for (_, _, length), those in sorted(alike.items()):
-        at_once = max(1, max_tokens // (length or width))
-        for first in range(0, len(those), at_once):
-            yield those[first : first + at_once]
+        depth, length = len(part.item.context) - (part.number > 0), part.item.span.length
+        kind = depth, part.number, forms.index(part.form), length if part.form is Form.ROWS else 0
+        alike.setdefault(kind, []).append(part)
+    for _, those in sorted(alike.items(), key=lambda item: item[0]):
+        run = list[Part]()
+        for part in those:
+            limit = max_tokens if room is None or part.form not in (Form.WHOLE, Form.PADDED) else room.most()
+            if run and _places([*run, part], width) > limit:
+                yield run
+                run = []
+            run.append(part)
+        yield run
+
+
+def _places(run: Sequence[Part], width: int) -> int:
+    """Positions of a pass, padding included."""
+    if run[0].form is Form.WHOLE:
+        return len(run) * width
+    lengths = [part.item.span.length for part in run]
+    return sum(lengths) if run[0].form is Form.PACKED else len(run) * max(lengths)
 
 
 def _divided(part: Part, width: int, max_tokens: int) -> Iterator[Part]:
     """Parts of at most `max_tokens` tokens, without padding, and of at least `FEWEST`."""
     span, context = part.item.span, part.item.context
-    if (width if part.whole else span.length) <= max_tokens:
+    if (width if part.form is Form.WHOLE else span.length) <= max_tokens:
         yield part
         return
     start = number = 0
@@ -75,5 +121,5 @@ def _divided(part: Part, width: int, max_tokens: int) -> Iterator[Part]:
             count = left - FEWEST
         before = (span[:start],) if start else ()
         item = PrefillItem(span[start : start + count], (*context, *before))
-        yield Part(item, part.group, False, number)
+        yield Part(item, part.group, Form.ROWS, number)
         start, number = start + count, number + 1

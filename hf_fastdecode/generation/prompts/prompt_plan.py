@@ -256,9 +256,17 @@ class ComparedPrompts:
         ends = {path_slice(path, 0, held) for path, held in stored}
         if alike and continues and len(ends) == 1 and not any(group.gaps for group in self.groups):
             sharing = prompts._leaving_no_single_token()
-            if sharing._saves_more_than_its_passes_take():
+            if sharing._saves_more_than_its_passes_take(packed=False):
                 return sharing
-        return replace(prompts, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
+        return prompts.apart()
+
+    def apart(self) -> ComparedPrompts:
+        """The same, where no prompts share anything."""
+        return replace(self, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
+
+    def if_it_saves(self) -> ComparedPrompts:
+        """The same, or `apart` if passes of their own for what prompts have in common take longer than they save."""
+        return self if self._saves_more_than_its_passes_take(packed=True) else self.apart()
 
     def _leaving_no_single_token(self) -> ComparedPrompts:
         """The same with common prefixes so short that no single token is computed from a state.
@@ -272,10 +280,12 @@ class ComparedPrompts:
         common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
         return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, FEWEST))
 
-    def _saves_more_than_its_passes_take(self) -> bool:
-        """Whether common prefixes save tokens enough for their own passes, and those of prompts' rests by length."""
+    def _saves_more_than_its_passes_take(self, *, packed: bool) -> bool:
+        """Whether common prefixes save tokens enough for their own passes, and for those of prompts' rests: one, or
+        unless they are `packed`, one for each length."""
         alone = sum(len(group.tokens) for group in self.groups) - sum(self.reused_lengths)
-        passes = {(run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges}
+        lengths = ((run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges)
+        passes = {(depth, 0 if packed else length) for depth, length in lengths}
         return alone - self.new_length > (len(passes) - 1) * TOKENS_OF_A_PASS
 
     def plan(self) -> PromptPlan:

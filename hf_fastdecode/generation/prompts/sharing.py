@@ -25,6 +25,7 @@ from ...parallel.agreement import described
 from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
+from .image_beginnings import ImageBeginnings
 from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
 logger = logging.getLogger("hf_fastdecode")
@@ -55,6 +56,7 @@ def find_shared(
     recompute: int = 0,
     by_rows: bool = False,
     alike: bool = False,
+    images: ImageBeginnings | None = None,
     reuse: bool = True,
     ahead: bool = False,
 ) -> Shared:
@@ -66,6 +68,7 @@ def find_shared(
         by_rows: Whether different prompts share nothing, see `by_rows`.
         alike: Whether they nevertheless do where they begin alike and layers have states, see
             `ComparedPrompts.from_ends`.
+        images: Of prompts that come with images, tells what they may share and reuse.
         reuse: Whether stored tokens may be used: of the given cache, or if the options allow it, of the prefix store.
         ahead: Whether the caller asks `numbers_hold` later, where the prefix store was looked into.
 
@@ -73,28 +76,30 @@ def find_shared(
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     options, given, layout = call.options, call.given, call.structure.layout
-    base, states, keeps = given, bool(layout.states), keeps_prompts(call)
+    base, states, keeps, text = given, bool(layout.states), keeps_prompts(call), images is None
     if options.reuse_prefix and not keeps:
         why = "prompts of decoders are of one input" if layout.cross else "its layers' scans do not continue states"
         call.state.log_once(f"reuse_prefix is not used: {why}")
     if given is not None:
         _check_cache(call, given)
-    elif keeps and reuse:
+    elif keeps and reuse and text:
         store = call.state.prefix_store
         base, call.fingerprint = store.find(call.model, groups, call.structure, least=options.min_shared_tokens)
         if not ahead and not numbers_hold(call):
             base = None
-    elif reuse and not layout.prefills_by_rows:
+    elif reuse and text and not layout.prefills_by_rows:
         advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
         if advice is not None:
             call.state.log_once(advice)
-    apart = by_rows and not states  # `from_ends` decides of those with states
+    alike = alike or not text
+    apart = by_rows and not states and not alike  # `from_ends` decides of those with states
     least = max(len(group.tokens) for group in groups) + 1 if apart else options.min_shared_tokens
 
     def compared(base: SharedContextCache | None) -> tuple[SharedContextCache, ComparedPrompts]:
         cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
         cache.state.parallel = call.structure.parallel
-        return cache, compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+        prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
+        return cache, prompts if images is None else images.sharing(prompts)
 
     cache, prompts = compared(base)
     for index, (group, reused) in enumerate(zip(groups, prompts.reused_lengths, strict=True)):
@@ -120,8 +125,11 @@ def find_shared(
     if states:
         prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
+    if images is not None:
+        prompts = images.reusing(prompts if states else prompts.if_it_saves())
+        call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
-    return Shared(cache, prompts, base is not None, keeps and reuse)
+    return Shared(cache, prompts, base is not None, keeps and reuse and text)
 
 
 class Planned(Protocol):

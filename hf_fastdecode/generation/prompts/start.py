@@ -21,6 +21,7 @@ from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
+from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
@@ -87,13 +88,15 @@ def _checked_prompts(
 ) -> tuple[list[PromptGroup], bool]:
     """The groups of prompts, and whether their positions count padding."""
     ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
-    layout, longest = call.structure.layout, int(call.config.max_length)
+    longest = int(call.config.max_length)
     if not call.tokens_say_all:
         check_unkept(call, kept=call.returns_cache)
-        check_prompts(call.model, layout, ids, mask, longest=longest)
+        check_prompts(call.model, call.structure, ids, mask, longest=longest)
+        if call.input_rows is not None and (call.must_share or call.returns_cache):
+            ids = kept_ids(call, ids)
         planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
         return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers()), False
-    check_prompts(call.model, layout, ids, mask, planar, longest=longest)
+    check_prompts(call.model, call.structure, ids, mask, planar, longest=longest)
     padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
     if places_tokens(call.model):
         raise Unsupported("the model derives positions from the ids of whole prompts")
@@ -141,10 +144,22 @@ def _planned(
     max_suffix = int(call.config.max_length) - width
     by_rows = padded or call.by_rows
     alike = not padded and inputs is None and call.tokens_say_all
-    found = find_shared(call, groups, max_suffix, by_rows=by_rows, alike=alike, reuse=alike, ahead=ahead)
+    images = None if call.inputs is None else ImageBeginnings(call)
+    found = find_shared(
+        *(call, groups, max_suffix),
+        recompute=0 if images is None else 1,
+        by_rows=by_rows,
+        alike=alike,
+        images=images,
+        reuse=alike or images is not None,
+        ahead=ahead,
+    )
     if inputs is not None:
         found.cache.inputs = inputs.inputs
-    found.cache.state.position_planes = call.positions.planes
+    found.cache.state.position_planes, found.cache.state.counts_tokens = (
+        call.positions.planes,
+        not call.positions.differ,
+    )
     # If the cache holds a whole prompt, or all but its last token, compute that token as the first decode step.
     few_new = found.prompts.any_stored_whole or found.prompts.new_length <= len(groups)
     rerun_last_token = found.reuses and few_new and not by_rows
@@ -169,7 +184,7 @@ def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_t
     most = call.options.max_rows or rows
     if call.ranks.count > 1:  # which would have to agree on it
         return most
-    vocabulary = int(call.model.config.get_text_config(decoder=True).vocab_size)
+    vocabulary = int(call.structure.text_config.vocab_size)
     return min(most, rows_that_fit(cache, rows, Logits(call.model.device, vocabulary), new_tokens))
 
 

@@ -1,0 +1,123 @@
+"""Finds what neighbouring prompts with equal images begin with, up to where their texts differ.
+
+Prompts share a beginning only with all of their images in it, so that what follows is text alone. A model computes it
+from stored keys and values, or states, as it does other text, if it does not attend both ways there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...cache.shared import SharedContextCache
+from ...errors import Unsupported
+from ..call_context import CallContext
+from ..inputs.image_ids import ids_of_images
+from ..inputs.rows import InputRows
+from .by_rows import Rows, prefill_rows
+from .packed import prefill_nodes
+from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, compare_prompts
+
+
+class ImageBeginnings(NamedTuple):
+    """What prompts of a call with images may share with each other, and reuse of a given cache."""
+
+    call: CallContext
+
+    def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
+        """The same prompts, of which neighbours have in common what they may share."""
+        images, common = self.call.input_rows, prompts.common
+        shared = [0] * len(common)
+        if images is not None and images.apart and any(common):
+            pairs = zip(pairwise(_firsts(prompts.groups)), common, strict=True)
+            shared = [_shared(images, self.call.positions.ids, *pair, length) for pair, length in pairs]
+            if any(shared) and not _continues_text(self.call, prompts.groups[0].tokens[-1:]):
+                shared = [0] * len(common)
+        return replace(prompts, common=shared)
+
+    def reusing(self, prompts: ComparedPrompts) -> ComparedPrompts:
+        """The same prompts, which reuse nothing where images stand behind what they would."""
+        images, stored = self.call.input_rows, list(prompts.stored)
+        assert images is not None
+        for index, (row, group) in enumerate(_firsts(prompts.groups)):
+            reused = prompts.reused_lengths[index]
+            if reused and (group.gaps or reused < len(group.tokens) - images.text_after(row)):
+                stored[index] = (), 0
+                self.call.state.log_once(
+                    "a prompt is computed whole, although the given cache holds a part of it: images stand behind that"
+                )
+        return replace(prompts, stored=stored)
+
+
+def kept_ids(call: CallContext, input_ids: Tensor) -> Tensor:
+    """Ids of prompts of a call whose cache is kept or given, see `ids_of_images`.
+
+    Raises:
+        Unsupported: The call's images have no such ids, or text behind them cannot be continued.
+    """
+    images = call.input_rows
+    assert images is not None
+    ids = ids_of_images(images, input_ids)
+    if not _continues_text(call, ids[0, -1:]):
+        raise Unsupported(
+            f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
+            "them is not continued: it does not attend causally, or layers do not continue states"
+        )
+    return ids
+
+
+def _firsts(groups: Sequence[PromptGroup]) -> Iterator[tuple[int, PromptGroup]]:
+    """Each group with the first of its rows in the call."""
+    return zip([0, *accumulate(group.count for group in groups[:-1])], groups, strict=True)
+
+
+def _shared(
+    images: InputRows,
+    positions: Tensor | None,
+    one: tuple[int, PromptGroup],
+    other: tuple[int, PromptGroup],
+    common: int,
+) -> int:
+    """What two prompts, each the first row of a group, may share of so many tokens; all or nothing."""
+    for row, group in (one, other):
+        end = len(group.tokens) - images.text_after(row)
+        if group.gaps or common < end or end > len(group.tokens) - FEWEST:
+            return 0
+    parts = []
+    for row, group in (one, other):
+        parts.append(images.of_tokens(row, len(group.tokens), common))
+        if positions is not None:
+            first = positions.shape[-1] - len(group.tokens)
+            parts[-1].append(positions[..., row if positions.shape[-2] > 1 else 0, first : first + common])
+    alike = all(torch.equal(*both) for both in zip(*parts, strict=True))
+    return common if alike and images.equal(one[0], other[0]) else 0
+
+
+def _continues_text(call: CallContext, token: Tensor) -> bool:
+    """Whether the model attends causally to text, as to what continues a beginning: tried once, with a few tokens.
+
+    Args:
+        token: ``[1]``: one of text.
+    """
+    model, structure, limit = call.model, call.structure, call.max_prefill_tokens
+
+    def tried() -> bool:
+        cache = SharedContextCache()
+        cache.state.position_planes = call.positions.planes
+        tokens = token.repeat(1, 2 * FEWEST)
+        plan = compare_prompts([PromptGroup(tokens[0], 1)], StoredPrompts(cache), min_shared_tokens=1).plan()
+        try:
+            if structure.layout.prefills_by_rows:
+                prefill_rows(model, cache, plan, Rows.of(tokens, None), structure.layout, max_tokens=limit)
+            else:
+                prefill_nodes(model, cache, plan, max_tokens=limit)
+        except (Unsupported, ValueError, TypeError):  # of code that asks for images
+            return False
+        return True
+
+    return structure.layout.continues_states and structure.kept("text behind images", tried)
