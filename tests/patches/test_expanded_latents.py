@@ -10,7 +10,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.cache.expanded import ExpandedNodes
+from hf_fastdecode.cache.layers.expanded import ExpandedNodes
 from hf_fastdecode.generation.steps import expansion, modes
 
 from ..generation.uncaptured import SAMPLING, on_the_cpu

@@ -16,8 +16,9 @@ from typing import Final
 import torch
 
 from ...attention.forest import Forest, Node, Path, Span, joined
-from ...cache.expanded import ExpandedLayer, ExpandedNodes
+from ...cache.layers.expanded import ExpandedLayer, ExpandedNodes
 from ...cache.layers.latent import LatentStorage
+from ...cache.layout.stores import Kind
 from ...cache.shared import SharedContextCache
 from .capture_memory import free_memory
 
@@ -55,7 +56,8 @@ def expand_nodes(cache: SharedContextCache) -> None:
     latents = {
         layer.index: layer.storage for layer in cache.attention_layers if isinstance(layer.storage, LatentStorage)
     }
-    if not latents or len(latents) < len(cache.attention_layers) or state.parallel is not None:
+    alike = all(layer.store.kind is Kind.LATENT and layer.store.window is None for layer in cache.attention_layers)
+    if not latents or not alike or state.parallel is not None:
         return
     steps = MOST_STEPS_EXPECTED if state.max_suffix is None else state.max_suffix - cache.suffix_length
     wanted = paying_nodes(cache.forest, steps)
