@@ -18,9 +18,9 @@ from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..errors import Unsupported
 from .captured_states import StatesOfACapture
-from .expanded_steps import CapturedExpandedKV, ExpandedTables
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.cross import CrossView, EncodedInputs
+from .layers.expanded_steps import CapturedExpandedKV, ExpandedTables
 from .layers.of_model import CacheLayer
 from .layers.state import StateLayer
 from .shared import SharedContextCache

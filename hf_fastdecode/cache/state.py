@@ -22,7 +22,7 @@ from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
 from ..parallel.step_tables import DividedStepTables
-from .expanded import ExpandedNodes
+from .layers.expanded import ExpandedNodes
 from .suffixes import Suffixes
 
 
