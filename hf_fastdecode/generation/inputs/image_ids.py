@@ -19,7 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def ids_of_images(images: InputRows, input_ids: Tensor) -> Tensor:
-    """Ids ``[rows, width]`` int64 on the CPU, where tokens that stand for images have ids of their digests.
+    """Ids ``[rows, width]`` int64, where tokens that stand for images have ids of their digests.
 
     Args:
         images: What the prompts come with.
@@ -34,7 +34,7 @@ def ids_of_images(images: InputRows, input_ids: Tensor) -> Tensor:
         for image in images.images_of(given):
             digest = _digest(image.parts)
             ids[rows, image.places] = digest[torch.arange(len(image.places), device="cpu") % _IDS]
-    return ids
+    return ids.to(input_ids.device)
 
 
 def _digest(parts: dict[str, Tensor]) -> Tensor:
