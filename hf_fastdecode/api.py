@@ -292,7 +292,7 @@ def _prefill(
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
             check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
         with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-            check_prompts(inner, structure.layout, input_ids, mask, longest=input_ids.shape[1])
+            check_prompts(inner, structure, input_ids, mask, longest=input_ids.shape[1])
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
         groups = group_prompts(input_ids, mask)
         _check_vocabulary(inner, groups)

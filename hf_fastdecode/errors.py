@@ -16,7 +16,7 @@ class InputError(ValueError):
 
 
 def one_line(error: BaseException, width: int = 400) -> str:
-    """An error of another library in one line of at most so many letters."""
+    """An error of another library in one line of at most `width` letters."""
     return textwrap.shorten(str(error) or type(error).__name__, width, placeholder=" …").rstrip(".")
 
 

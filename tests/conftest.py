@@ -36,3 +36,11 @@ def model():
     from .tiny_models import tiny_model  # not before it is known whether kernels are interpreted
 
     return tiny_model("llama-gqa")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave the picture of a conversion empty: drawing it takes longer than converting a tiny model."""
+    from hf_fastdecode.conversion.checkpoint import convert
+
+    monkeypatch.setattr(convert, "draw_report", lambda report, path: path.touch())

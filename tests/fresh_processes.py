@@ -34,6 +34,8 @@ for line in sys.stdin:
             sys.argv = ["-c", *asked["arguments"]]
             exec(asked["code"], {"__name__": "__main__"})
             code = 0
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -33,6 +33,12 @@ def empty_partial(
     return Partial(out, torch.full(shape[:-1], -torch.inf, device=device, dtype=dtype))
 
 
+def unwritten_partial(query: Tensor, value_dim: int) -> Partial:
+    """Memory for attention of queries ``[..., head_dim]``, contiguous: ``out`` in their dtype, ``lse`` in fp32."""
+    out = torch.empty(*query.shape[:-1], value_dim, dtype=query.dtype, device=query.device)
+    return Partial(out, torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device))
+
+
 def merge(first: Partial, *rest: Partial) -> Partial:
     """Merge partials over disjoint key sets into the partial over their union.
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
+from .expanded_kv import ExpandedKV
 from .kv import Scoring
+from .partial import Partial
 
 
 class NotATensorError(Unsupported, AttributeError):
@@ -41,12 +43,14 @@ class SharedKV(_NotATensor, ABC):
         stored_window: Last tokens that transformers' cache keeps in this layer; None for all.
         device: Where keys and values are.
         reads_latents: Whether it attends to latents, by queries that `patches.architectures.latent_attention` makes.
+        expanded: Nodes that it does not attend to, as keys and values; None if there are none.
     """
 
     _what = "keys and values"
     stored_window: int | None = None
     device: torch.device
     reads_latents: bool = False
+    expanded: ExpandedKV | None = None
 
     def to(self, device: torch.device, **kwargs: Any) -> SharedKV:
         """Itself, for layers that read what others store, on the same device; raises `NotATensorError` for others."""
@@ -57,6 +61,10 @@ class SharedKV(_NotATensor, ABC):
     @abstractmethod
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
+
+    def attend_as_stored(self, query: Tensor, scoring: Scoring) -> Partial:
+        """`attend` with its log-sum-exp, in steps with `expanded` nodes: ``out`` in the query's dtype."""
+        raise NotImplementedError
 
 
 class CrossKV(SharedKV):

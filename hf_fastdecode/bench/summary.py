@@ -58,6 +58,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     None: table,
     "trees": generate.trees_table,
     "loops": generate.loops_table,
+    "many rows": generate.many_rows_table,
     "steps and memory": generate.steps_and_memory_table,
     "fixed parts": fixed_parts_table,
     "operator trees": ops_trees_table,

@@ -13,10 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
 from ..attention.launch.step_tables import StepTables, TablesByShape
-from ..attention.partial import Partial
+from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..errors import Unsupported
 from .captured_states import StatesOfACapture
+from .expanded_steps import CapturedExpandedKV, ExpandedTables
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.cross import CrossView, EncodedInputs
 from .layers.of_model import CacheLayer
@@ -36,6 +37,7 @@ class CapturedCache(Cache):
         origins: ``[rows, capacity]`` int32: when given, the storage row of each token of each suffix, see
             `SuffixOrigins`; of suffixes that are not captured in place.
         cross: The same of the inputs that cross-attention reads, if there are any.
+        expanded: The same of nodes with latents that are read as keys and values, if there are any.
         states: Where layers with states have them, as many rows' as the step has.
 
     Attributes:
@@ -55,10 +57,17 @@ class CapturedCache(Cache):
         origins: Tensor | None = None,
         states: Sequence[StatesOfACapture] = (),
         cross: TablesByShape | None = None,
+        expanded: ExpandedTables | None = None,
     ):
         of_states = iter(states)
         layers = [
-            _captured_layer(tables, layer, origins, next(of_states) if isinstance(layer, StateLayer) else None)
+            _captured_layer(
+                tables,
+                layer,
+                origins,
+                next(of_states) if isinstance(layer, StateLayer) else None,
+                expanded,
+            )
             for layer in cache.layers
         ]
         super().__init__(layers=layers)
@@ -152,14 +161,14 @@ class CapturedInputs:
     tokens = 1
 
     def __init__(self, cache: CapturedCache, inputs: EncodedInputs, tables: TablesByShape):
-        kv_heads = {layer: segment.keys.shape[0] for layer, segment in inputs.segments.items()}
+        kv_heads = {layer: inputs.example(layer).keys.shape[0] for layer in inputs.segments}
 
         def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
             options: dict[str, Any] = {"kv_heads": kv_heads[layer], "soft_cap": scoring.softcap}
             part = tables.of(layer).attend_nodes(layer, query, scoring.scale, **options)
             return part.out.to(query.dtype).transpose(1, 2)
 
-        self.arguments, self.layers = inputs.placeholders, tuple(inputs.segments)
+        self.arguments, self.layers = inputs.placeholders, inputs.layers
         self.view = CrossView(cache, self, attend)
 
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
@@ -199,6 +208,7 @@ class _CapturedLayer(LayerOfACapture):
     ):
         super().__init__()
         self.tables, self.index, self.storage, self.is_initialized = tables, index, storage, True
+        self.expanded: CapturedExpandedKV | None = None
         self.stored_window, self.origins = window, origins
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
@@ -229,7 +239,11 @@ class _CapturedLayerWithStates(_CapturedLayer, StatesOfACapture):
 
 
 def _captured_layer(
-    tables: TablesByShape, layer: CacheLayer, origins: Tensor | None, states: StatesOfACapture | None
+    tables: TablesByShape,
+    layer: CacheLayer,
+    origins: Tensor | None,
+    states: StatesOfACapture | None,
+    expanded: ExpandedTables | None,
 ) -> _CapturedLayer | StatesOfACapture | CacheLayer:
     if not isinstance(layer, SharedContextLayer):
         return layer if states is None else states
@@ -237,6 +251,7 @@ def _captured_layer(
     if storage.captured_in_place:
         return InPlaceLayer(tables.of(index), index, storage, window)
     captured = _CapturedLayer(tables.of(index), index, storage.empty(), window, origins)
+    captured.expanded = None if expanded is None else expanded.layer(index)
     return captured if states is None else _CapturedLayerWithStates(captured, states)
 
 
@@ -244,7 +259,13 @@ class _CapturedKV(SharedKV):
     def __init__(self, layer: _CapturedLayer, new: Segment):
         self.layer, self.new, self.stored_window = layer, new, layer.stored_window
         self.device, self.reads_latents = new.keys.device, layer.storage.holds_latents
+        self.expanded = layer.expanded
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer
         return layer.tables.attend(layer.index, query, *self.new, scoring, layer.origins).transpose(1, 2)
+
+    def attend_as_stored(self, query: Tensor, scoring: Scoring) -> Partial:
+        layer, into = self.layer, unwritten_partial(query, self.new.keys.shape[-1])
+        layer.tables.attend(layer.index, query, *self.new, scoring, layer.origins, into=into)
+        return into

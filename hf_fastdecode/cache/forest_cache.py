@@ -44,9 +44,9 @@ class ForestCache(Cache):
         return self.state.forest if self.state.forest is not None else Forest(0)
 
     @property
-    def stored_forest(self) -> Forest:
-        """The part of the forest that this process stores; all of it unless processes divide it."""
-        stored = self.state.stored_forest
+    def step_forest(self) -> Forest:
+        """The part of the forest that steps read as this process stores it, see `SharedState.step_forest`."""
+        stored = self.state.step_forest
         return stored if stored is not None else Forest(0)
 
     @property
@@ -271,7 +271,7 @@ class ForestCache(Cache):
         length = self.state.padded_length
         self.state.padded_length = 0 if tensors else length
         self.state.pack(items, divide=divide)
-        self.state.places_of_pass = None if rows is None else rows.flatten().nonzero().flatten()
+        self.state.places_of_pass = None if rows is None else _places(rows, sum(item.span.length for item in items))
         self.state.tensors_of_pass = (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None
         try:
             for layer in self.state_layers:
@@ -335,6 +335,7 @@ class ForestCache(Cache):
             storage: Segments of each of `attention_layers`, by number.
             protected: Number of leading segments shared with other caches.
         """
+        self.state.expanded = None
         for layer, segments in zip(self.attention_layers, storage, strict=True):
             layer.storage.replace_segments(segments)
         ends = {end_of(new): end_of(old) for new, old in zip(forest.paths, self.forest.paths, strict=True)}
@@ -345,3 +346,11 @@ class ForestCache(Cache):
             self.inputs = self.inputs.moved(dict(zip(new, old, strict=True)))
         self.segment_tokens, self.protected_segments = tokens, protected
         self.state.forest, self.state.segment_lengths = forest, [len(part) for part in tokens]
+
+
+def _places(rows: Tensor, tokens: int) -> Tensor | None:
+    """The places of so many tokens in rows ``[rows, width]``, counted row by row; None in one row without padding,
+    which is as packed tokens are."""
+    if tokens < rows.numel():
+        return rows.flatten().nonzero().flatten()
+    return None if len(rows) == 1 else torch.arange(tokens, device=rows.device)

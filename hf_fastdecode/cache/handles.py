@@ -15,7 +15,7 @@ from ..attention.launch.own_nodes import choose_own_nodes
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.prefill import kernel_attention
 from ..attention.launch.step_tables import StepTables
-from ..attention.partial import Partial
+from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.decode_ops import nodes_attention
@@ -27,6 +27,7 @@ from ..kernels.forest_decode.limits import refusal
 from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
 from ..parallel.sequence import window_is_not_divided
+from .expanded_steps import EagerExpandedKV
 from .layout.stores import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
@@ -57,9 +58,9 @@ class StoredLayer:
         return self.state.forest
 
     @property
-    def stored_forest(self) -> Forest:
-        """The part of the forest that this process stores; all of it unless processes divide it."""
-        stored = self.state.stored_forest
+    def step_forest(self) -> Forest:
+        """The part of the forest that steps read as this process stores it, see `SharedState.step_forest`."""
+        stored = self.state.step_forest
         return self.forest if stored is None else stored
 
     @property
@@ -93,19 +94,27 @@ class StoredLayer:
                 torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.long().cpu()
             )
             seen = state.suffix_shard.counts(own[:, None] + 1 + torch.arange(appended, device="cpu"))
-        return ForestKV(self.stored_forest, self._nodes, stored, lengths, seen)
+        return ForestKV(self.step_forest, self._nodes, stored, lengths, seen)
 
     @property
     def _nodes(self) -> dict[int, Segment]:
         """Keys and values of the nodes, for PyTorch's operators."""
         return {number: self.storage.read_by_steps(parts) for number, parts in self.storage.segments.items()}
 
+    @property
+    def expanded(self) -> EagerExpandedKV | None:
+        """Nodes with latents that steps read as keys and values; None if there are none."""
+        expanded, forest = self.state.expanded, self.state.expanded_forest
+        if expanded is None or forest is None:
+            return None
+        return EagerExpandedKV(self.state, self.index, forest, expanded.layers[self.index])
+
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
         """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
 
         By PyTorch's operators, in fp32.
         """
-        return nodes_attention(query, self.stored_forest, self._nodes, scale, backend=self.state.torch_backend)
+        return nodes_attention(query, self.step_forest, self._nodes, scale, backend=self.state.torch_backend)
 
     def of_all_processes(self, part: Partial) -> Partial:
         """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
@@ -118,7 +127,12 @@ class StoredLayer:
 
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
-        read = ", as latents" if phase == "decode" and self.storage.holds_latents else ""
+        read = ""
+        if phase == "decode" and self.storage.holds_latents:
+            read = ", as latents"
+            if (expanded := self.expanded) is not None:
+                size = f"{expanded.nodes.nbytes / 1e6:.3g} MB"
+                read += f"; {len(expanded.forest.nodes)} node(s) as keys and values made once ({size})"
         self.ran[phase] = did + read + self.report_note + why
 
 
@@ -130,6 +144,7 @@ class DecodeKV(SharedKV):
         self.keys, self.values = layer.storage.read_by_kernels(parts)
         self.stored_window, self.device = layer.store.window, self.keys.device
         self.reads_latents = layer.storage.holds_latents
+        self.expanded = layer.expanded if self.reads_latents else None
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
@@ -140,7 +155,19 @@ class DecodeKV(SharedKV):
                 return self._run_kernels(query, scoring).transpose(1, 2)
             except Unsupported:  # a kernel failed, and is no longer a candidate
                 continue
-        return self._run_pytorch(query, scoring).transpose(1, 2)
+        return self._run_pytorch(query, scoring).out.to(query.dtype).transpose(1, 2)
+
+    def attend_as_stored(self, query: Tensor, scoring: Scoring) -> Partial:
+        self.layer.note(scoring)
+        while self._by_kernels(query, scoring):
+            into = unwritten_partial(query, self.keys.shape[-1])
+            try:
+                self._run_kernels(query, scoring, into)
+            except Unsupported:
+                continue
+            return into
+        out, lse = self._run_pytorch(query, scoring)
+        return Partial(out.to(query.dtype), lse)
 
     def append(self) -> ForestKV:
         """Write the new tokens and return all keys and values for PyTorch's operators."""
@@ -148,19 +175,19 @@ class DecodeKV(SharedKV):
         self.layer.storage.append(self.parts, state.suffixes.lengths, state.suffix_shard)
         return self.layer.forest_kv(self.keys.shape[2])
 
-    def _run_kernels(self, query: Tensor, scoring: Scoring) -> Tensor:
+    def _run_kernels(self, query: Tensor, scoring: Scoring, into: Partial | None = None) -> Tensor:
         layer, suffixes = self.layer, self.layer.state.suffixes
         tables, origins = self._tables(query, scoring), suffixes.origins
-        tables.follow(layer.stored_forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
+        tables.follow(layer.step_forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
         if self._is_new("triton"):
-            nodes, rows = len(layer.forest.nodes), layer.forest.rows
+            nodes, rows = len(layer.step_forest.nodes), layer.forest.rows
             layer.report("decode", f"{nodes} node(s) and {rows} suffixes by triton", self._why(query, scoring))
         table = None if origins is None else origins.table(query.device)
-        return tables.attend(layer.index, query, self.keys, self.values, scoring, table)
+        return tables.attend(layer.index, query, self.keys, self.values, scoring, table, into=into)
 
     def _tables(self, query: Tensor, scoring: Scoring) -> StepTables:
         """The tables of layers like this one on the query's device, made anew when they no longer suit the batch."""
-        state, forest, device = self.layer.state, self.layer.stored_forest, query.device
+        state, forest, device = self.layer.state, self.layer.step_forest, query.device
         shape, dominate = HeadShape.of(query[:, :, :1], self.keys, scoring), state.own_nodes_dominate
         known = state.tables.get((device, shape))
         same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
@@ -171,7 +198,7 @@ class DecodeKV(SharedKV):
         state.tables[device, shape] = MadeTables(tables, dominate)
         return tables
 
-    def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Tensor:
+    def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Partial:
         kv = self.append()
         backend = self.layer.state.torch_backend
         if self._is_new("pytorch"):
@@ -185,7 +212,7 @@ class DecodeKV(SharedKV):
             part = biased_forest_attention(query, kv, scoring.scale, scoring.distances)
         else:
             part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
-        return self.layer.of_all_processes(part).out.to(query.dtype)
+        return self.layer.of_all_processes(part)
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""

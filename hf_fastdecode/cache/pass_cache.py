@@ -112,7 +112,7 @@ class PassCache(ForestCache):
                 layer.appended = 0
 
     def _check_states(self, rows: int, queries: int) -> None:
-        """Raise ValueError for a pass of so many rows, and tokens per row, that cannot continue the rows' states."""
+        """Raise ValueError for a pass of `rows` rows, of `queries` tokens each, that cannot continue their states."""
         if not (layers := self.state_layers) or self.state.forest is None:
             return
         if rows != self.rows:
@@ -175,6 +175,6 @@ class PassCache(ForestCache):
         return bool(super().has_previous_state(layer_idx, *args, **kwargs))
 
     def _require_active(self, *names: str) -> None:
-        """Fail outside of passes that can read the cache, but for those by transformers' own attention."""
+        """Fail outside of passes that can read the cache; passes by transformers' own attention always can."""
         if self.state.tensors_of_pass is None:
             require_active(*names)

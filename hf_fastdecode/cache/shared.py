@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.torch_operators import BACKENDS
@@ -240,9 +240,11 @@ def _is_count(number: Any) -> bool:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes allocated for keys, values and states by any transformers cache."""
+    """Bytes allocated for keys, values and states by any transformers cache, an encoder's tokens included."""
     if isinstance(cache, SharedContextCache):
-        return cache.nbytes.allocated
+        return cache.nbytes.allocated + (0 if cache.inputs is None else cache.inputs.nbytes)
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     parts = (part for layer in cache.layers for part in _parts(layer))
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 

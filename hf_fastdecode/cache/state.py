@@ -23,6 +23,7 @@ from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
 from ..parallel.step_tables import DividedStepTables
+from .expanded import ExpandedNodes
 from .origins import SuffixOrigins
 from .storage import TokenStorage
 
@@ -229,7 +230,7 @@ class SharedState:
         segment_lengths: Tokens of each storage segment.
         segment_runs: Of segments that are made of suffixes, the tokens of each of these, by number.
         places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
-            int64; None when tokens are packed into one row.
+            int64; None when tokens are packed into one row, or are one row without padding.
         tensors_of_pass: During prefill by transformers' own attention and masks, the pass's rows and their width:
             layers return the keys and values that they are given. Otherwise None.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
@@ -240,6 +241,7 @@ class SharedState:
             each row's tokens.
         longest_to_come: Where rows take the places of others, tokens in the longest of all of them by the end of the
             call; else 0.
+        expanded: Keys and values of nodes that store latents, as the steps of a call read them; None for latents.
         parallel: The processes between which nodes and suffixes are divided; None where this one stores all. `forest`
             and `suffixes` are the whole ones on each of them, and what is stored here is `parallel`'s part of them.
     """
@@ -267,11 +269,12 @@ class SharedState:
     counts_tokens: bool = True
     padded_width: int | None = None
     longest_to_come: int = 0
+    expanded: ExpandedNodes | None = None
     parallel: SequenceParallel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses are invalid in a copy of the cache, whose tensors are new; weak references cannot be pickled.
-        return self.__dict__ | {"tables": {}, "met": None}
+        return self.__dict__ | {"tables": {}, "met": None, "expanded": None}
 
     @property
     def torch_backend(self) -> str:
@@ -316,6 +319,20 @@ class SharedState:
         if self.parallel is None or self.forest is None:
             return self.forest
         return self.parallel.stored(self.forest, self.segment_runs)
+
+    @property
+    def step_forest(self) -> Forest | None:
+        """Of `stored_forest`, the nodes that steps read as they are stored; all but those expanded."""
+        forest = self.stored_forest
+        return forest if self.expanded is None or forest is None else self.expanded.split(forest).as_stored
+
+    @property
+    def expanded_forest(self) -> Forest | None:
+        """The other nodes of `stored_forest`, which steps read as keys and values; None if there are none."""
+        if self.expanded is None or (forest := self.stored_forest) is None:
+            return None
+        found = self.expanded.split(forest).expanded
+        return found if found.nodes else None
 
     @property
     def suffix_shard(self) -> Shard:

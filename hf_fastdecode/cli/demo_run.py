@@ -113,7 +113,7 @@ def run_demo(model: Any, tokenizer: Any, task: Task, sampling: Sampling, *, shot
 
 
 def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
-    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]``, of which so many are the prompt's."""
+    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]`` behind a prompt of this length."""
     if torch.equal(stock, shared):
         return
     length = min(stock.shape[1], shared.shape[1])

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from ..bench.generate.inputs.shapes import INPUT_SHAPES
 from ..errors import InputError
 from ..measurement.shapes import SHAPES
 from .checks import check_enable_options
@@ -50,13 +51,16 @@ Mode = Annotated[str, typer.Option(help="How decode steps run: auto, eager, grap
 Sampler = Annotated[str, typer.Option(help="Who draws tokens: auto, hf (transformers, draw for draw) or fast.")]
 
 # Measurements
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=f"Model with random weights, repeatable: {', '.join(SHAPES)}; or `embedded`, which is trained and small.",
-        show_default="embedded",
-    ),
-]
+
+
+def _shapes(names: Iterable[str]) -> Any:
+    named = f"Model with random weights, repeatable: {', '.join(names)}"
+    return typer.Option(help=f"{named}; or `embedded`, which is trained and small.", show_default="embedded")
+
+
+Shapes = Annotated[list[str] | None, _shapes(SHAPES)]
+AllShapes = Annotated[list[str] | None, _shapes((*SHAPES, *INPUT_SHAPES))]
+"""The same with shapes that are given more than token ids."""
 Checkpoints = Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")]
 Trees = Annotated[
     list[str] | None,
@@ -80,10 +84,14 @@ ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leav
 CsvFile = Annotated[Path, typer.Option(help="CSV file to write.")]
 
 
-def points(default: str, *, trees: bool = True) -> Any:
-    """The option ``--point`` of a command with this default, beside ``--tree`` or alone."""
+def points(default: str, *, trees: bool = True, inputs: bool = False) -> Any:
+    """The option ``--point`` of a command with this default, beside ``--tree`` or alone.
+
+    With `inputs` for shapes that are given more than token ids, too.
+    """
+    more = " (those of an image among them; with an encoder, the tokens it encodes)" if inputs else ""
     return typer.Option(
-        help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.",
+        help=f"CONTEXTxN: tokens of the prompt{more} and samples of it, repeatable.",
         show_default=f"{default}, with a tree none" if trees else default,
     )
 

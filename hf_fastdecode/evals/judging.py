@@ -97,7 +97,7 @@ def _place(line: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
-    """The samples in parts of so many different programs; equal programs are in one part."""
+    """The samples in parts of `count` different programs; equal programs are in one part."""
     part: list[Sample] = []
     seen: set[str] = set()
     for sample in left:

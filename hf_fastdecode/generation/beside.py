@@ -15,11 +15,11 @@ def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 class Beside:
-    """Work beside what is queued on a device from now on; it sees all that was queued before.
+    """Runs work on a second stream, beside what is queued on the current one from now on, and behind what was before.
 
     Args:
-        device: Where other than CUDA, work is done when it is asked for.
-        purpose: Work of one purpose is done in its order, beside that of others.
+        device: On devices other than CUDA, work runs at once.
+        purpose: Work of one purpose runs in order, on a stream of its own.
     """
 
     def __init__(self, device: torch.device, purpose: str):
@@ -30,13 +30,13 @@ class Beside:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Context whose work runs beside; its results are for the host, which waits for them alone, or need `join`."""
+        """Context whose work goes to the second stream. The host may read results; other work needs `join` first."""
         if self._stream is not None and self._before is not None:
             self._stream.wait_event(self._before)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Let work that is queued from now on, on the current stream, wait for what runs beside."""
+        """Let work that is queued on the current stream from now on wait for the second one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -72,7 +72,7 @@ class Positions(NamedTuple):
 def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
     """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
 
-    What padding has, by the mask ``[rows, width]``, is left aside.
+    Positions of padding, by the mask ``[rows, width]``, are not compared.
     """
     if position_ids is None or position_ids.dim() != 3:
         return Positions(position_ids)

@@ -34,7 +34,7 @@ def signature_of(method: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_loop(signature: inspect.Signature, given: int) -> bool:
-    """Whether ``custom_generate`` is a parameter, and none of the so many positional arguments."""
+    """Whether ``custom_generate`` is a parameter behind the `given` positional arguments."""
     names = list(signature.parameters)
     return "custom_generate" in names and given <= names.index("custom_generate")
 
@@ -51,7 +51,7 @@ def _of_transformers(kind: type) -> str | None:
     return getattr(method, "__qualname__", None) if of_models else None
 
 
-def pass_loop_on(function: Callable[..., Any]) -> bool:
+def wrappers_pass_loop_on(function: Callable[..., Any]) -> bool:
     """Whether wrappers take ``custom_generate``, or any argument: they may take fewer than what they wrap."""
     inner: Callable[..., Any] | None = function
     while inner is not None:

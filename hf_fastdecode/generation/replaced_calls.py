@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ReplacedCall(NamedTuple):
-    """A module's attribute, and what is called in its place. The attribute is not set but for other such calls."""
+    """A module's attribute, which only replaced calls set, and what is called in its place."""
 
     module: nn.Module
     attribute: str

@@ -20,10 +20,10 @@ class ParallelReport:
         kind: What they divided: ``sequence`` for the context, also where weights were split, or ``tensor`` for weights
             alone, as by tensor parallelism.
         ranks: Number of processes that divided it; `CallReport.ranks` counts all that made the call together.
-        stored_tokens: Tokens of which this process stores keys and values, those of its heads, at the end of the call:
-            those of nodes, and with divided contexts those that rows appended.
-        tokens: As many in all.
-        collectives: Communications of each decode step that divided contexts take, beside those of split weights.
+        stored_tokens: Tokens whose keys and values (of its own heads) this process stores at the end of the call:
+            those of nodes, and with divided contexts also those that rows appended.
+        tokens: Such tokens in all, each counted once.
+        collectives: Communications in each decode step because of divided contexts, beside those of split weights.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class CallReport:
         padded_length: Padded length of the prompts.
         forest: Description of the nodes.
         prefilled_tokens: Tokens computed before the decode steps.
-        captured_prefill_tokens: Of these, tokens computed by captured prefill passes.
+        captured_prefill_tokens: How many of the prefilled tokens captured passes computed.
         prefill_reason: Why prefill passes that were to be captured ran eagerly; empty if none did.
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
         kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
@@ -61,7 +61,7 @@ class CallReport:
         cache: Weak reference to the call's cache.
         own_tokens: Tokens of prompts that are stored in suffixes, because one row alone has them.
         suffix_length: Tokens in each row's suffix, without those of prompts.
-        stored_suffix: Of these, tokens that this process stores.
+        stored_suffix: How many of the suffix's tokens this process stores.
         stored_tokens: Tokens in node storage of this process, including unused ones.
         layer_sizes: For each layer with keys and values, bytes per token of nodes, of suffixes and of transformers'
             cache, and its window if that hides any token.
@@ -77,13 +77,13 @@ class CallReport:
         compactions: Number of times finished rows were compacted away.
         waves: Number of parts of the batch that decoded one after another, by `max_rows` or to fit in memory; 0 if not
             split.
-        rows_at_once: Most rows that decoded at once, if not all did; else 0.
-        waves_reason: Why these were waves; empty if waiting rows took the places of finished ones.
-        refilled: Number of rows that did.
+        rows_at_once: Most rows that decoded at once; 0 if all did.
+        waves_reason: Why rows that did not fit decoded in waves; empty if they took the places of finished ones.
+        refilled: Number of waiting rows that took the places of finished ones.
         ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
         inputs: Distinct inputs of the model's encoder, whose keys and values decoders read; 0 without an encoder.
-        input_bytes: Bytes of these in all layers.
-        parallel: How they computed it, if it was shared; None for a process of its own.
+        input_bytes: Bytes of their keys and values in all layers.
+        parallel: How several processes computed a shared call; None otherwise.
     """
 
     path: str = "stock"

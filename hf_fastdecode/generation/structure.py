@@ -96,6 +96,11 @@ class Structure:
         return StandIns(self.walk.modules, self.kept("stand-ins", lambda: find_stand_ins(self.walk.modules)))
 
     @property
+    def text_config(self) -> PreTrainedConfig:
+        """The config of the decoder; of a model with an encoder mostly a copy, which takes time to make."""
+        return self.kept("text config", lambda: self._model.config.get_text_config(decoder=True))
+
+    @property
     def fused_names(self) -> str:
         """The modules that run as kernels, for reports."""
         return self.kept("fused names", lambda: str(self.fused or ""))

@@ -62,7 +62,7 @@ class CudaKernel:
             )
 
     def most_clusters(self, size: int) -> int:
-        """Number of clusters of so many blocks that the current device runs at the same time."""
+        """Number of clusters of `size` blocks that the current device runs at the same time."""
         from cuda.bindings import driver
 
         cluster = driver.CUlaunchAttribute()

@@ -17,7 +17,7 @@ from .runner import NotAvailableError
 from .timing import percentiles, wall_samples
 
 Call = Callable[..., object]
-"""Generates so many tokens for every row."""
+"""Called with a number of tokens, it generates so many for every row."""
 
 
 def prefill_and_decode(
@@ -68,7 +68,7 @@ class _FirstLogits(LogitsProcessor):
 
 
 def step_columns(decodes: Sequence[float], steps: int, drawn: int) -> dict[str, Any]:
-    """Milliseconds of a step and tokens a second, from seconds of decoding `drawn` tokens in so many steps."""
+    """Milliseconds of a step and tokens a second, from seconds of decoding `drawn` tokens in `steps` steps."""
     decode = percentiles(decodes)
     times = zip(("_p20", "", "_p80"), decode, strict=True)
     return {
@@ -79,7 +79,8 @@ def step_columns(decodes: Sequence[float], steps: int, drawn: int) -> dict[str, 
 
 
 def what_ran(model: Any, *, must_share: bool = True) -> str:
-    """Mode, sampler, waves and compactions of an enabled model's last call; or ``stock`` and the reason.
+    """Mode, sampler, waves and compactions of an enabled model's last call, and how many rows decoded at once, if not
+    all; or ``stock`` and the reason.
 
     Raises NotAvailableError where it ran stock though it must share.
     """
@@ -90,6 +91,7 @@ def what_ran(model: Any, *, must_share: bool = True) -> str:
             raise NotAvailableError(f"it ran {ran}")
         return ran
     words = [call.mode, f"sampler {call.sampler}"]
+    words += [f"{call.rows_at_once:,} rows at once"] if call.rows_at_once else []
     words += [f"{call.waves} waves"] if call.waves > 1 else []
     words += [f"{call.compactions} compactions"] if call.compactions else []
     return ", ".join(words)

@@ -48,7 +48,7 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
 
 
 def _arguments() -> list[str]:
-    """The arguments but for those that say nothing about what is measured."""
+    """The arguments without those that say nothing about what is measured."""
     arguments: list[str] = []
     skip = 0
     for argument in sys.argv[1:]:

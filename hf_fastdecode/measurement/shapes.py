@@ -104,23 +104,28 @@ def random_model(
 
     With `slim`, what each layer caches, a slim model. Raises ValueError without such a shape, or a slim form of it.
     """
-    import torch  # here, since the names of shapes are also read where its seconds would be lost
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM  # here, since names of shapes are read where its seconds are lost
 
     from ..patches.layers.slim_values import StoredMatrix
 
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config_of(shape, dtype, slim, positions), dtype=dtype
-        )
+    model = random_weights(AutoModelForCausalLM, config_of(shape, dtype, slim, positions), device, dtype)
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers 5.17 chooses sdpa, which leaves the soft cap out
     for module in model.modules():
         if isinstance(module, StoredMatrix):  # a buffer, which no initialization fills
             module.values.normal_(std=len(module.values) ** -0.5)
+    return model
+
+
+def random_weights(auto_class: Any, config: Any, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that one of transformers' auto classes makes of a config, with random weights, in eval mode."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
     return model.eval()
 
 

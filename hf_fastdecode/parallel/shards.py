@@ -77,9 +77,10 @@ class Shard:
         return tokens.div(self.block, rounding_mode="floor") % self.ranks == self.rank
 
     def next_stored(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens that follow so many in a run, which this rank stores: the first, and the first one not, from 0 on.
+        """Of the tokens that follow the first `lengths` of a run: the first that this rank stores, and the first
+        behind it that it does not, both counted from 0.
 
-        There are no others among as many as all ranks but one store in turn, and one more.
+        Of the ``(ranks - 1) * block + 1`` tokens that follow the first `lengths`, it stores no others.
         """
         ahead = (self.rank * self.block - lengths) % (self.block * self.ranks)  # to the next block's beginning
         first = torch.where(self.stores(lengths), 0, ahead)

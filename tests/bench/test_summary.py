@@ -53,6 +53,31 @@ def test_a_table_names_what_did_not_fit(tmp_path):
     assert "| 1.00 → 3.18 GiB | 0.25 s; 7.2 ms; 0.30 s |" in text
 
 
+@pytest.mark.parametrize(
+    ("shape", "before"),
+    [("x", "0.50"), ("qwen3.5-4b", "out of memory"), ("nemotron-h-8b tree 60+2x40x3", "out of memory")],
+)
+def test_caches_that_did_not_fit_are_counted_where_layers_store_keys_and_values_alone(shape, before):
+    case = {"shape": shape, "context": "100", "samples": "4", "new_tokens": "10", "dtype": "float32", "device": "d"}
+    case |= {"torch": "1", "transformers": "2"}
+    times = {"prefill_s": "0.5", "ms_per_step": "2", "total_s": "0.6", "status": "ok", "kv_bytes": str(2**30)}
+    floor = {"floor_kv_bytes": str((140 / 436) * 2**29)}
+    shared = case | {"way": "shared"} | times | floor
+    stock = case | {"way": "stock", "status": "out of memory"}
+    assert f"| {before} → 1.00 GiB |" in summary.table([stock, shared])
+    alone = shared | {"samples": "8"}
+    lines = summary.table([stock, shared, alone]).splitlines()
+    assert lines[3] == f"| {shape} | 100 | 8 | 0.50 s | 2.0 ms | 0.60 s |  | 1.00 GiB |"
+
+
+def test_many_rows_that_run_to_the_end():
+    row = {"shape": "x", "context": "100", "samples": "4", "new_tokens": "10", "dtype": "float32", "device": "d"}
+    row |= {"torch": "1", "transformers": "2", "way": "graph", "status": "ok", "finish": "", "total_s": "1.5"}
+    row |= {"tokens_per_s": "2000", "ran": "graph, 2 rows at once"}
+    (line,) = generate.many_rows_table([row]).splitlines()[2:3]
+    assert line == "| x | 100 | 4 | 10 of 10 | graph | 1.50 s | 2,000 | graph, 2 rows at once |"
+
+
 def test_what_stock_would_hold_of_a_tree():
     stock = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "out of memory"}
     shared = {"floor_kv_bytes": 7 * (60 + 2 * 40 + 6 * 10)}

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from hf_fastdecode.bench import RESULTS
+from hf_fastdecode.bench.generate import first_calls
 from hf_fastdecode.bench.generate.cases import GenerateCase
 from hf_fastdecode.bench.ops.table import ops_table
 from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
@@ -23,7 +25,11 @@ from hf_fastdecode.errors import InputError
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, random_model
 
+from ..fresh_processes import run_fresh
+
 ROOT = Path(__file__).parents[2]
+AS_MODULE = "import runpy; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
+"""As `python -m` does, in a process that has imported PyTorch: most of the time that an interpreter takes to start."""
 
 
 def run(*words):
@@ -63,19 +69,17 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 
 
 def test_as_a_module(tmp_path):
-    def module(*words):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMMIT": "abc"}
-        command = [sys.executable, "-m", "hf_fastdecode", "bench", *words]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    wrong = module("tables")
+    command = [sys.executable, "-m", "hf_fastdecode", "bench", "tables"]
+    wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert wrong.stderr == (
         "hf-fastdecode: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, "
         "hydragen-fig1, hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
     )
     words = ["ops", "--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu"]
-    assert module(*words).returncode == 0
+    code = f"import os; os.chdir({str(tmp_path)!r}); {AS_MODULE.format('hf_fastdecode')}"
+    done = run_fresh(code, "bench", *words, COMMIT="abc")
+    assert done.returncode == 0, done.stderr
     (row,) = read_rows(tmp_path / "runs" / "ops.csv")
     assert row["command"] == "python -m hf_fastdecode bench " + " ".join(words)
     assert (row["case"], row["status"], row["commit"]) == ("ragged-tiny", "ok", "abc")
@@ -336,7 +340,13 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
     assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_first_calls_in_processes_of_their_own(tmp_path):
+def test_first_calls_in_processes_of_their_own(tmp_path, monkeypatch):
+    def forked(command, *, env, **options):
+        executable, option, module, asked = command
+        assert (executable, option) == (sys.executable, "-m")
+        return run_fresh(AS_MODULE.format(module), asked, **env)
+
+    monkeypatch.setattr(first_calls, "subprocess", SimpleNamespace(run=forked, TimeoutExpired=TimeoutError))
     out = tmp_path / "rows.csv"
     words = ("--shape", "tiny", "--point", "128x2", "--new-tokens", 2, "--dtype", "float32", "--way", "shared")
     result = run("first-calls", *words, "--device", "cpu", "--out", out)

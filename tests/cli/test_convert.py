@@ -85,6 +85,7 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     assert "for layers in 8 bits" not in done.stdout
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_rope(source: Path, tmp_path: Path) -> None:
     done = run("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")
     assert done.exit_code == 0, done.output
@@ -93,6 +94,7 @@ def test_rope(source: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "slim" / "config.json").read_text())["slim_rope"] == "unrotate"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_plan_files(source: Path, tmp_path: Path) -> None:
     plans = [{"plan": "kv"}, {"plan": "k+r", "rank": 4}, {"plan": "k"}]
     (tmp_path / "plan.json").write_text(json.dumps(plans))
@@ -120,6 +122,7 @@ def test_a_plan_file_nested_too_deeply(source: Path, tmp_path: Path) -> None:
     assert "nor a JSON file of plans" in refused(source, "--dry-run", "--plan", tmp_path / "plan.json")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_that_cannot_be_read_is_as_none(source: Path, tmp_path: Path) -> None:
     """It tells of the conversion: what is recovered does not need it, but how exactly depends on it."""
     assert run("convert-checkpoint", source, tmp_path / "slim", "--plan", "k").exit_code == 0
@@ -186,6 +189,7 @@ def test_options_that_do_nothing(source: Path, tmp_path: Path) -> None:
         assert f"{option} does nothing with --format full" in message
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_existing_target(source: Path, tmp_path: Path) -> None:
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "mine.txt").write_text("mine")
@@ -314,6 +318,7 @@ def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, place = tmp_path / "slim", "hf_fastdecode.conversion.checkpoint"
     with monkeypatch.context() as patch:

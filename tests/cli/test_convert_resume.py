@@ -20,6 +20,7 @@ from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
 from .command_line import refusal, run
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 RESUME = ("--max-shard-size", 20_000, "--rank", 3, "--resume")
 refused = partial(refusal, "convert-checkpoint")
 

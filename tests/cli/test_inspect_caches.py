@@ -64,6 +64,7 @@ def test_the_reason_is_the_converters(tmp_path: Path) -> None:
     assert f"refused: {refused}" in words(grouped)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_slim_checkpoints(tmp_path: Path) -> None:
     """What `convert-checkpoint` reported of each layer is what its config tells `inspect`."""
     source = save_multi_head(tmp_path / "source", torch.bfloat16)

@@ -87,14 +87,14 @@ def test_slim_layers(arguments, uncaptured):
 @on_the_cpu
 @pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
 def test_tokens_are_stocks_in_every_call(bart, arguments, uncaptured):
-    """Of other inputs, of other lengths, through the tables of one captured step."""
+    """Of other inputs, of other lengths and in other groups, through the tables of one captured step."""
     decoder = ragged_prompts(3, 3, 2, seed=3)
     calls = [
         ragged_prompts(21, 13, 17) | {"decoder_input_ids": decoder["input_ids"]},
         ragged_prompts(9, 9, 9, seed=2) | {f"decoder_{name}": one for name, one in decoder.items()},
     ]
     stock = [seeded(lambda call=call: bart.generate(**call, **arguments)) for call in calls]
-    with fd.enabled(bart, mode="graph", backend="triton"):
+    with fd.enabled(bart, mode="graph", backend="triton", max_prefill_tokens=2 * 21):
         for call, expected in zip(calls, stock, strict=True):
             assert torch.equal(seeded(lambda call=call: bart.generate(**call, **arguments)), expected)
             report = fd.explain(bart).last_call

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS
+from hf_fastdecode.generation.inputs.encoded import encode_distinct
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
@@ -88,13 +91,48 @@ def test_keys_and_values_are_those_of_distinct_inputs(model):
         output = run(model, SAMPLING, return_dict_in_generate=True, output_scores=True)
     stored = output[CACHE]
     shown = int(INPUTS["attention_mask"].sum())
-    assert {part.shape[1] for segment in stored.inputs.segments.values() for part in segment} == {shown}
+    layers = stored.inputs.segments.values()
+    assert {part.shape[1] for segments in layers for segment in segments.values() for part in segment} == {shown}
     assert len(stored.inputs.segments) == model.config.decoder_layers
     assert stored.rows == 9
     stock = run(model, SAMPLING, return_dict_in_generate=True, output_scores=True)
     assert torch.equal(output.sequences, stock.sequences)
     for shared, plain in zip(output.scores, stock.scores, strict=True):
         torch.testing.assert_close(shared, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_inputs_are_stored_in_groups(each, arguments):
+    """Two inputs at a time, each with several prompts of the decoder."""
+    rows = [0, 0, 1, 1, 2]
+    given = {name: one[rows] for name, one in inputs(each).items()}
+    given["decoder_input_ids"] = DECODER_PROMPTS["input_ids"][[0, 1, 0, 1, 0]]
+    given |= arguments | {"return_dict_in_generate": True}
+    stock = seeded(lambda: each.generate(**given)).sequences
+    with fd.enabled(each, min_saved_tokens=1, max_prefill_tokens=2 * WIDTH):
+        output = seeded(lambda: each.generate(**given))
+        report = fd.explain(each).last_call
+    assert torch.equal(output.sequences, stock)
+    assert (report.path, report.inputs) == ("shared", 3), report.reason
+    stored = output[CACHE].inputs
+    assert {len(groups) for groups in stored.segments.values()} == {2}
+    assert stored.arguments[ENCODER_OUTPUTS][0].shape[:2] == (1, 1)  # what layers have projected is given up
+
+
+def test_encoders_run_in_groups_of_inputs():
+    ids, mask, passes = torch.tensor([[4], [4], [5], [6], [6]]), torch.ones(5, 1), []
+
+    def encode(inputs, arguments):
+        passes.append(inputs.flatten().tolist())
+        hidden = (inputs + arguments["attention_mask"])[..., None]
+        return arguments | {ENCODER_OUTPUTS: BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden,))}
+
+    found = encode_distinct(encode, ids, {"attention_mask": mask}, at_once=2)
+    assert passes == [[4, 5], [6]]
+    assert found["attention_mask"] is mask
+    outputs = found[ENCODER_OUTPUTS]
+    for hidden in (outputs.last_hidden_state, *outputs.hidden_states):
+        assert hidden.flatten().tolist() == [5, 5, 6, 7, 7]
 
 
 def test_encoders_run_as_in_stock(model):

@@ -312,6 +312,20 @@ def test_states_are_of_one_dtype():
         assert torch.equal(run(each, GREEDY, **{CACHE: cache}), run(each, GREEDY))
 
 
+def test_assisted_decoding_is_transformers_own():
+    """Which removes drafts from states of convolutions, and refuses others."""
+    each, prompt = tiny_model_of("Lfm2ForCausalLM"), {"input_ids": (torch.arange(40) % 7 + 3)[None]}
+    stock, drafts = run(each, GREEDY, prompt), GREEDY | {"prompt_lookup_num_tokens": 3}
+    with fd.enabled(each, min_saved_tokens=1):
+        assert torch.equal(run(each, drafts, prompt), stock)
+        report = fd.explain(each).last_call
+    assert report.path == "stock"
+    assert "transformers' own cache" in report.reason
+    stateful = tiny_model_of("Qwen3NextForCausalLM")
+    with fd.enabled(stateful), pytest.raises(ValueError, match="not supported with stateful models"):
+        run(stateful, drafts, prompt)
+
+
 def test_states_that_no_row_reaches_are_dropped(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPTS)

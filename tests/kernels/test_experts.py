@@ -29,13 +29,8 @@ from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
 from hf_fastdecode.kernels.experts.grouped import grouped_experts, grouped_refusal
 from hf_fastdecode.kernels.pointwise.forms import Activation
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cuts numbers off where bf16 rounds them; on a GPU Triton multiplies fp32 in tf32.
-DTYPES = [
-    torch.float16,
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param(torch.float32, marks=pytest.mark.skipif(DEVICE == "cuda", reason="tf32")),
-]
+from .inputs import DEVICE, PRODUCT_DTYPES
+
 GATES = {
     "silu": Gate(Activation.SILU),
     "gelu": Gate(Activation.GELU_TANH),
@@ -98,7 +93,7 @@ def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
     assert (found - exact).norm() <= most
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize(
     ("layout", "gate"),
     [
@@ -121,7 +116,7 @@ def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dty
     assert_as_exact(found, stock(*given), exact(*given))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_experts(transposed: bool, gate: str, dtype: torch.dtype) -> None:
@@ -199,7 +194,7 @@ def test_largest_of_equal_and_other_numbers() -> None:
     assert largest(scores, 3)[1].tolist() == [[1, 2, 0], [0, 1, 3], [0, 1, 2]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize(("rows", "count", "width"), [(1, 4, 64), (5, 33, 300), (16, 32, 2880), (32, 128, 512)])
 def test_route(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
     x, bias = random(rows, width, seed=1, dtype=dtype), random(count, seed=2, dtype=dtype)

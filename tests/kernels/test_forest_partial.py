@@ -1,6 +1,7 @@
 """The operator in parts: nodes alone, partials of some nodes merged and handed on, against the fp64 oracle."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,17 +9,17 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
-from hf_fastdecode.attention.kv import ForestKV
-from hf_fastdecode.attention.launch.kernel_call import node_addresses
+from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.launch.kernel_call import node_addresses, rest_addresses
 from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.parallel.shards import Shard
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, forest_partial
-from hf_fastdecode.kernels.forest_decode.limits import multiprocessors
-from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, make_schedule
+from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_partial
+from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, Schedule, make_schedule
 
 from .operator_runs import decode, decode_divided
 
@@ -28,20 +29,24 @@ ROWS, LONGEST, HEAD_DIM = (7, 60, 16) if INTERPRETED else (70, 900, 128)
 CONFIG = Config(16, block_n=16 if INTERPRETED else 64, overlap=False, suffix=SuffixConfig(merge=2))
 
 
+def schedule_of(forest: Forest, kv_heads: int, queries: int, config: Config) -> Schedule:
+    return make_schedule(
+        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes],
+        forest.rows,
+        kv_heads=kv_heads,
+        queries=queries,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=multiprocessors(DEVICE),
+        device=DEVICE,
+    )
+
+
 def nodes_alone(query: Tensor, kv: ForestKV, slots: Tensor | None = None, softcap: float | None = None) -> Partial:
     """The operator over a forest's nodes."""
     rows, heads, queries, _ = query.shape
     kv_heads = kv.suffix.keys.shape[1]
-    schedule = make_schedule(
-        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in kv.forest.nodes],
-        rows,
-        kv_heads=kv_heads,
-        queries=heads // kv_heads * queries,
-        block_m=CONFIG.block_m,
-        block_n=CONFIG.block_n,
-        programs=multiprocessors(DEVICE),
-        device=DEVICE,
-    )
+    schedule = schedule_of(kv.forest, kv_heads, heads // kv_heads * queries, CONFIG)
     addresses = node_addresses(kv.forest, kv.segments).to(DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE) if slots is None else slots
     scale = query.shape[-1] ** -0.5
@@ -56,10 +61,9 @@ def oracle_of_nodes(query: Tensor, kv: ForestKV, softcap: float | None, dtype: t
     for path, own in zip(kv.forest.paths, query, strict=True):
         group = own.shape[0] // kv.suffix.keys.shape[1]
         nodes = [kv.node(span) for span in path]
-        empty = own.new_zeros(own.shape[0] // group, 0, own.shape[-1])
         keys, values = (
-            torch.cat([empty, *(node[part] for node in nodes)], 1).to(dtype).repeat_interleave(group, 0)
-            for part in range(2)
+            torch.cat([empty[0, :, :0], *(node[part] for node in nodes)], 1).to(dtype).repeat_interleave(group, 0)
+            for part, empty in enumerate(kv.suffix)
         )
         scores = own.to(dtype) @ keys.mT * own.shape[-1] ** -0.5
         if softcap is not None:
@@ -86,7 +90,7 @@ def some_nodes(kv: ForestKV, keep) -> ForestKV:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_nodes_alone(queries, softcap):
-    query, kv = inputs(5, queries)
+    query, kv = inputs(29, queries)
     found = nodes_alone(query, kv, softcap=softcap)
     assert found.out.dtype == found.lse.dtype == torch.float32
     oracle = oracle_of_nodes(query, kv, softcap, torch.double)
@@ -101,8 +105,54 @@ def test_nodes_alone(queries, softcap):
     assert_error_rule(found.lse[~bare], yardstick.lse[~bare], seen, seen)
 
 
+WITH_REST = [(16, 128, 64), (20, 256, 64), (40, 64, 32), (4, 192, 64)]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("heads", "width", "rest"), [(2, 16, 8)] if INTERPRETED else WITH_REST)
+def test_numbers_of_keys_that_all_heads_share(heads, width, rest, queries):
+    """Stored once, beside those that each head has: keys and values that were made of latents."""
+    forest = random_forest(random.Random(29), ROWS, 3, longest=LONGEST)
+    sizes = {"heads": heads, "kv_heads": heads, "queries": queries, "dtype": torch.half, "device": DEVICE}
+    query, kv = make_inputs(forest, queries, head_dim=width + rest, value_dim=width, **sizes)
+    shared = [keys[:1, :, width:].contiguous() for keys, _ in kv.segments]
+    of_heads = [Segment(keys[..., :width].contiguous(), values) for keys, values in kv.segments]
+    joined = [
+        Segment(torch.cat([keys, rest_of_keys.expand(heads, -1, -1)], -1), values)
+        for (keys, values), rest_of_keys in zip(of_heads, shared, strict=True)
+    ]
+    config = CONFIG
+    if not INTERPRETED:
+        widest = max(node.row_count for node in forest.nodes) * queries
+        fitting = {"overlap": compute_capability(DEVICE) >= (9, 0), "shared_memory": shared_memory(DEVICE)}
+        config = choose_config(widest, width, rest=rest, **fitting)
+    tables = (
+        torch.cat([node_addresses(forest, of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
+        torch.arange(ROWS, dtype=torch.int32, device=DEVICE),
+        schedule_of(forest, heads, queries, config),
+        config,
+    )
+    options = {"kv_heads": heads, "scale": query.shape[-1] ** -0.5, "rest": rest}
+    found = Partial(*forest_partial(query, *tables, **options))
+    whole = replace(kv, segments=joined)
+    oracle, yardstick = (oracle_of_nodes(query, whole, None, dtype) for dtype in (torch.double, torch.half))
+    bare = torch.isinf(oracle.lse)
+    assert (found.out[bare] == 0).all()
+    assert torch.equal(torch.isinf(found.lse), bare)
+    seen = oracle.lse[~bare]
+    assert_error_rule(found.out[~bare], yardstick.out[~bare], oracle.out[~bare], seen)
+    assert_error_rule(found.lse[~bare], yardstick.lse[~bare], seen, seen)
+    for dtype in (torch.float32, torch.half):
+        other = Partial(torch.randn_like(found.out).to(dtype), torch.randn_like(found.lse) + 5)
+        out, lse = forest_partial(query, *tables, **options, other=other)
+        merged = merge(found, Partial(other.out.float(), other.lse))
+        assert out.dtype == dtype
+        torch.testing.assert_close(out, merged.out.to(dtype))
+        torch.testing.assert_close(lse, merged.lse)
+
+
 def test_rows_that_take_no_part():
-    query, kv = inputs(5, 1)
+    query, kv = inputs(29, 1)
     slots = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
     slots[::2] = -1
     some, every = nodes_alone(query, kv, slots), nodes_alone(query, kv)
@@ -155,7 +205,7 @@ def test_a_partial_beside_nodes_that_overlap(overlap_suffix):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_ranks_store_of_nodes_and_suffixes(ranks, queries, group, overlap_suffix, softcap):
     """Each rank appends its part of the new tokens; the partials of all merge to attention to all keys."""
-    forest = random_forest(random.Random(5), ROWS, 3, longest=LONGEST)
+    forest = random_forest(random.Random(29), ROWS, 3, longest=LONGEST)
     lengths = [queries + 5 * row % 17 for row in range(ROWS)]
     options = {"heads": 2 * group, "kv_heads": 2, "head_dim": HEAD_DIM, "queries": queries, "dtype": torch.half}
     query, kv = make_inputs(forest, lengths, **options, device=DEVICE, seed=queries)
@@ -172,14 +222,14 @@ def test_what_ranks_store_of_nodes_and_suffixes(ranks, queries, group, overlap_s
 
 
 def test_arguments_are_checked():
-    query, kv = inputs(5, 1)
+    query, kv = inputs(29, 1)
     partial = nodes_alone(query, kv)
     with pytest.raises(ValueError, match=r"other\[0\] must be .* float32"):
         decode(query, kv, config=CONFIG, other=Partial(partial.out.half(), partial.lse))
     with pytest.raises(ValueError, match=r"other\[1\] must be"):
         decode(query, kv, config=CONFIG, other=Partial(partial.out, partial.lse[:, :1]))
     with pytest.raises(ValueError, match=r"into\[0\] must be .* float32"):
-        decode(query, kv, config=CONFIG, into=Partial(partial.out.half(), partial.lse))
+        decode(query, kv, config=CONFIG, into=Partial(partial.out.double(), partial.lse))
     with pytest.raises(ValueError, match="a window of 5 tokens cannot count keys on other devices"):
         decode(query, kv, config=CONFIG, divided=True, window=5)
     with pytest.raises(ValueError, match="a window of 5 tokens cannot count the keys behind `other`"):

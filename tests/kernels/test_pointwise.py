@@ -12,13 +12,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.pointwise import api, reference
 from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cuts numbers off where bf16 rounds them.
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+from .inputs import DEVICE, DTYPES, random
 
 
 def assert_alike(name: str, given: Sequence[Tensor], *how: object, **named: object) -> Any:

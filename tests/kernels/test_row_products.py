@@ -24,20 +24,11 @@ from hf_fastdecode.kernels.row_products.config import (
     refusal,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cuts numbers off where bf16 rounds them; on a GPU Triton multiplies fp32 in tf32.
-DTYPES = [
-    torch.float16,
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-    pytest.param(torch.float32, marks=pytest.mark.skipif(DEVICE == "cuda", reason="tf32")),
-]
+from .inputs import DEVICE, PRODUCT_DTYPES, random
+
 COLUMNS = (96, 64, 33)
 """Of a block and a half, of one, and of one that ends early."""
 WIDTH = 640
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def config(rows: int, parts: int) -> Config:
@@ -52,7 +43,7 @@ def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
     assert (found - exact).norm() <= most
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("weights", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 2), (17, 3), (32, 5)])
@@ -69,7 +60,7 @@ def test_row_products(rows: int, parts: int, weights: int, biased: bool, dtype: 
         assert_as_exact(found, F.linear(inputs, weight, bias), exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize(("rows", "parts", "biased"), [(1, 1, False), (5, 2, True), (17, 4, False)])
 def test_gated_product(rows: int, parts: int, biased: bool, activation: Activation, dtype: torch.dtype) -> None:

@@ -13,11 +13,10 @@ from hf_fastdecode.kernels.slim_append import api
 from hf_fastdecode.kernels.slim_append.api import append_token
 from hf_fastdecode.patches.layers.rotation import rotate
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .inputs import DEVICE, DTYPES
 
 
-# Triton's interpreter cuts numbers off where bf16 rounds them.
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu), torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "heads", "head_dim", "rotary", "rank", "own_tables"),
     [(1, 4, 64, 64, 0, False), (3, 9, 80, 32, 72, True), (2, 17, 128, 128, 1032, False)],

@@ -11,14 +11,9 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.state_steps import api, reference
 from hf_fastdecode.kernels.state_steps.gates import Gates
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cuts numbers off where bf16 rounds them.
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+from .inputs import DTYPES, random
+
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def assert_exact(name: str, given: tuple[Tensor | None, ...], states: Tensor, **named: bool) -> None:

@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .inputs import DEVICE
+
 GROUPS, COLUMNS = 3, 72
 """Columns of a group end within a tile of 32."""
 

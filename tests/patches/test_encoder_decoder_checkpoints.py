@@ -93,6 +93,7 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
         assert relative(found[key], expected[key]) < bound
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_layers_in_8_bits_stay_so_on_disk(tmp_path: Path) -> None:
     model = with_tokenizer("t5", tmp_path / "source")
     model.save_pretrained(tmp_path / "source")
@@ -134,6 +135,7 @@ def test_heads_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(tokens(one), tokens(stock))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_of_other_layers_is_as_none(tmp_path: Path) -> None:
     model = with_tokenizer("t5", tmp_path / "source")
     model.save_pretrained(tmp_path / "source")
@@ -145,6 +147,7 @@ def test_a_report_of_other_layers_is_as_none(tmp_path: Path) -> None:
     assert [layer["recovered_error"] for layer in back["layers"]] == [None] * len(report["layers"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_older_checkpoints(tmp_path: Path) -> None:
     """BART's encoder and decoder alone, as pretrained: no bias of the logits, and names without the model's prefix."""
     model = with_tokenizer("bart", tmp_path / "source")
@@ -195,6 +198,7 @@ def test_features_that_are_not_finite(tmp_path: Path, value: float) -> None:
         to_slim(model, TEXT, features=features)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_features_with_their_text(tmp_path: Path) -> None:
     """Whisper's decoder reads what is said, as `to_slim` has it."""
     source, sound, said = tmp_path / "source", tmp_path / "sound.safetensors", tmp_path / "said.txt"

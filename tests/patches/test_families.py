@@ -261,6 +261,7 @@ def test_checkpoint_there_and_back(name: str, tmp_path: Path) -> None:
         assert relative(found[one], expected[one]) < 20 * EPS
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", WITH_INPUTS)
 def test_checkpoint_of_inputs_there_and_back(name: str, tmp_path: Path) -> None:
     """All weights stay; 8 bits too, which the config tells."""

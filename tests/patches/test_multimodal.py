@@ -149,6 +149,7 @@ def _language_model(slim: PreTrainedModel) -> PreTrainedModel:
     return alone
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_names_of_files_are_not_those_of_models(tmp_path: Path) -> None:
     """Files of LLaVA have the names of older releases, also those that transformers writes now."""
     model = saved("llava", tmp_path / "source")

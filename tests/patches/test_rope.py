@@ -217,6 +217,7 @@ def test_autocast_and_gradients() -> None:
     assert relative(gradients[1], gradients[0]) < condition(model) * EPS * 10
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_checkpoint(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     model = family_model("gpt_neox", vocab_size=len(tokenizer))

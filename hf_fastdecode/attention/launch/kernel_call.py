@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,12 @@ def node_addresses(
     Own nodes, if there are any, are stored in the `suffix`, ``[rows, kv_heads, capacity, head_dim]`` each.
     """
     return AddressesOfLayers(forest).of(segments, suffix)
+
+
+def rest_addresses(forest: Forest, rests: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+    """Addresses of what all KV heads share of each node's keys, of ``[1, tokens, rest]`` by segment: int64."""
+    parts = (rests[node.span.segment][0, node.span.start :] for node in forest.nodes)
+    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu")
 
 
 class AddressesOfLayers:
@@ -158,13 +164,14 @@ def run_node_kernels(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
+    rest: int = 0,
+    other: Partial | None = None,
 ) -> Partial:
-    """`forest_partial` likewise: the fp32 partial of the nodes."""
+    """`forest_partial` likewise: the partial of the nodes, and of `other` keys if given."""
     from ...kernels.forest_decode.api import forest_partial
 
     if query.stride(-1) != 1:
         query = query.contiguous()
-    parts = forest_partial(
-        query, node_addresses, slots, schedule, config, kv_heads=kv_heads, scale=scale, soft_cap=soft_cap
-    )
-    return Partial(*parts)
+    tables = (node_addresses, slots, schedule, config)
+    options: dict[str, Any] = {"kv_heads": kv_heads, "soft_cap": soft_cap, "rest": rest, "other": other}
+    return Partial(*forest_partial(query, *tables, scale=scale, **options))

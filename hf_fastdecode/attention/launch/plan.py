@@ -40,6 +40,7 @@ class HeadShape(NamedTuple):
         queries_per_kv_head: Packed queries of one row per KV head.
         windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
         latents: Whether keys are latents, of which `head_dim` numbers are read.
+        rest: Numbers of keys beside `head_dim`, stored once for all KV heads.
     """
 
     kv_heads: int
@@ -47,15 +48,16 @@ class HeadShape(NamedTuple):
     head_dim: int
     windowed: bool
     latents: bool = False
+    rest: int = 0
 
     @classmethod
-    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring) -> HeadShape:
-        """The shape of queries ``[rows, heads, queries, head_dim]`` over new keys ``[rows, kv_heads, ...]``."""
-        _, heads, queries, head_dim = query.shape
-        kv_heads = keys.shape[1]
+    def of(cls, query: Tensor, keys: Tensor, scoring: Scoring, *, rest: int = 0) -> HeadShape:
+        """The shape of queries ``[rows, heads, queries, head_dim + rest]`` over keys ``[rows, kv_heads, ...]``."""
+        _, heads, queries, width = query.shape
+        kv_heads, head_dim = keys.shape[1], width - rest
         windowed = scoring.window is not None or scoring.distances is not None
         latents = keys.shape[-1] != head_dim
-        return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents)
+        return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents, rest)
 
 
 class LaunchPlan:
@@ -204,11 +206,12 @@ def decode_config(
         windowed=shape.windowed,
         own_dominate=own_dominate,
         latents=shape.latents,
+        rest=shape.rest,
         overlap=has_pdl,
         shared_memory=shared_memory(device),
         device=device,
     )
-    if shape.windowed or shape.latents or own_dominate or not has_pdl:
+    if shape.windowed or shape.latents or shape.rest or own_dominate or not has_pdl:
         return config
     sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
     return choose_chains(forest, *sizes, config, multiprocessors(device))

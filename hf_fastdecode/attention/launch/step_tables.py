@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,7 +78,13 @@ class StepTables:
         forest: The forest that decides the sizes, which are rounded up; launch parameters are chosen for that of the
             first step.
         own_nodes: How to attend to long suffixes.
+
+    Attributes:
+        rest: Numbers of keys that all KV heads share, see `RestTables`.
     """
+
+    rest: int = 0
+    _lines: ClassVar[int] = 3  # of `nodes` in each layer, see `node_addresses`
 
     def __init__(
         self,
@@ -95,7 +101,7 @@ class StepTables:
         self._depths = _rounded(len(largest.levels))
         self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes.used else 0))
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            self.nodes = torch.zeros(len(self._places), 3, self._nodes, dtype=torch.int64, device=device)
+            self.nodes = torch.zeros(len(self._places), self._lines, self._nodes, dtype=torch.int64, device=device)
             self.suffixes = torch.zeros(len(self._places), 4, dtype=torch.int64, device=device)
             self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -191,16 +197,18 @@ class StepTables:
         *,
         kv_heads: int | None = None,
         soft_cap: float | None = None,
+        other: Partial | None = None,
     ) -> Partial:
         """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
 
         Args:
-            query: ``[rows, heads, queries, head_dim]`` in the dtype of the nodes.
+            query: ``[rows, heads, queries, head_dim + rest]`` in the dtype of the nodes.
             kv_heads: KV heads of the nodes; as many as the query has when None.
             soft_cap: As for `forest_partial`.
+            other: When given, the partial of further keys, see `forest_partial`.
 
         Returns:
-            The partial, in fp32; that of no keys for rows without nodes.
+            The partial, in fp32 or the dtype of `other`; that of no keys for rows without any.
 
         Raises:
             Unsupported: As `attend`.
@@ -209,16 +217,16 @@ class StepTables:
         def run(known: _Scheduled) -> Partial:
             nodes = self.nodes[self._places[layer]]
             tables = (nodes, self.slots, known.tables, known.plan.config)
-            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap)
+            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap, self.rest, other)
 
-        keys = query[:, :kv_heads]  # of the shape that new keys would have
+        keys = query[:, :kv_heads, :, : query.shape[-1] - self.rest]  # of the shape that new keys would have
         return self._run(run, query, keys, keys, Scoring(scale, soft_cap, None, None))
 
     def _run(
         self, run: Callable[[_Scheduled], Result], query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
     ) -> Result:
         """Run kernels with the schedule of the layer's shape, made if there is none."""
-        shape = HeadShape.of(query, keys, scoring)
+        shape = HeadShape.of(query, keys, scoring, rest=self.rest)
         while True:
             if shape not in self._schedules:
                 if reason := refusal(query, keys, values, []):
@@ -279,17 +287,21 @@ class StepTables:
         self._make_room(moved)
         first, last = (extreme(self._places[index] for index in moved) for extreme in (min, max))
         places = {self._places[index]: stored for index, stored in layers.items() if index in self._places}
-        nodes = torch.zeros(last + 1 - first, 3, self._nodes, dtype=torch.int64, device="cpu")
+        nodes = torch.zeros(last + 1 - first, self._lines, self._nodes, dtype=torch.int64, device="cpu")
         addresses, of_suffixes = AddressesOfLayers(self.forest), []
         for line in range(last + 1 - first):
             stored = places[first + line]
             suffix = stored.suffix
-            nodes[line, :, : len(self.forest.nodes)] = addresses.of(stored.segments, suffix)
+            nodes[line, :, : len(self.forest.nodes)] = self._node_addresses(addresses, stored)
             of_suffixes.append([0] * 4 if suffix is None else suffix_addresses(suffix, own))
         suffixes = torch.tensor(of_suffixes, dtype=torch.int64, device="cpu")
         self.nodes[first : last + 1].copy_(nodes)
         self.suffixes[first : last + 1].copy_(suffixes)
         self._versions |= {index: layers[index].version for index in layers if first <= self._places[index] <= last}
+
+    def _node_addresses(self, addresses: AddressesOfLayers, stored: StoredKV) -> Tensor:
+        """Those of the nodes in one layer: ``[lines, nodes]`` int64, on the CPU."""
+        return addresses.of(stored.segments, stored.suffix)
 
     def _make_room(self, layers: Iterable[int]) -> None:
         """Make room for the addresses of new layers; never in captured steps, which know theirs."""

@@ -84,6 +84,9 @@ def biased_causal_attention(
             raise Unsupported("biases by distance are for whole prompts, and layers with as many KV heads as heads")
         own = slice(start, start + run.length)
         start = own.stop
+        if run.length == 1:  # which sees itself alone
+            outs.append(values[:, own])
+            continue
         tokens = torch.arange(run.length, device=query.device)
         bias = biases_at(biases, tokens[:, None] - tokens)
         visible = causal_mask(run.length, query.device)

@@ -28,9 +28,8 @@ from ...measurement.shapes import SHAPES, random_model
 from ...patches.slim_layers import SlimLayer
 from ..slim.cases import RANK_DIVISOR
 from .cases import SAMPLING, GenerateCase
+from .inputs.shapes import INPUT_SHAPES, given_of
 from .ways import GenerateWay
-
-_FIRST_ID = 3  # of random prompts; the ids below are special in many vocabularies
 
 
 def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None = None) -> PreTrainedModel:
@@ -51,6 +50,8 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
         return random_model(shape, device, dtype, SlimLayer(slim, rank))
     if shape in SHAPES:
         return random_model(shape, device, dtype)
+    if shape in INPUT_SHAPES:
+        return INPUT_SHAPES[shape].model(device, dtype)
     if shape == "embedded":
         model = fd.load_embedded(dtype=dtype, device=device)[0]
     else:
@@ -80,26 +81,25 @@ class LatestModel:
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one."""
+    """Bytes of a token's keys and values in all layers; of a slim model those of the ordinary one.
+
+    With an encoder, of a token that the decoder reads or draws.
+    """
     layout = ModelLayout.from_config(model.config)
-    if layout.states:
+    if layout.states or layout.cross:
         return model.dtype.itemsize * sum(store.numbers for store in layout.per_token.values())
     config = copy.copy(model.config)
     config.slim_layers = None
     return KVSizes.from_config(config).bytes_per_token(model.dtype.itemsize)
 
 
-def prompt(model: PreTrainedModel, case: GenerateCase) -> Tensor:
-    """Random ids ``[1, context]``; of a tree ``[problems, context]``, no two of which go on alike after what all
-    share."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(_FIRST_ID, model.config.vocab_size, (1, case.context), generator=generator)
-    if case.tree is not None:
-        shared, problems = case.tree.shared, case.tree.problems
-        own = torch.randint(_FIRST_ID, model.config.vocab_size, (problems, case.tree.own), generator=generator)
-        own[:, 0] = _FIRST_ID + torch.arange(problems)
-        ids = torch.cat([ids[:, :shared].expand(problems, -1), own], 1)
-    return ids.to(model.device)
+def floor_kv_bytes(model: PreTrainedModel, case: GenerateCase) -> int:
+    """Bytes of keys and values of the prompts' tokens once, of an encoder's tokens once, and of every sample's."""
+    layout, per_token = ModelLayout.from_config(model.config), kv_bytes_per_token(model)
+    if not layout.cross:
+        return (case.prompt_tokens + sum(case.lengths())) * per_token
+    encoded = case.context * model.dtype.itemsize * sum(store.numbers for store in layout.cross.values())
+    return encoded + (given_of(case.shape).prompt_length(case) + sum(case.lengths())) * per_token
 
 
 def caller(
@@ -113,24 +113,22 @@ def caller(
         raise NotAvailableError("beams are of one prompt, and run to the end")
     if way.single and case.samples > 1:
         raise NotAvailableError(f"it takes one sample, got {case.samples}")
-    ids = prompt(model, case)
+    given = given_of(case.shape)
+    inputs = given.arguments(model, case)
     extra: dict[str, Any] = {}
     criteria: list[StoppingCriteria] = [stopping] if stopping is not None else []
     if case.finish:
         extra["pad_token_id"] = 0
-        criteria.append(RowLengthCriteria(case.context, torch.tensor(case.lengths(), device=model.device)))
+        criteria.append(
+            RowLengthCriteria(given.prompt_length(case), torch.tensor(case.lengths(), device=model.device))
+        )
     if criteria:
         extra["stopping_criteria"] = StoppingCriteriaList(criteria)
 
     def call(new_tokens: int, return_dict: bool = False) -> Any:
-        arguments = {"return_dict_in_generate": return_dict, **way.call_arguments(case.samples // len(ids)), **extra}
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            **arguments,
-        )
+        drawing = given.drawing(way.call_arguments(case.samples // case.prompts))
+        arguments = {"return_dict_in_generate": return_dict, **drawing, **extra}
+        output = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **arguments)
         return output.sequences if arguments["return_dict_in_generate"] and not return_dict else output
 
     return call
@@ -138,10 +136,10 @@ def caller(
 
 def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
     """The same by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
-    if not hasattr(model, "generate_batch") or case.finish:
+    if not hasattr(model, "generate_batch") or case.finish or case.shape in INPUT_SHAPES:
         raise NotAvailableError("generate_batch does not take this case")
-    ids = prompt(model, case)
-    prompts = ids.repeat_interleave(case.samples // len(ids), 0).tolist()
+    ids: Tensor = given_of(case.shape).arguments(model, case)["input_ids"]
+    prompts = ids.repeat_interleave(case.samples // case.prompts, 0).tolist()
 
     def call(new_tokens: int) -> Any:
         config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **SAMPLING)

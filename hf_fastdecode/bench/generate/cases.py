@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count, pairwise
 from math import gcd, log
-from typing import Any
+from typing import Any, Final
 
 from ...generation.options import CHOICES, Options
 
@@ -82,7 +82,8 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
     return base, given
 
 
-_TREE = " tree "  # between shape and tree in a row
+TREE: Final = " tree "
+"""Stands between shape and tree in a row."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class PromptTree:
     @classmethod
     def of_row(cls, shape: str) -> PromptTree | None:
         """The tree that stands behind the shape in a row, if one does."""
-        _, found, text = shape.partition(_TREE)
+        _, found, text = shape.partition(TREE)
         return cls.parse(text) if found else None
 
     @property
@@ -129,6 +130,7 @@ class GenerateCase:
 
     Attributes:
         shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
+        context: Tokens of the prompt, those that stand for an image among them; with an encoder, those it encodes.
         dtype: Dtype of weights and cache.
         finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. ``~MEAN``: after
             MEAN tokens on average, spread as where each token may be the last, the longest after `new_tokens`. Empty:
@@ -152,6 +154,11 @@ class GenerateCase:
             raise ValueError(f"rows must finish between 1 and new_tokens = {self.new_tokens}, got {self.finish!r}")
         if self.tree is not None and self.finish:
             raise ValueError(f"rows of a tree run to the end, got finish={self.finish!r} with {self.tree}")
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts."""
+        return 1 if self.tree is None else self.tree.problems
 
     @property
     def prompt_tokens(self) -> int:
@@ -186,7 +193,7 @@ class GenerateCase:
         """Columns that identify the case; a tree stands behind the shape, so that all rows have the same columns."""
         columns = asdict(self)
         del columns["tree"]
-        return columns if self.tree is None else columns | {"shape": f"{self.shape}{_TREE}{self.tree}"}
+        return columns if self.tree is None else columns | {"shape": f"{self.shape}{TREE}{self.tree}"}
 
 
 @dataclass(frozen=True)

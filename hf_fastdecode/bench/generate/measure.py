@@ -15,15 +15,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
+import hf_fastdecode as fd
+
 from ..._compat import CACHE
 from ...cache.shared import cache_bytes
+from ...generation.report import CallReport
 from ...measurement.calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
 from ...measurement.draw import seeded
 from ...measurement.runner import status_of
 from ...measurement.timing import percentiles, wall_samples, wall_seconds
-from .calls import LatestModel, batch_caller, caller, kv_bytes_per_token
+from .calls import LatestModel, batch_caller, caller, floor_kv_bytes
 from .cases import GenerateCase
-from .check import check_way
+from .check import check_way, small_case
+from .inputs.shapes import given_of
 from .ways import GenerateWay, find_way, using
 
 _BATCH_STEPS = 4  # steps timed of `generate_batch`
@@ -39,7 +43,7 @@ class GenerateBench:
         self.device, self.repeats, self.check, self.budget_s = device, repeats, check, budget_s
         self._model = LatestModel(device)
         self._single_prefills: dict[tuple[str, str, str | None, int], float] = {}
-        self._checked: dict[tuple[str, str], str | None] = {}
+        self._checked: dict[tuple[str, str, GenerateCase], str | None] = {}
 
     def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
         """The columns of a way's measurement.
@@ -48,10 +52,10 @@ class GenerateBench:
         seconds to the first token of all samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
         ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
-        end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens once and every sample's, as keys and
-        values. ``peak_bytes``: most memory over the weights since the way was turned on, on CUDA. ``embedded_tokens``:
-        tokens that the embedding saw in a call, where a hook can count them. ``ran``: what our report says ran. Times
-        are medians.
+        end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens, and an encoder's, once and every
+        sample's, as keys and values. ``peak_bytes``: most memory over the weights since the way was turned on, on
+        CUDA. ``embedded_tokens``: tokens that the decoder's embedding saw in a call, where a hook can count them.
+        ``ran``: what our report says ran. Times are medians.
         """
         way = find_way(way_name)
         result = dict.fromkeys(_COLUMNS)
@@ -69,9 +73,10 @@ class GenerateBench:
 
     def _red(self, case: GenerateCase, way_name: str, way: GenerateWay) -> str | None:
         """Why the way must not be measured: its check found it wrong, or it does not run at all."""
-        key = way_name, case.dtype
+        small = small_case(case.shape)
+        key = way_name, case.dtype, small
         if key not in self._checked:
-            self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype))
+            self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype), small)
         return self._checked[key]
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
@@ -96,10 +101,12 @@ class GenerateBench:
             prefills, decodes, whole = prefill_and_decode(
                 model, call, most, repeats=self.repeats, budget_s=self.budget_s
             )
-            parts = way.batch or "max_rows" in (way.enable or {})  # of which no call returns its cache
-            memory = {} if parts else self._memory(model, case, way, call)
+            peak = peak_over(self.device, before)
+            last = None if way.enable is None else fd.explain(model).last_call
+            parts = way.batch or (last is not None and last.rows_at_once > 0)  # of which no call returns its cache
             ran = None if way.enable is None else what_ran(model)
-        memory["peak_bytes"] = peak_over(self.device, before)
+            memory = {} if parts else self._memory(model, case, way, call, last)
+        memory["peak_bytes"] = peak
         drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples
         result = step_columns(decodes, most - 1, drawn) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
         if way.attention is not None:
@@ -119,25 +126,35 @@ class GenerateBench:
         return self._single_prefills[key]
 
     def _memory(
-        self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay, call: Callable[..., Any]
+        self,
+        model: PreTrainedModel,
+        case: GenerateCase,
+        way: GenerateWay,
+        call: Callable[..., Any],
+        last: CallReport | None,
     ) -> dict[str, Any]:
-        """Bytes of the cache that a call returns, and tokens embedded, where counting does not change the way."""
+        """Bytes of the cache that a call returns, or the report of an earlier one has, and tokens embedded, where
+        counting does not change the way."""
         counted: list[int] = []
         counts = way.hooks or self.device.type == "cpu"
-        hook = model.get_input_embeddings().register_forward_hook(
+        decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+        hook = decoder.get_input_embeddings().register_forward_hook(
             lambda module, args, out: counted.append(args[0].numel())
         )
         if not counts:
             hook.remove()
         try:
-            cache = call(case.new_tokens, return_dict=True)[CACHE]
+            held = None if last is None else last.nbytes.allocated + last.input_bytes
+            if given_of(case.shape).returns_cache or (last is None and not way.beams):
+                cache = call(case.new_tokens, return_dict=True)[CACHE]
+                held = None if cache is None or isinstance(cache, QuantizedCache) else cache_bytes(cache)
+            else:
+                call(case.new_tokens)
         finally:
             hook.remove()
-        tokens = case.prompt_tokens + sum(case.lengths())
-        counted_whole = cache is not None and not isinstance(cache, QuantizedCache)
         return {
-            "kv_bytes": cache_bytes(cache) if counted_whole else None,
-            "floor_kv_bytes": tokens * kv_bytes_per_token(model),
+            "kv_bytes": held,
+            "floor_kv_bytes": floor_kv_bytes(model, case),
             "embedded_tokens": sum(counted) if counts else None,
         }
 

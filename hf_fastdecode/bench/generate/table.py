@@ -9,12 +9,15 @@ from functools import partial
 from ...measurement.rows import Measurement
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import by, cell, markdown
-from .cases import KINDS, LOOPS, GenerateCase, PromptTree
+from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
+from .inputs.shapes import INPUT_SHAPES
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
 # The way that stands for this package where only one is shown: the default, else the fastest mode measured.
 _OURS = ("shared", "compile", "graph", "eager")
+# Model types of shapes whose layers store the keys and values of every token, in stock caches too.
+_STORE_ALL = ("llama", "qwen3", "qwen3_vl", "falcon")
 _SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to_token")
 
 
@@ -54,13 +57,8 @@ def generate_table(
     once = [
         row for row in rows if row["status"] == "ok" and row.get("ms_per_step_p20", "") == row.get("ms_per_step_p80")
     ]
-    of = (
-        "of one timed call each"
-        if len(once) == len(rows)
-        else "medians, some of one timed call"
-        if once
-        else "medians"
-    )
+    some = ", some of one timed call" if once else ""
+    of = "of one timed call each" if len(once) == len(rows) else f"medians{some}"
     return markdown(names, lines, f"{where_measured(rows)}; ms/step, {of}.")
 
 
@@ -84,14 +82,16 @@ def finish_table(rows: Sequence[Measurement]) -> str:
 
 
 def many_rows_table(rows: Sequence[Measurement]) -> str:
-    """Seconds of whole calls whose rows mostly end early, and tokens a second, in each way."""
+    """Seconds of whole calls of many rows, most of which may end early, tokens a second, and what ran, in each way."""
     lines = []
     for row in rows:
         seconds = float(row["total_s"]) if row["status"] == "ok" else None
-        shown = [f"{seconds:.2f} s", f"{float(row['tokens_per_s']):,.0f}"] if seconds else [row["status"], ""]
-        mean = row["finish"].removeprefix("~")
+        shown = [row["status"], "", ""]
+        if seconds:
+            shown = [f"{seconds:.2f} s", f"{float(row['tokens_per_s']):,.0f}", row["ran"]]
+        mean = row["finish"].removeprefix("~") or row["new_tokens"]
         lines.append([row["shape"], *_point(row), f"{mean} of {row['new_tokens']}", row["way"], *shown])
-    names = ["model", "context", "n", "mean tokens, of at most", "way", "whole call", "tokens/s"]
+    names = ["model", "context", "n", "mean tokens, of at most", "way", "whole call", "tokens/s", "what ran"]
     return markdown(names, lines, f"{where_measured(rows)}; medians, or of one timed call.")
 
 
@@ -152,21 +152,27 @@ _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "laun
 
 
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:
-    """One line for each case, stock → ours, and where they were measured, a step of ours compiled and vLLM."""
+    """One line for each case, stock → ours, and where they were measured, a step of ours compiled and vLLM.
+
+    Ours alone, where stock was not measured.
+    """
     compiled, vllm = (any(row["way"] == way for row in rows) for way in ("compile", "vllm"))
     steps = ["a step", "compiled"] if compiled else ["a step"]
     lines = []
-    for stock, shared, ways in paired(rows):
+    for ways in cases_of(rows):
+        if (shared := _ours(ways)) is None:
+            continue
+        stock = ways.get("stock")
         step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
         if compiled:
             step.append(cell(ways.get("compile"), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
         cells = [
-            *(stock["shape"], *_point(stock)),
+            *(shared["shape"], *_point(shared)),
             _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
             *step,
             _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
-            f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock["status"] == "ok" else "",
-            f"{_stock_gib(stock, shared)} → {float(shared['kv_bytes']) / 2**30:.2f} GiB",
+            _speed_up(stock, shared),
+            _stored(stock, shared),
         ]
         lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
     names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
@@ -258,10 +264,15 @@ def paired(rows: Sequence[Measurement]) -> list[tuple[Measurement, Measurement, 
     """Stock, ours, and all ways by name, for each case in order; cases without both are left out."""
     found = []
     for ways in cases_of(rows):
-        ours = next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
+        ours = _ours(ways)
         if ours is not None and "stock" in ways:
             found.append((ways["stock"], ours, ways))
     return found
+
+
+def _ours(ways: Mapping[str, Measurement]) -> Measurement | None:
+    """The measurement that stands for this package among those of a case, if one is right."""
+    return next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
 
 
 def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
@@ -278,14 +289,35 @@ def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
     return samples * (context + new - 1) * per_token
 
 
-def _stock_gib(stock: Measurement, shared: Measurement) -> str:
-    """GiB of a stock cache at the end; not computed for layers that keep only a window."""
-    if stock["status"] != "ok" and "sliding_window" in SHAPES.get(stock["shape"], {}):
-        return stock["status"]
-    return f"{stock_kv_bytes(stock, shared) / 2**30:.2f}"
+def _stored(stock: Measurement | None, shared: Measurement) -> str:
+    """GiB of caches at the end; stock's is not computed for layers that store other than all keys and values."""
+    if not shared.get("kv_bytes"):
+        return ""
+    after = f"{float(shared['kv_bytes']) / 2**30:.2f} GiB"
+    if stock is None:
+        return after
+    if stock["status"] != "ok" and _model_type(stock) not in (*_STORE_ALL, None):
+        return f"{stock['status']} → {after}"
+    return f"{stock_kv_bytes(stock, shared) / 2**30:.2f} → {after}"
 
 
-def _change(stock: Measurement, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
+def _model_type(row: Measurement) -> str | None:
+    """The model type of a named shape."""
+    shape = row["shape"].partition(TREE)[0]
+    if shape in INPUT_SHAPES:
+        return INPUT_SHAPES[shape].model_type
+    return SHAPES[shape]["model_type"] if shape in SHAPES else None
+
+
+def _speed_up(stock: Measurement | None, shared: Measurement) -> str:
+    if stock is None or stock["status"] != "ok":
+        return ""
+    return f"{float(stock['total_s']) / float(shared['total_s']):.1f}x"
+
+
+def _change(stock: Measurement | None, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
+    if stock is None:
+        return shown(float(shared[column]))
     before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
     return f"{before} → {shown(float(shared[column]))}"
 

@@ -9,7 +9,8 @@ since all layers behind the first cross-attention compute with the encoder's out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -42,45 +43,69 @@ def begin_of(path: Path) -> Begin:
 class EncodedInputs:
     """The distinct inputs of a call, and each layer's keys and values of them.
 
+    They are stored in groups, a segment each, by passes over a prompt of each input, which come before all others.
+
     Args:
         arguments: Model arguments with the encoder's output, one row per distinct input, and its attention mask.
         count: Number of distinct inputs.
         tokens: Tokens of the encoder's output of an input, padding included.
 
     Attributes:
-        segments: By layer, keys and values of the shown tokens of all inputs: ``[kv_heads, tokens, head_dim]`` each.
-        spans: For each input, its tokens in a segment; () before the first pass.
+        segments: By layer and group, keys and values of the shown tokens of the group's inputs: ``[kv_heads, tokens,
+            head_dim]`` each.
+        spans: For each input that is stored, its tokens in the segment of its group.
     """
 
     def __init__(self, arguments: Mapping[str, Any], count: int, tokens: int):
         self._arguments, self.count, self.tokens = arguments, count, tokens
-        self.segments: dict[int, Segment] = {}
+        self.segments: dict[int, dict[int, Segment]] = {}
         self.spans: tuple[Span, ...] = ()
-        self._shown: Tensor | None = None  # the mask that the spans are of
+        self._group: tuple[int, int] | None = None  # the inputs whose keys and values the current pass stores
+        self._groups = 0
+        self._shown: Tensor | None = None  # the mask that the group's spans are of
         self._places: Tensor | None = None  # of shown tokens, counted input by input; None if all are
         self._begins: dict[Begin, int] = {}
         self._latest: tuple[Forest, Forest] | None = None
         self._read: dict[int, tuple[Forest, list[_AlikeInputs]]] = {}  # by layer
         self._of_pass: tuple[Sequence[PrefillItem], Forest] | None = None
 
+    @contextmanager
+    def storing_next(self, count: int) -> Iterator[None]:
+        """Context of a pass over prompts of the next so many inputs, if any are left: layers store what they have."""
+        if (first := len(self.spans)) == self.count:
+            yield
+            return
+        self._group, self._shown, self._places = (first, first + count), None, None
+        try:
+            yield
+        finally:
+            self._group, self._groups = None, self._groups + 1
+        if len(self.spans) == self.count:
+            self._arguments = self.placeholders  # which no layer projects again
+
     @property
     def arguments(self) -> dict[str, Any]:
-        """Model arguments of the next pass; the mask is of no use once keys and values are stored."""
-        given = dict(self._arguments)
-        return given if not self.segments else given | {"attention_mask": None}
+        """Model arguments of the next pass: of the group's inputs; placeholders once all are stored."""
+        if self._group is None:
+            return dict(self._arguments)
+        outputs, mask = self._arguments[ENCODER_OUTPUTS], self._arguments.get("attention_mask")
+        own = slice(*self._group)
+        part = type(outputs)(**{name: one[own] for name, one in outputs.items()})
+        return (
+            dict(self._arguments) | {ENCODER_OUTPUTS: part} | ({} if mask is None else {"attention_mask": mask[own]})
+        )
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose keys and values are stored."""
-        return tuple(self.segments)
+        """The layers whose keys and values are stored, of the inputs of the next pass."""
+        return () if self._group is not None else tuple(self.segments)
 
     @property
     def placeholders(self) -> dict[str, Any]:
-        """Arguments like `arguments` for passes that store nothing: of one token, in memory of their own."""
-        given = self.arguments
-        outputs = given[ENCODER_OUTPUTS]
-        hidden = outputs[0]
-        return given | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=torch.zeros_like(hidden[:1, :1]))}
+        """Arguments of passes that store nothing: of one token, in memory of their own, and without a mask."""
+        outputs = self._arguments[ENCODER_OUTPUTS]
+        one = type(outputs)(last_hidden_state=torch.zeros_like(outputs[0][:1, :1]))
+        return {**self._arguments, ENCODER_OUTPUTS: one, "attention_mask": None}
 
     def assign(self, begins: Sequence[Begin], inputs: Sequence[int]) -> None:
         """Set which inputs the rows read whose paths begin there."""
@@ -94,7 +119,7 @@ class EncodedInputs:
         return twin
 
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Keep a layer's keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each.
+        """Keep a layer's keys and values of the group's inputs, ``[inputs, kv_heads, tokens, head_dim]`` each.
 
         Args:
             mask: ``[inputs, tokens]`` bool, the tokens that the decoder sees; all of them when None.
@@ -102,17 +127,18 @@ class EncodedInputs:
         Raises:
             Unsupported: An input has no shown token, or layers have different masks.
         """
+        first, stop = self._group or (0, 0)
         count, _, tokens, _ = keys.shape
-        if count != self.count:
-            raise Unsupported(f"a layer has keys of {count} inputs, and the call has {self.count}")
-        if not self.spans:
+        if count != stop - first:
+            raise Unsupported(f"a layer has keys of {count} inputs, and the pass has {stop - first}")
+        if len(self.spans) == first:
             self._show(mask, count, tokens)
         elif mask is not self._shown and (mask is None or self._shown is None or not torch.equal(mask, self._shown)):
             raise Unsupported("its layers see different tokens of the encoder's output")
         parts = (part.transpose(0, 1).flatten(1, 2) for part in (keys, values))
         if self._places is not None:
             parts = (part.index_select(1, self._places.to(part.device)) for part in parts)
-        self.segments[layer] = Segment(*(part.contiguous() for part in parts))
+        self.segments.setdefault(layer, {})[self._groups] = Segment(*(part.contiguous() for part in parts))
 
     def _show(self, mask: Tensor | None, count: int, tokens: int) -> None:
         lengths = [tokens] * count
@@ -125,7 +151,8 @@ class EncodedInputs:
             raise Unsupported("an input's encoder output is masked whole")
         ends = torch.tensor(lengths, device="cpu").cumsum(0).tolist()
         self._shown = mask
-        self.spans = tuple(Span(0, end - length, length) for end, length in zip(ends, lengths, strict=True))
+        found = (Span(self._groups, end - length, length) for end, length in zip(ends, lengths, strict=True))
+        self.spans = (*self.spans, *found)
 
     def forest_of(self, forest: Forest) -> Forest:
         """The forest in which each row of a forest of prompts attends to its input; the same for the same forest."""
@@ -154,8 +181,8 @@ class EncodedInputs:
             if scoring.softcap is None and backend == "auto":
                 outs = [_attend_alike(query[one.rows], *one.stored, scoring.scale) for one in self._by(forest, layer)]
                 return outs[0] if len(outs) == 1 else torch.cat(outs)
-            segments = {0: self.segments[layer]}
-            part = nodes_attention(query, forest, segments, scoring.scale, softcap=scoring.softcap, backend=backend)
+            options: dict[str, Any] = {"softcap": scoring.softcap, "backend": backend}
+            part = nodes_attention(query, forest, self.segments[layer], scoring.scale, **options)
             return part.out.to(query.dtype).transpose(1, 2)
 
         return CrossView(cache, self, attend)
@@ -164,30 +191,30 @@ class EncodedInputs:
         """The layer's inputs as rows read them; the same for the same forest, since all steps ask for them."""
         known = self._read.get(layer)
         if known is None or known[0] is not forest:
-            segment = self.segments[layer]
-            found = [_AlikeInputs.of(segment, nodes) for nodes in forest.batches[0]]
+            segments = self.segments[layer]
+            found = [_AlikeInputs.of(segments[nodes[0].span.segment], nodes) for nodes in forest.batches[0]]
             self._read[layer] = known = forest, found
         return known[1]
 
+    def example(self, layer: int) -> Segment:
+        """Keys and values of a layer, of some inputs."""
+        return next(iter(self.segments[layer].values()))
+
     def stored(self) -> dict[int, StoredInputs]:
         """By layer, the storage that kernels' tables describe."""
-        return {layer: StoredInputs(segment) for layer, segment in self.segments.items()}
+        return {layer: StoredInputs(segments) for layer, segments in self.segments.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(part.nbytes for segment in self.segments.values() for part in segment)
+        return sum(part.nbytes for of_layer in self.segments.values() for one in of_layer.values() for part in one)
 
 
 @dataclass(frozen=True)
 class StoredInputs:
     """A layer's keys and values of all inputs, as `StepTables` reads them: nodes without suffixes."""
 
-    segment: Segment
-
-    @property
-    def segments(self) -> Mapping[int, Segment]:
-        return {0: self.segment}
+    segments: Mapping[int, Segment]
 
     @property
     def suffix(self) -> None:
@@ -195,7 +222,7 @@ class StoredInputs:
 
     @property
     def version(self) -> object:
-        return self.segment
+        return self.segments
 
 
 class _AlikeInputs(NamedTuple):

@@ -31,7 +31,8 @@ def kv_heads_of_kernels(heads: int) -> int:
     return next(count for count in range(1, heads + 1) if not heads % count and heads // count <= GROUP)
 
 
-def _as_wide(part: Tensor, width: int) -> Tensor:
+def as_wide(part: Tensor, width: int) -> Tensor:
+    """A part ``[..., numbers]`` with zeros behind its numbers, up to `width`."""
     return part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1]))
 
 
@@ -48,6 +49,9 @@ class ExpandsLatents(Protocol):
 
     layer_idx: int
     kv_b_proj: nn.Module
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[rows, heads, tokens, key_dim]`` and values ``[rows, heads, tokens, value_dim]``.
@@ -80,14 +84,19 @@ class LatentStorage(TokenStorage):
         return LatentStorage(self.layer, self.kv_heads)
 
     def keys_and_values(self, parts: Segment) -> Segment:
-        """Keys and values by the layer's own code, both as wide as the wider, as fused operators take them."""
+        """Keys and values, both as wide as the wider, as fused operators take them."""
+        expanded = self.made_of(parts)
+        width = max(part.shape[-1] for part in expanded)
+        return Segment._make(as_wide(part, width) for part in expanded)
+
+    def made_of(self, parts: Segment) -> Segment:
+        """Keys and values by the layer's own code, ``[heads, tokens, width]``, of a width each."""
         layer = self.layer() if self.layer is not None else None
         if layer is None:
             raise ValueError("the model whose layers make keys of these latents is gone; prefill the whole text again")
         with multiplying(layer.kv_b_proj, parts.keys):
             expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
-        width = max(part.shape[-1] for part in expanded)
-        return Segment._make(_as_wide(part[0], width) for part in expanded)
+        return Segment._make(part[0] for part in expanded)
 
     def read_by_kernels(self, parts: Segment) -> Segment:
         return Segment._make(part.expand(*part.shape[:-3], self.kv_heads, -1, -1) for part in parts)

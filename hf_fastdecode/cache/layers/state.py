@@ -34,7 +34,7 @@ def end_of(path: Path) -> End | None:
 
 @contextmanager
 def _writable() -> Iterator[None]:
-    """Context of copies that later passes write, which inference tensors would allow in inference mode only."""
+    """Context for copies that later passes write in place, also outside of the inference mode that is active now."""
     wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
     with torch.inference_mode(False), torch.set_grad_enabled(wanted):
         yield
@@ -135,7 +135,7 @@ class KeepsStates(Protocol):
 
 
 class LayerOfOwnStates(LinearAttentionLayer):
-    """Adds how code that keeps states elsewhere (`OwnStates`) has them in a layer, as states of recurrences."""
+    """Stores the states of code that keeps them elsewhere (`OwnStates`), as states of recurrences."""
 
     @property
     def kept_states(self) -> tuple[Tensor, ...] | None:

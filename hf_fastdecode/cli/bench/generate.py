@@ -10,6 +10,7 @@ import typer
 
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
+from ...bench.generate.inputs.shapes import INPUT_SHAPES
 from ...errors import InputError
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ...model_names import EMBEDDED, load_config, max_positions
@@ -17,6 +18,7 @@ from ..checks import check_choice, check_dtype
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import (
+    AllShapes,
     Check,
     Checkpoints,
     CsvFile,
@@ -26,7 +28,6 @@ from ..options import (
     Plot,
     Repeats,
     ShapeDtype,
-    Shapes,
     Trees,
     points,
 )
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    shape: Shapes = None,
+    shape: AllShapes = None,
     model: Checkpoints = None,
-    point: Annotated[list[str] | None, points("512x8, 1024x32")] = None,
+    point: Annotated[list[str] | None, points("512x8, 1024x32", inputs=True)] = None,
     tree: Trees = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
     finish: Annotated[
@@ -92,7 +93,10 @@ def generate(
 
     Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
     layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` and `tiny-mha`
-    have 2 layers.
+    have 2 layers. `whisper-large-v3` is given a recording of 30 seconds, which is 1,500 tokens for its decoder, and
+    begins a transcript with 4 tokens; its own `generate` runs, and `--point 1500x5 --way stock-beams --way beams` is
+    its search with 5 beams, which returns the best. `t5-3b` encodes as many tokens as the context has. `qwen3-vl-2b`
+    (Qwen3-VL-2B-Instruct's) is given an image of 1,024 tokens in a text, both of which the context counts.
 
     Examples:
 
@@ -102,9 +106,12 @@ def generate(
         hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 --new-tokens 256 --finish 16 --way shared
         hf-fastdecode bench generate --shape 8b-gqa --point 1024x1024 --new-tokens 768 --finish-mean 100 \
             --way graph --way graph+max_rows=256
+        hf-fastdecode bench generate --shape whisper-large-v3 --point 1500x16 --way stock --way shared
+        hf-fastdecode bench generate --shape qwen3-vl-2b --point 1126x32 --way stock --way shared
         hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 --way graph --way graph+min_shared_tokens=801
 
-    The last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
+    The one with `--finish-mean` compares rows that all begin at once with rows that wait for places of finished ones;
+    the last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
     """
     shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
     prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
@@ -120,7 +127,7 @@ def generate(
     ways = way or list(DEFAULT_WAYS)
     check_ways(ways, WAYS)
     check_dtype(dtype, auto=False)
-    check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
+    check_choice("shape", shape or [], (*SHAPES, *INPUT_SHAPES, EMBEDDED))
     with bad_input():
         cases = chosen(
             [
@@ -174,15 +181,20 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
     for shape in dict.fromkeys(case.shape for case in cases):
         if shape not in SHAPES and Path(shape).expanduser().is_file():
             raise InputError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
-        limit = MAX_POSITIONS if shape in SHAPES else max_positions(load_config(shape))
+        given = INPUT_SHAPES.get(shape)
+        limit = MAX_POSITIONS if shape in SHAPES or given else max_positions(load_config(shape))
         for case in cases:
+            if given and case.shape == shape:
+                given.given.check(case)
             if case.shape == shape and limit is not None and case.context + case.new_tokens > limit:
                 asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
                 raise InputError(
                     f"{asked} with {case.new_tokens} new tokens is longer than the {limit} positions of {shape}; ask "
                     "for a shorter context or fewer new tokens"
                 )
-        if place.type == "cpu" and shape in SHAPES and (billions := parameters(shape) / 1e9) > 1:
+        if place.type != "cpu" or not (shape in SHAPES or given):
+            continue
+        if (billions := (given.parameters() if given else parameters(shape)) / 1e9) > 1:
             size = f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes"
             if device == "auto":
                 raise InputError(f"{size}; name a smaller --shape, such as tiny or embedded, or pass --device cpu")

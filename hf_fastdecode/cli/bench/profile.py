@@ -9,21 +9,22 @@ import typer
 
 from ...bench.generate.cases import PARTS, WAYS, ProfileCase, PromptTree
 from ...bench.generate.cases import GenerateCase as Case
+from ...bench.generate.inputs.shapes import INPUT_SHAPES
 from ...errors import InputError
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
 from ..checks import check_choice, check_dtype
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
-from ..options import Checkpoints, CsvFile, Device, ListCases, Repeats, ShapeDtype, Shapes, Trees, points
+from ..options import AllShapes, Checkpoints, CsvFile, Device, ListCases, Repeats, ShapeDtype, Trees, points
 from .generate import check_models, check_ways, parse_point
 from .report import measured, place_of_calls, report, show_cases
 
 
 def profile(
-    shape: Shapes = None,
+    shape: AllShapes = None,
     model: Checkpoints = None,
-    point: Annotated[list[str] | None, points("512x8")] = None,
+    point: Annotated[list[str] | None, points("512x8", inputs=True)] = None,
     tree: Trees = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
     way: Annotated[
@@ -50,7 +51,7 @@ def profile(
     ways = list(dict.fromkeys(way or ("shared",)))
     check_ways(ways, [name for name in WAYS if name != "generate_batch"])
     check_dtype(dtype, auto=False)
-    check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
+    check_choice("shape", shape or [], (*SHAPES, *INPUT_SHAPES, EMBEDDED))
     shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
     prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8"]))]
     with bad_input():

@@ -235,7 +235,7 @@ class Checkpoint:
         return content if _is_report(content) else None
 
     def layer_reports(self, count: int) -> list[dict[str, Any]]:
-        """Each layer's entry in the report; empty dictionaries without a report of so many layers."""
+        """Each layer's entry in the report; empty dictionaries without a report of `count` layers."""
         layers: list[dict[str, Any]] = (self.report() or {"layers": []})["layers"]
         return layers if len(layers) == count else [{} for _ in range(count)]
 

@@ -74,7 +74,7 @@ def check_ids(ids: Tensor) -> Tensor:
 
 
 def check_vocabulary(ids: Tensor, vocabulary: int) -> Tensor:
-    """The same ids, of a model with so many tokens; ValueError where an id is outside."""
+    """The same ids; ValueError if one is outside of a model's vocabulary of this size."""
     if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < vocabulary]:
         raise ValueError(
             f"the calibration text has id {wrong[-1]}, and the model has {vocabulary} tokens, from 0; take the "

@@ -45,7 +45,7 @@ def draw_rows(
     *,
     seed: int,
 ) -> DrawnRows:
-    """Draw so many samples of each task in one call, within `sharing`; torch's generators are left as they were."""
+    """Draw `count` samples of each task in one call, within `sharing`; torch's generators are left as they were."""
     texts = [form.prompt(task) for task in tasks]
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=form.special_tokens, verbose=False)
     prompts = batch["input_ids"].repeat_interleave(count, dim=0)
@@ -106,7 +106,7 @@ def _sum(log_probs: Tensor, row: int, kept: int) -> float:
 
 
 def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], characters: int) -> int:
-    """How many tokens it takes for so many characters of text."""
+    """How many of the tokens make the first `characters` characters of text."""
     if not characters:
         return 0
 

@@ -16,7 +16,7 @@ from hf_fastdecode.measurement.draw import ANCHOR, continuation
 from ..prompts import StopRule
 
 _ROWS_OF_A_STEP = 128
-"""Decoding a token of so many rows takes half a millisecond."""
+"""Rows whose tokens are decoded to text in half a millisecond."""
 
 
 class RowStopping(StoppingCriteria):

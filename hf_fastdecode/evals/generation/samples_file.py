@@ -39,7 +39,7 @@ class Unit:
 
 
 def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
-    """Divide `n` samples of each of so many tasks into calls of at most `rows` rows.
+    """Divide `n` samples of each of `tasks` tasks into calls of at most `rows` rows.
 
     Several tasks share a call where their samples fit; otherwise a task's samples come in chunks.
     """

@@ -22,7 +22,7 @@ def prompt_format(
 ) -> PromptFormat:
     """The format in which tasks are put to a model; an InputError where it does not suit them.
 
-    Without a name, `mbxp` where tasks begin with a signature, else `austin`, with so many `shots` of the tasks' solved
+    Without a name, `mbxp` where tasks begin with a signature, else `austin`, with `shots` of the tasks' solved
     examples. The template of a chat model's tokenizer takes the place of a named format.
     """
     if chat_tokenizer is not None:

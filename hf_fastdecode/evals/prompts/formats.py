@@ -54,7 +54,7 @@ def _stem(task: Task) -> str:
 
 
 def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
-    """``austin``: so many solved examples, then the task up to ``[BEGIN]``; the completion ends at ``[DONE]``."""
+    """``austin``: `shots` solved examples, then the task up to ``[BEGIN]``; the completion ends at ``[DONE]``."""
     if not 0 <= shots <= len(examples):
         few = "; pass a file that also holds the tasks 1 to 10" if not examples else ""
         raise InputError(f"`shots` must be between 0 and {len(examples)}, the solved examples, got {shots}{few}")

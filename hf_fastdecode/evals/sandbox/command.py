@@ -155,7 +155,7 @@ def kill_first_process(pidfd: int) -> None:
 
 
 def wait_for(descriptor: int, seconds: float) -> bool:
-    """Whether a descriptor can be read within so many seconds; that of a process can when it has ended."""
+    """Whether a descriptor can be read within `seconds`; that of a process can when it has ended."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         return bool(selector.select(max(seconds, 0.0)))

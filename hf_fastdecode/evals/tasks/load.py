@@ -53,7 +53,7 @@ def load_tasks(
         data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
             (the papers of MBXP and HumanEval use all).
-        limit: Only the first so many, at least 1.
+        limit: Only this many of the first tasks, at least 1.
         task_ids: Only these, in this order, of any split.
     """
     if name not in _READERS:

@@ -66,7 +66,7 @@ class Loop:
         return self._recorded(self._in_waves(at_once))
 
     def _in_waves(self, at_once: int) -> Wave:
-        """Decode all rows in waves of so many."""
+        """Decode all rows in waves of `at_once` rows."""
         rows = len(self.prompts)
         whole = Wave.of(self.prompts, self._new_tokens)
         if self.sampler.generator_draws:
@@ -108,7 +108,7 @@ class Loop:
         return wave
 
     def _refilled(self, at_once: int) -> Wave:
-        """Decode all rows, so many at once, of which finished ones give their places to waiting ones."""
+        """Decode all rows, `at_once` of them at a time: waiting rows take the places of finished ones."""
         base = self.start.cache
         parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
         try:

@@ -29,7 +29,7 @@ from .token_log_probs import TokenLogProbs
 from .wave import FIRST_ROOM, Wave
 
 _WAIT_FOR = 16
-"""Places are refilled once one in so many holds a finished row; to do so costs about a step."""
+"""Places are refilled once one in this many holds a finished row; a refill costs about a step."""
 
 
 class Refill:
@@ -176,14 +176,14 @@ class Refill:
         return torch.tensor(numbers, dtype=torch.long, device="cpu").to(self.device, non_blocking=True)
 
     def _grow(self, room: int) -> None:
-        """Make room for so many tokens of each row."""
+        """Make room for `room` tokens of each row."""
         more = self.pad.expand(len(self.tokens), self.width + room + 1 - self.tokens.shape[1])
         self.tokens = torch.cat([self.tokens, more], dim=1)
         if self.gathered is not None:
             self.gathered = torch.cat([self.gathered, self.gathered.new_zeros(more.shape)], dim=1)
 
     def _draw(self, rows: Tensor, logits: Tensor, lengths: Sequence[int]) -> None:
-        """Draw a token for rows that have been in their places for so many tokens each; finished ones get none."""
+        """Draw a token for each unfinished one of these rows, whose places have these `lengths`."""
         self._longest = max(self._longest, *lengths)
         if self.log_probs is not None:
             self.log_probs.before_draw(logits, self._longest)

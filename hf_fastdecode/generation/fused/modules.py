@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -20,8 +19,34 @@ from . import delta_nets, experts, gated, gated_norms, norms, rotary, routers, s
 from .runs import fused_here, is_plain
 from .trial import tried
 
-_KINDS: tuple[ModuleType, ...] = (norms, gated_norms, gated, rotary, experts, routers, delta_nets, states)
-"""Each has ``WHAT``, ``may_be(class)``, ``kind(module)``, ``form_of(module)`` and ``replacement(module, form)``."""
+
+class FusedKind(Protocol):
+    """What a file of this folder says of one kind of modules, such as norms, that kernels can compute.
+
+    Attributes:
+        WHAT: The name of such modules in reports.
+    """
+
+    WHAT: str
+
+    def may_be(self, module: type[nn.Module], /) -> bool:
+        """Whether modules of a class may be of this kind: a quick look, before each is tried."""
+        ...
+
+    def kind(self, module: nn.Module, /) -> Hashable | None:
+        """What tells modules apart that compute differently; None for a module of other parts."""
+        ...
+
+    def form_of(self, module: nn.Module, /) -> Any:
+        """The form of the known formula that a module computes, by a trial; None if it computes another."""
+        ...
+
+    def replacement(self, module: nn.Module, form: Any, /) -> Any:
+        """What is called in place of the module's ``forward``, with its arguments."""
+        ...
+
+
+_KINDS: tuple[FusedKind, ...] = (norms, gated_norms, gated, rotary, experts, routers, delta_nets, states)
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -94,12 +119,12 @@ class Found(NamedTuple):
     """A module that runs as a kernel: its number among the model's, its kind (of `_KINDS`) and its form."""
 
     number: int
-    kind: ModuleType
+    kind: FusedKind
     form: Any
 
 
 def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Found]:
-    kinds: dict[type[nn.Module], list[ModuleType]] = {}  # not kept: a class may get another `forward`
+    kinds: dict[type[nn.Module], list[FusedKind]] = {}  # not kept: a class may get another `forward`
     for number, module in enumerate(modules):
         if (of_class := kinds.get(type(module))) is None:
             stands_in = "forward" in stand_ins_of(type(module))

@@ -93,7 +93,7 @@ def names_in(module: type[nn.Module]) -> tuple[str, ...]:
 
 
 def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | None:
-    """The form whose numbers are those found, but for sums in another order: one in a hundred may round away."""
+    """The form whose numbers are those found. One in a hundred may round otherwise, from sums in another order."""
     for form, numbers in expected:
         same = found.shape == numbers.shape and found.dtype == numbers.dtype
         if same and bool((found != numbers).float().mean() <= 0.01) and torch.allclose(found, numbers, rtol=0.02):

@@ -77,7 +77,10 @@ def find_inputs(arguments: Mapping[str, Any]) -> FoundInputs | None:
 
 
 def encode_distinct(
-    encode: Callable[[Tensor, dict[str, Any]], dict[str, Any]], inputs: Tensor, arguments: dict[str, Any]
+    encode: Callable[[Tensor, dict[str, Any]], dict[str, Any]],
+    inputs: Tensor,
+    arguments: dict[str, Any],
+    at_once: int | None = None,
 ) -> dict[str, Any]:
     """Run an encoder on the distinct ones among neighbouring rows, and give each row its output.
 
@@ -85,26 +88,42 @@ def encode_distinct(
         encode: Adds the encoder's output of inputs to these model arguments.
         inputs: ``[rows, ...]``.
         arguments: Model arguments; tensors of as many rows are the rows' own.
+        at_once: Most inputs of a pass; all when None.
     """
     own = _per_row(arguments, len(inputs))
     of_rows, firsts = _distinct_rows([inputs, *own.values()])
-    if len(firsts) == len(inputs):
+    groups = firsts.split(at_once or len(firsts))
+    if len(firsts) == len(inputs) and len(groups) == 1:
         return encode(inputs, arguments)
-    few = encode(_selected(inputs, firsts), arguments | {name: _selected(one, firsts) for name, one in own.items()})
-    outputs = few.get(ENCODER_OUTPUTS)
-    if not isinstance(outputs, ModelOutput):
+    passes = [
+        encode(_selected(inputs, group), arguments | {name: _selected(one, group) for name, one in own.items()})
+        for group in groups
+    ]
+    outputs = [found for one in passes if isinstance(found := one.get(ENCODER_OUTPUTS), ModelOutput)]
+    if len(outputs) < len(passes):
         return encode(inputs, arguments)
-    for name, one in outputs.items():
-        outputs[name] = _of_all_rows(one, of_rows, len(firsts))
-    return few | own | {ENCODER_OUTPUTS: outputs}
+    joined, counts = outputs[0], list(map(len, groups))
+    for name in joined:
+        joined[name] = _of_all_rows([one[name] for one in outputs], counts, of_rows)
+    return passes[0] | own | {ENCODER_OUTPUTS: joined}
 
 
-def _of_all_rows(output: Any, of_rows: Tensor, count: int) -> Any:
-    if isinstance(output, tuple):
-        return tuple(_of_all_rows(one, of_rows, count) for one in output)
-    if isinstance(output, Tensor) and output.shape[:1] == (count,):
-        return output.index_select(0, of_rows.to(output.device))
-    return output
+def tokens_of_encoder(model: PreTrainedModel, inputs: Tensor) -> int | None:
+    """Tokens of each input in an encoder's passes; None where neither inputs nor config say it."""
+    if model.main_input_name == "input_ids":
+        return inputs.shape[1]
+    return getattr(model.config, "max_source_positions", None)
+
+
+def _of_all_rows(outputs: Sequence[Any], counts: Sequence[int], of_rows: Tensor) -> Any:
+    """One field of the encoder's output for all rows, of the passes over so many distinct inputs."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_of_all_rows(parts, counts, of_rows) for parts in zip(*outputs, strict=True))
+    if not isinstance(first, Tensor) or first.shape[:1] != (counts[0],):
+        return first
+    whole = torch.cat(list(outputs)) if len(outputs) > 1 else first
+    return _selected(whole, of_rows)
 
 
 def _per_row(arguments: Mapping[str, Any], rows: int) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from ...parallel.unwatched import UNWATCHED, Unwatched
 from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
 from ..forward_pass import forget_offset
-from ..inputs.encoded import encode_distinct
+from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import hold_before_encoding
-from ..loop_argument import hands_generate_on, name_of, pass_loop_on, signature_of, takes_any, takes_loop
+from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
 from ..report import CallReport
@@ -108,7 +108,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     signature = signature_of(original)
     hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
     takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
-    takes = takes and pass_loop_on(original)
+    takes = takes and wrappers_pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
     with model_state.call(model) as may_share:
@@ -205,4 +205,10 @@ def encode(
     if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
         found: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
         return found
-    return encode_distinct(lambda inputs, arguments: original(inputs, arguments, *args), inputs_tensor, model_kwargs)
+    tokens = tokens_of_encoder(model, inputs_tensor)
+    return encode_distinct(
+        lambda inputs, arguments: original(inputs, arguments, *args),
+        inputs_tensor,
+        model_kwargs,
+        None if tokens is None else max(1, model_state.options.max_prefill_tokens // max(1, tokens)),
+    )

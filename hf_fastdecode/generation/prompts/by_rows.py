@@ -163,10 +163,11 @@ def row_passes(
     if divides:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
     room = ImagePasses(model, max_tokens, len(prompts) * width) if images else None
-    runs = passes(prompts, width, max_tokens, divides=divides, room=room)
-    if rows.inputs_of is not None and cache.inputs is not None:
-        cache.inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        runs = passes_by_input(prompts, rows.inputs_of, max(1, max_tokens // width))
+    runs, inputs = passes(prompts, width, max_tokens, divides=divides, room=room), cache.inputs
+    if rows.inputs_of is not None and inputs is not None:
+        inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
+        runs = passes_by_input(prompts, rows.inputs_of, *at_once)
     features = None if rows.images is None else SharedFeatures(model)
     if rows.images is not None and not rows.images.apart:
         runs = iter([prompts])
@@ -184,8 +185,9 @@ def row_passes(
         real = _all_shown(part.inputs) if mask is None else mask.bool()
         if keeps_logits(model):
             arguments["logits_to_keep"] = keep
+        storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
         counting = nullcontext() if room is None or not part.have_images else room.counting(real.numel())
-        with cache.prefilling(items, real.to(device), tensors=part.images is not None), counting:
+        with storing, counting, cache.prefilling(items, real.to(device), tensors=part.images is not None):
             output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)

@@ -216,7 +216,7 @@ class FirstPassPrompts:
         mask, width = arguments.get(names.mask), ids.shape[1]
         positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
         given = positions if text else Positions(None)
-        check_prompts(model, call.structure.layout, ids, mask, given, longest=self.longest)
+        check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments) if cross else None
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         if counts and not text:

@@ -55,15 +55,17 @@ def whole_prompts(plan: PromptPlan, *, images: bool, states: bool) -> list[Part]
     return [Part(item, group, form(item, group)) for item, group in zip(plan.items, plan.groups, strict=True)]
 
 
-def passes_by_input(parts: Sequence[Part], inputs_of: Tensor, at_once: int) -> Iterator[list[Part]]:
-    """One prompt of each input at first, in the inputs' order, with which layers project all inputs; then others."""
+def passes_by_input(
+    parts: Sequence[Part], inputs_of: Tensor, inputs_at_once: int, at_once: int
+) -> Iterator[list[Part]]:
+    """One prompt of each input at first, in the inputs' order, with which layers project the inputs; then others."""
     firsts = dict[int, int]()
     for index, number in enumerate(inputs_of.tolist()):
         firsts.setdefault(number, index)
-    yield [parts[index] for index in firsts.values()]
     others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
-    for start in range(0, len(others), at_once):
-        yield [parts[index] for index in others[start : start + at_once]]
+    for those, most in ((list(firsts.values()), inputs_at_once), (others, at_once)):
+        for start in range(0, len(those), most):
+            yield [parts[index] for index in those[start : start + most]]
 
 
 def passes(

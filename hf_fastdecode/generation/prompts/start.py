@@ -88,15 +88,15 @@ def _checked_prompts(
 ) -> tuple[list[PromptGroup], bool]:
     """The groups of prompts, and whether their positions count padding."""
     ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
-    layout, longest = call.structure.layout, int(call.config.max_length)
+    longest = int(call.config.max_length)
     if not call.tokens_say_all:
         check_unkept(call, kept=call.returns_cache)
-        check_prompts(call.model, layout, ids, mask, longest=longest)
+        check_prompts(call.model, call.structure, ids, mask, longest=longest)
         if call.input_rows is not None and (call.must_share or call.returns_cache):
             ids = kept_ids(call, ids)
         planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
         return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers()), False
-    check_prompts(call.model, layout, ids, mask, planar, longest=longest)
+    check_prompts(call.model, call.structure, ids, mask, planar, longest=longest)
     padded = counts_padding(call.model) and mask is not None and not bool(mask.all())
     if places_tokens(call.model):
         raise Unsupported("the model derives positions from the ids of whole prompts")
@@ -184,7 +184,7 @@ def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_t
     most = call.options.max_rows or rows
     if call.ranks.count > 1:  # which would have to agree on it
         return most
-    vocabulary = int(call.model.config.get_text_config(decoder=True).vocab_size)
+    vocabulary = int(call.structure.text_config.vocab_size)
     return min(most, rows_that_fit(cache, rows, Logits(call.model.device, vocabulary), new_tokens))
 
 

@@ -103,7 +103,7 @@ class CapturedPass(CapturedStep):
             tokens = max(_FEWEST_ORIGINS, cache.suffix_length, cache.state.max_suffix or 0)
             capacity = 1 << (tokens - 1).bit_length()
             self._origins = torch.zeros(self.rows, capacity, dtype=torch.int32, device=self.ids.device)
-        view = CapturedCache(self.tables, cache, self._origins, self._states_of(cache), self.cross)
+        view = CapturedCache(self.tables, cache, self._origins, self._states_of(cache), self.cross, self.expanded)
         view.position_planes = 0  # positions are given with their planes
         return view, lambda output: tuple(fields.take(model, output))
 

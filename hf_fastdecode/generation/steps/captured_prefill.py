@@ -72,7 +72,7 @@ class PrefillShape(NamedTuple):
     def of(
         cls, items: Sequence[PrefillItem], tokens: int, wanted: int, planes: int, fused_rows: int
     ) -> PrefillShape | None:
-        """The smallest shape for a pass over so many tokens; None if it is longer than captured ones."""
+        """The smallest shape for a pass over `tokens` tokens; None if it is longer than captured ones."""
         several, contexts = len(items) > 1, any(item.context for item in items)
         size = size_for(tokens)
         if size is None or (size > _MOST_WITH_OTHERS and (several or contexts)):
@@ -82,7 +82,7 @@ class PrefillShape(NamedTuple):
 
 
 def size_for(tokens: int) -> int | None:
-    """Tokens of the smallest captured pass for so many; None if they are more than any takes."""
+    """Tokens of the smallest captured pass that takes `tokens`; None if there is none."""
     return next((size for size in _SIZES if size >= tokens), None)
 
 
@@ -168,7 +168,7 @@ class CapturedPrefill:
         return logits[:wanted].clone()
 
     def _arranged(self, runs: Sequence[tuple[int, int]], wanted: Sequence[int]) -> Tensor:
-        """The pass's inputs but for ids, on the CPU, for runs of tokens by first position and length."""
+        """The pass's inputs without ids, on the CPU, for runs of tokens by first position and length."""
         inputs, count, start = np.zeros(len(self._inputs), dtype=np.int64), self.shape.tokens, 0
         _, positions, numbers = inputs[: 3 * count].reshape(3, count)
         numbers[:] = -1

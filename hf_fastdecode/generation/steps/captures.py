@@ -100,7 +100,7 @@ class Captures:
     ) -> CapturedStep:
         """Get or capture a step for this cache's rows; raises `Unsupported` if the kernels cannot compute it.
 
-        Fails on all processes of the model alike, but for `PassFailedError`.
+        Except for `PassFailedError`, it fails on all processes of the model alike.
         """
         self.join_ahead()
         rows = cache.rows if storages_in_place(cache) else bucket(cache.rows)
@@ -134,7 +134,7 @@ class Captures:
         return None
 
     def _states_for(self, rows: int, cache: SharedContextCache) -> CapturedStates | None:
-        """Buffers for the states of so many rows; None for layers without.
+        """Buffers for the states of `rows` rows; None for layers without states.
 
         Steps that were captured with buffers of fewer rows go with these, whose memory the larger ones may need.
         """
@@ -205,8 +205,8 @@ class Captures:
     def begin_prefill(self, model: PreTrainedModel, inputs: Any, scope: Scope) -> None:
         """Begin the prefill of a call of `generate` with these ``inputs``, where the last call was a right guess.
 
-        The lock is then held until `end_ahead`. Weights are where they were: whether anything else of the
-        model has changed, so that the pass is left aside, is found meanwhile.
+        The lock is then held until `end_ahead`. Beforehand only a replay must be safe, see `_may_replay`; whether the
+        model has changed otherwise, so that the pass is dropped, is found while it runs.
         """
         again, device = self.prefills.again, model.device
         if again is None or not isinstance(inputs, Tensor):

@@ -27,6 +27,7 @@ from ...attention.launch.plan import HeadShape
 from ...attention.launch.step_tables import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.captured_states import CapturedStates, StatesOfACapture
+from ...cache.expanded_steps import ExpandedTables, alike_expanded
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass, takes_positions
 from ..structure import Structure
@@ -89,8 +90,8 @@ class CapturedStep:
         device, queries = model.device, options.queries
         self.rows, self.options, self.states = rows, options, states
         self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
-        self.tables = TablesByShape(rows, self._alike(cache), cache.stored_forest, device, cache.state.make_tables)
-        self.cross = self._cross_tables(cache)
+        self.tables = TablesByShape(rows, self._alike(cache), cache.step_forest, device, cache.state.make_tables)
+        self.cross, self.expanded = self._cross_tables(cache), ExpandedTables.of(rows, cache.state, device)
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
         view, tensors_of = self._prepare(model, cache)
@@ -138,7 +139,9 @@ class CapturedStep:
         self, model: PreTrainedModel, cache: SharedContextCache
     ) -> tuple[CapturedCache, Callable[[Any], tuple[Tensor, ...]]]:
         """The view of a batch that the capture reads, and what it keeps of the model's output, contiguous."""
-        view = CapturedCache(self.tables, cache, states=self._states_of(cache), cross=self.cross)
+        view = CapturedCache(
+            self.tables, cache, states=self._states_of(cache), cross=self.cross, expanded=self.expanded
+        )
         return view, lambda output: (output.logits[:, -1].contiguous(),)
 
     def _states_of(self, cache: SharedContextCache) -> list[StatesOfACapture]:
@@ -154,7 +157,13 @@ class CapturedStep:
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
         if self.cross is not None and not self.cross.fits(_forest_of_inputs(cache)):
             return False
-        return (most is None or longest <= most) and self.tables.fits(cache.stored_forest)
+        return (most is None or longest <= most) and self.holds(cache)
+
+    def holds(self, cache: SharedContextCache) -> bool:
+        """Whether the batch's nodes fit the tables."""
+        if (self.expanded is None) is not (cache.state.expanded_forest is None):
+            return False
+        return self.tables.fits(cache.step_forest) and (self.expanded is None or self.expanded.fits(cache.state))
 
     @property
     def longest_row(self) -> int | None:
@@ -170,6 +179,8 @@ class CapturedStep:
         same = None if self.cross is None else self.cross.layers
         if same != self._alike_inputs(cache):
             return False
+        if (None if self.expanded is None else self.expanded.alike) != alike_expanded(cache.state):
+            return False
         return self._parallel is cache.state.parallel and self.tables.layers == self._alike(cache)
 
     def _cross_tables(self, cache: SharedContextCache) -> TablesByShape | None:
@@ -177,8 +188,8 @@ class CapturedStep:
         alike = self._alike_inputs(cache)
         if alike is None or cache.inputs is None:
             return None
-        segment = next(iter(cache.inputs.segments.values()))
-        return TablesByShape(self.rows, alike, _forest_of_inputs(cache), segment.keys.device)
+        device = cache.inputs.example(next(iter(alike))).keys.device
+        return TablesByShape(self.rows, alike, _forest_of_inputs(cache), device)
 
     @staticmethod
     def _alike_inputs(cache: SharedContextCache) -> dict[int, Alike] | None:
@@ -186,8 +197,8 @@ class CapturedStep:
             return None
         found = dict[int, Alike]()
         for layer in cache.attention_layers:
-            if (segment := cache.inputs.segments.get(layer.index)) is not None:
-                kv_heads, _, head_dim = segment.keys.shape
+            if layer.index in cache.inputs.segments:
+                kv_heads, _, head_dim = cache.inputs.example(layer.index).keys.shape
                 group = layer.store.query_heads // kv_heads if layer.store.query_heads else 1
                 found[layer.index] = Alike(HeadShape(kv_heads, max(1, group), head_dim, False), NO_OWN_NODES)
         return found
@@ -237,9 +248,11 @@ class CapturedStep:
         suffixes = cache.state.suffixes
         if not (suffixes.in_order or self.options.reordered):
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
-        self.tables.follow(cache.stored_forest, suffixes.lengths, layers)
+        self.tables.follow(cache.step_forest, suffixes.lengths, layers)
         if self.cross is not None and cache.inputs is not None:
             self.cross.follow(_forest_of_inputs(cache), SuffixLengths(), cache.inputs.stored())
+        if self.expanded is not None:
+            self.expanded.follow(cache.state)
         if self.next_slot is not None:
             self.next_slot.fill_(cache.get_seq_length())
             self.positions.copy_(self.next_slot + torch.arange(self.options.queries, device=self.next_slot.device))

@@ -205,7 +205,7 @@ class CapturedPasses:
     def _step(
         self, cache: SharedContextCache, tokens: int, planes: tuple[int, ...], extra: dict[str, Any]
     ) -> tuple[CapturedPass | None, str | None]:
-        """The captured pass for so many tokens of each row, or None and why there is none."""
+        """The captured pass for `tokens` tokens of each row, or None and why there is none."""
         call, captures, agreement = self._call, self._captures, self._agreement
         queries = next(number for number in _QUERIES if number >= tokens)
         given = tuple(sorted((name, value) for name, value in extra.items() if not is_nothing(value)))

@@ -21,6 +21,7 @@ from ..support.call import step_arguments
 from .call_lock import LockHolder
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
+from .expansion import expand_nodes
 from .prefill_passes import PrefillPasses
 from .projections import has_projections
 from .runners import CapturedSteps, EagerSteps, Steps
@@ -118,7 +119,16 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
+    with_expanded: list[SharedContextCache] = []
+
+    def expand(cache: SharedContextCache) -> None:
+        """Make keys and values of nodes with latents, for the steps of this call alone."""
+        if cache.state.expanded is None and call.ranks.count == 1:
+            expand_nodes(cache)
+            with_expanded.append(cache)
+
     def eager(cache: SharedContextCache) -> Steps:
+        expand(cache)
         return EagerSteps(model, cache, arguments, call.ranks)
 
     captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
@@ -139,6 +149,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         try:
             with call.ranks.together():
                 refresh()
+            expand(cache)
             return CapturedSteps(
                 model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
             )
@@ -183,6 +194,8 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 yield CallPasses(eager)
     finally:
         again.clear()
+        for cache in with_expanded:
+            cache.state.expanded = None
 
 
 def cannot_run(forced: str, reason: str) -> ValueError:

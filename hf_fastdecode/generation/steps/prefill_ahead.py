@@ -1,10 +1,10 @@
 """Begins a call's captured prefill before transformers prepares the call, which takes some milliseconds.
 
-It is begun on a guess: that this call, as the last one did, prefills its one prompt whole by a captured pass. The pass
-runs on a stream of its own, beside what prepares the call. When the call comes to its prefill, tokens are compared: if
-they are those that were guessed, the pass is its prefill, and else it is left aside. A wrong guess costs the device
-the time of the pass, so that one is made for calls with the last one's arguments alone, and after a wrong one none
-until it would have been right.
+The guess is that this call, like the last one, prefills its one prompt whole by a captured pass. The pass runs on a
+stream of its own while the call is prepared. When the call comes to its prefill, tokens are compared: if they are
+those of the pass, its results are used, and otherwise dropped. A wrong guess costs the device the time of the pass.
+Therefore only calls with the arguments of the last one are guessed, and after a wrong guess none until one would have
+been right.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class PrefillPasses:
         return logits
 
     def _takes_little_memory(self, tokens: int) -> bool:
-        """Whether the buffers of so many tokens, which stay allocated, take a small share of the device's memory."""
+        """Whether the buffers of `tokens` tokens, which stay allocated, take a small share of the device's memory."""
         model, layout = self._call.model, self._call.structure.layout
         if model.device.type != "cuda":
             return True

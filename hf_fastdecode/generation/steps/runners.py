@@ -193,7 +193,7 @@ class CapturedSteps:
         if order is not None:
             self.cache.select_rows(order)
         # Suffixes that were captured in place and have moved are followed by the next step.
-        return self if self._step.tables.fits(self.cache.stored_forest) else self._remake(self.cache, self)
+        return self if self._step.holds(self.cache) else self._remake(self.cache, self)
 
     def run_with_fewer_rows(self) -> bool:
         """Keep this larger capture for a compacted batch that cannot be captured; whether it fits on all processes."""
@@ -213,7 +213,7 @@ class CapturedSteps:
 def report_captured(cache: SharedContextCache, structure: Structure) -> None:
     """Report the operators of a captured step for each layer."""
     for layer in cache.attention_layers:
-        nodes, own = f"{len(cache.forest.nodes)} node(s)", structure.layout.own.get(layer.index)
+        nodes, own = f"{len(cache.step_forest.nodes)} node(s)", structure.layout.own.get(layer.index)
         did = f"{nodes} and {cache.rows} suffixes by triton, captured"
         if own is not None:
             did = f"{nodes} by triton, {own.suffixes_read}, captured"

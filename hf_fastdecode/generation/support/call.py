@@ -71,8 +71,12 @@ def check_call(
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     check_states(structure)
     if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
-        what = "an encoder, whose drafts are not accelerated yet" if structure.layout.cross else None
-        raise Unsupported(f"it has {what}" if what else "its layers have states, from which drafts cannot be removed")
+        if structure.layout.cross:
+            raise Unsupported("it has an encoder, whose drafts are not accelerated yet")
+        # Of other states than convolutions' transformers refuses it.
+        raise Unsupported(
+            "transformers' own cache keeps the earlier inputs of convolutions that it takes to remove drafts"
+        )
     if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
         raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
     own = own_code_of(type(model))
@@ -96,7 +100,7 @@ def check_call(
     structure.kept("state", lambda: check_state(structure.walk))
     if in_several_processes() and (is_deepspeed_zero3_enabled() or structure.gathers_parameters):
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
-    limit = rope_limit(model.config.get_text_config(decoder=True))
+    limit = rope_limit(structure.text_config)
     if limit is not None and config.max_length > limit:
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ...attention.own_code import own_code_of
-from ...cache.layout.model import ModelLayout
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions
 from ..forward_pass import counts_padding, counts_positions
+from ..structure import Structure
 
 PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
 """Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
@@ -23,7 +23,7 @@ PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a
 
 def check_prompts(
     model: PreTrainedModel,
-    layout: ModelLayout,
+    structure: Structure,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     positions: Positions = Positions(None),  # noqa: B008 - it is immutable
@@ -37,7 +37,7 @@ def check_prompts(
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
     own = own_code_of(type(model))
-    most = None if own is None else own.most_tokens(model.config.get_text_config(decoder=True))
+    most = None if own is None else own.most_tokens(structure.text_config)
     if most is not None and longest > most:
         raise Unsupported(f"biases by distance are made for rows of up to {most} tokens, and max_length is {longest}")
     checks: list[tuple[Tensor, Callable[[], Unsupported]]] = []  # read from the device at once
@@ -52,14 +52,14 @@ def check_prompts(
         checks.append((((attention_mask == 0) | (attention_mask == 1)).all(), other))
         remedy = "set padding_side='left' when calling the tokenizer"
         checks.append((attention_mask[:, -1].all(), partial(Unsupported, "a prompt ends in padding", remedy)))
-        window = layout.smallest_window
+        window = structure.layout.smallest_window
         counted_by = None if window is None or longest <= window else f"windows of {window} tokens"
         if own is not None and own.counts_hidden:
             counted_by = "its distances"
         if counted_by is not None:
             hides = f"attention_mask hides tokens inside a prompt, which {counted_by} count as seen"
             checks.append(((attention_mask[:, 1:] >= attention_mask[:, :-1]).all(), partial(Unsupported, hides)))
-        scales_from = None if own is None else own.scales_from(model.config.get_text_config(decoder=True))
+        scales_from = None if own is None else own.scales_from(structure.text_config)
         if scales_from is not None and longest >= scales_from:
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
             checks.append((attention_mask.all(), partial(Unsupported, padding)))

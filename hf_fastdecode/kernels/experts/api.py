@@ -138,7 +138,7 @@ def _multiply(
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is no smaller."""
+    """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -126,23 +127,38 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
     if len(given) == 1 or any(bias.shape != (experts, columns) for bias, columns in given):
         return "it takes biases [experts, columns] of both products or of none"
     parts = (weights.gate_up, weights.down, *(bias for bias, _ in given))
-    kinds = {(type(part), part.layout, part.dtype, part.device) for part in (x, *parts)}
-    plain = {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}
-    if not kinds <= plain or type(chosen) is not Tensor or type(shares) is not Tensor:
-        return "it takes plain tensors of one dtype and device"
-    if not chosen.device == shares.device == x.device:
-        return "it takes tensors of one device"
+    if reason := refusal_of_any_shape(x, *parts, of_other_dtypes=(chosen, shares)):
+        return reason
     if any(not part.is_contiguous() or part.data_ptr() % 16 for part in parts):
         return "it takes contiguous weights that begin at multiples of 16 bytes"
-    if torch.is_grad_enabled() and any(part.requires_grad for part in (x, shares, *parts)):
+    return _refusal_here(x)
+
+
+def refusal_of_any_shape(x: Tensor, *others: Tensor, of_other_dtypes: Sequence[Tensor] = ()) -> str | None:
+    """Why kernels do not read these tensors, whatever their shapes; None when they do.
+
+    Args:
+        x: Hidden states.
+        others: Weights and biases.
+        of_other_dtypes: What need not have the dtype of `x`, and is no parameter.
+    """
+    kinds = {(type(part), part.layout, part.dtype, part.device) for part in (x, *others)}
+    plain = {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}
+    if not kinds <= plain or any(type(part) is not Tensor for part in of_other_dtypes):
+        return "it takes plain tensors of one dtype and device"
+    if any(part.device != x.device for part in of_other_dtypes):
+        return "it takes tensors of one device"
+    if torch.is_grad_enabled() and any(part.requires_grad for part in (x, *others, *of_other_dtypes)):
         return "it computes no gradients"
+    return None
+
+
+def _refusal_here(x: Tensor) -> str | None:
+    """Why the kernels do not run in this dtype, or on this device; None when they do."""
     if x.dtype not in HALF_PRECISION and not interpreted():
         return f"it takes fp16 and bf16, got {x.dtype}"
-    if x.device.type == "cuda":
-        if compute_capability(x.device) < (8, 0):
-            return "it needs compute capability 8.0"
-    elif not interpreted():
-        return f"it runs on CUDA devices, got {x.device.type!r}"
+    if not interpreted() and (x.device.type != "cuda" or compute_capability(x.device) < (8, 0)):
+        return "it runs on CUDA devices of compute capability 8.0"
     return failure(Kernel.EXPERTS, x.device)
 
 
@@ -155,10 +171,9 @@ def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Rou
         bias: ``[experts]``, or None.
         routing: How experts are chosen.
     """
-    parts = (x, weight) if bias is None else (x, weight, bias)
-    kinds = {(type(part), part.layout, part.dtype, part.device) for part in parts}
-    if not kinds <= {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}:
-        return "it takes plain tensors of one dtype and device"
+    parts = (weight,) if bias is None else (weight, bias)
+    if reason := refusal_of_any_shape(x, *parts):
+        return reason
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
         return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} numbers, got {tuple(x.shape)}"
     count = len(weight)
@@ -166,12 +181,6 @@ def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Rou
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
     if not 1 <= routing.experts <= min(count, MOST_LARGEST):
         return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
-    if any(not part.is_contiguous() for part in parts[1:]) or weight.data_ptr() % 16:
+    if any(not part.is_contiguous() for part in parts) or weight.data_ptr() % 16:
         return "it takes contiguous weights that begin at multiples of 16 bytes"
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        return "it computes no gradients"
-    if x.dtype not in HALF_PRECISION and not interpreted():
-        return f"it takes fp16 and bf16, got {x.dtype}"
-    if not interpreted() and (x.device.type != "cuda" or compute_capability(x.device) < (8, 0)):
-        return "it runs on CUDA devices of compute capability 8.0"
-    return failure(Kernel.EXPERTS, x.device)
+    return _refusal_here(x)

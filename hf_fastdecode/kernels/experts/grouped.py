@@ -16,6 +16,7 @@ from ..failures import Kernel, failure, launching
 from ..forest_decode.limits import compute_capability
 from ..installed import interpreted
 from . import kernel
+from .config import refusal_of_any_shape
 from .forms import Gate, Weights
 
 _COLUMNS = 1024  # of a program, at most
@@ -87,19 +88,16 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
 def grouped_refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
     """Why `grouped_experts` does not serve these tensors; None when it does. Arguments as for `config.refusal`."""
     parts = [part for part in weights[:4] if isinstance(part, Tensor)]
-    kinds = {(type(part), part.layout, part.dtype, part.device) for part in (x, *parts)}
-    if not kinds <= {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}:
-        return "it takes plain tensors of one dtype and device"
+    if reason := refusal_of_any_shape(x, *parts, of_other_dtypes=(chosen, shares)):
+        return reason
     if x.dim() != 2 or chosen.dim() != 2 or chosen.shape != shares.shape or len(chosen) != len(x) or not len(x):
         return "it takes rows [rows, hidden], and experts and their shares [rows, experts_per_row]"
-    if type(chosen) is not Tensor or type(shares) is not Tensor or chosen.dtype not in (torch.int32, torch.int64):
+    if chosen.dtype not in (torch.int32, torch.int64):
         return "it takes whole numbers of experts"
     if weights.hidden % _ALIGNED or weights.inner % _ALIGNED or x.shape[1] != weights.hidden:
         return f"it takes widths in multiples of {_ALIGNED}, got {weights.hidden} and {weights.inner}"
     if any(not part.is_contiguous() or part.data_ptr() % 16 for part in parts):
         return "it takes contiguous weights that begin at multiples of 16 bytes"
-    if torch.is_grad_enabled() and any(part.requires_grad for part in (x, shares, *parts)):
-        return "it computes no gradients"
     if interpreted():
         return failure(Kernel.EXPERTS, x.device)
     if x.device.type != "cuda" or compute_capability(x.device)[0] != 9 or x.dtype != torch.bfloat16:

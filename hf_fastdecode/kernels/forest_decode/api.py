@@ -86,7 +86,8 @@ def forest_decode(
         other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
             `forest_partial` returns them, contiguous. Not with a window, which would not count its keys.
         return_lse: Return the partial: ``out`` in fp32, and the natural-log log-sum-exp.
-        into: Where to write the partial, contiguous, which is then returned; newly allocated when None.
+        into: Where to write the partial, contiguous, which is then returned; newly allocated when None. Its ``out``
+            may be in the query's dtype.
 
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; with `return_lse`, ``out`` and the
@@ -129,12 +130,12 @@ def forest_decode(
     kv_heads = new_keys.shape[1]
     queries_per_kv_head = heads // kv_heads * queries
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window, "biases": biases}
-    workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores, rest=rest)
+    workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores, rest=rest, latents=rest > 0)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse: Tensor | None
     if into is not None:
         out, lse = into
-        check_table("into[0]", out, shape, torch.float32)
+        check_table("into[0]", out, shape, query.dtype if out.dtype == query.dtype else torch.float32)
         check_table("into[1]", lse, (rows, heads, queries), torch.float32)
     else:
         dtype = torch.float32 if return_lse else query.dtype
@@ -227,6 +228,8 @@ def forest_partial(
     kv_heads: int,
     scale: float,
     soft_cap: float | None = None,
+    rest: int = 0,
+    other: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to each row's nodes, without a causal rule.
 
@@ -235,38 +238,56 @@ def forest_partial(
     ``other``.
 
     Args:
-        query: ``[rows, heads, queries, head_dim]``, fp16, bf16 or fp32; the last dimension contiguous.
-        nodes: As for `forest_decode`.
+        query: ``[rows, heads, queries, head_dim + rest]``, fp16, bf16 or fp32; the last dimension contiguous.
+        nodes: As for `forest_decode`; with `rest` ``[4, capacity]``, the last the address of the other numbers of
+            keys, ``[length, rest]``.
         slots: ``[rows]`` int32: -1 for an inactive row, whose result is that of no keys.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
         config: Launch parameters, with the block sizes of the schedule.
         kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
+        rest: Numbers of keys that are the same for all KV heads, and are stored apart, once.
+        other: When given, the partial of further keys, contiguous: ``out`` ``[rows, heads, queries, head_dim]`` in
+            fp32 or the query's dtype, and the natural-log log-sum-exp ``[rows, heads, queries]``, fp32.
 
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
-        fp32; 0 and ``-inf`` for rows without nodes.
+        fp32, or with `other` ``out`` in its dtype; 0 and ``-inf`` for rows without keys.
 
     Raises:
         ValueError: A shape, stride, dtype or number is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
-    rows, heads, queries, head_dim = query.shape
+    rows, heads, queries, width = query.shape
+    head_dim = width - rest
     check_query(query, kv_heads)
-    check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
+    check_table("nodes", nodes, (4 if rest else 3, *nodes.shape[1:2]), torch.int64)
     check_table("slots", slots, (rows,), torch.int32)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, None)
-    out = torch.empty(rows, heads, queries, head_dim, dtype=torch.float32, device=query.device)
+    dtype = torch.float32
+    if other is not None:
+        dtype = _checked_other(other, query, (rows, heads, queries, head_dim))
+    out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
     if not schedule.piece_count or not rows:
-        return out.zero_(), lse.fill_(-torch.inf)
-    workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, scale=scale, soft_cap=soft_cap)
+        return other or (out.zero_(), lse.fill_(-torch.inf))
+    scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, **scores, rest=rest)
     with launching(Kernel.FOREST, query.device):
         options = _options(query, schedule, config, kv_heads, head_dim, lse=True) | {"DIVIDED": False}
-        _merge(slots, schedule, workspace, None, (out, lse), options)
+        _merge(slots, schedule, workspace, other, (out, lse), options, other=other is not None)
     return out, lse
+
+
+def _checked_other(other: tuple[Tensor, Tensor], query: Tensor, shape: tuple[int, ...]) -> torch.dtype:
+    """The dtype of a partial of further keys, whose shapes are checked."""
+    out, lse = other
+    dtype = query.dtype if out.dtype == query.dtype else torch.float32
+    check_table("other[0]", out, shape, dtype)
+    check_table("other[1]", lse, shape[:-1], torch.float32)
+    return dtype
 
 
 def _options(
@@ -305,8 +326,13 @@ def _merge(
     own: tuple[Tensor, Tensor] | None,
     results: tuple[Tensor, Tensor],
     options: dict[str, Any],
+    *,
+    other: bool = False,
 ) -> None:
-    """Merge the partials of each row's nodes, and of its suffix if given as `own`, into `results`."""
+    """Merge the partials of each row's nodes, and of its suffix if given as `own`, into `results`.
+
+    With `other`, what is given as `own` is a partial of other code, whose log-sum-exp is a natural logarithm.
+    """
     out = results[0]
     rows, heads, queries, head_dim = out.shape
     kv_heads = heads // options["GROUP"]
@@ -325,6 +351,7 @@ def _merge(
         _block_m_log2(schedule),
         ROWS=merging.rows,
         OWN=own is not None,
+        OTHER=other,
         MERGE=merging.merge,
         num_warps=merging.warps,
         **options,

@@ -23,7 +23,7 @@ def refusal(
     """Why `forest_decode` does not support these tensors; None when it does.
 
     Args:
-        query: ``[rows, heads, queries, head_dim]``.
+        query: ``[rows, heads, queries, head_dim]``, and behind these the numbers that meet those of keys of all heads.
         keys: New keys ``[rows, kv_heads, queries, head_dim]``, or latents.
         values: New values, or of latents the keys' other numbers.
         stored: Keys and values of suffixes and node segments.
@@ -43,6 +43,8 @@ def refusal(
         return failure(Kernel.FOREST, keys.device)
     if values.shape[-1] != head_dim:
         return f"it needs one head_dim for keys and values, got {head_dim} and {values.shape[-1]}"
+    if rest > 0 and rest % 8:
+        return f"it takes numbers of keys that all heads share in multiples of 8, got {rest}"
     if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return f"it takes head_dim up to {MAX_HEAD_DIM} in multiples of 16, got {head_dim}"
     return failure(Kernel.FOREST, keys.device)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .node_kernel import LN2, LOWEST
+from .node_kernel import LN2, LOG2E, LOWEST
 
 
 @triton.jit
@@ -146,8 +146,9 @@ def merge_rows(
     ROWS: tl.constexpr,  # rows per program
     OWN: tl.constexpr,  # whether to merge the suffixes' partials too; without, rows without nodes get (0, -inf)
     DIVIDED: tl.constexpr,  # with OWN, whether these may be empty
+    OTHER: tl.constexpr,  # with OWN, whether it is a partial of other code: with a natural logarithm, in any dtype
 ):
-    merged = tl.load(overlap_suffix) == 0 if OWN else False  # by the suffix kernel
+    merged = tl.load(overlap_suffix) == 0 if OWN and not OTHER else False  # by the suffix kernel
     if merged:
         if PDL:  # dependents also rely on earlier kernels, so wait even without work
             tl.extra.cuda.gdc_wait()
@@ -168,9 +169,11 @@ def merge_rows(
     if OWN:
         row_max = tl.load(own_lse + at, mask=valid_query, other=0.0)
         row_sum = tl.full([ROWS * TILE], 1.0, tl.float32)
-        if DIVIDED:
+        if OTHER:
+            row_max = tl.maximum(row_max * LOG2E, LOWEST)
+        if DIVIDED or OTHER:
             row_sum = tl.where(row_max > LOWEST, 1.0, 0.0)
-        acc = tl.load(own_out + place, mask=kept, other=0.0)
+        acc = tl.load(own_out + place, mask=kept, other=0.0).to(tl.float32)
     else:
         row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
         row_sum = tl.zeros([ROWS * TILE], tl.float32)
@@ -190,11 +193,11 @@ def merge_rows(
         DEPTHS,
         False,
     )
-    if OWN and DIVIDED:
+    if OWN and (DIVIDED or OTHER):
         seen = active & (row_sum > 0)
     else:
         seen = active if OWN else row_sum > 0
-    result = tl.where(seen[:, None], acc * (1.0 / row_sum)[:, None], 0.0)
+    result = tl.where(seen[:, None], acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
     if LSE:
         lse = tl.where(seen, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))

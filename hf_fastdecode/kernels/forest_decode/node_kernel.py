@@ -115,7 +115,8 @@ def row_pointers(rows, dims, element: tl.constexpr):
 )
 def node_partials(
     query,  # [rows, heads, queries, head_dim + rest]
-    nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads
+    nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads; with REST and
+    # not LATENTS [4, node_capacity]: also the address of the keys' other numbers
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
     partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
@@ -134,8 +135,9 @@ def node_partials(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    REST: tl.constexpr,  # numbers of latents' keys that are no values, in the values' place; 0 for keys and values
+    REST: tl.constexpr,  # numbers of keys that are the same for all KV heads, and lie apart from the others
     BLOCK_R: tl.constexpr,
+    LATENTS: tl.constexpr,  # whether keys are values too; the values' address is then that of the keys' REST
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -159,6 +161,10 @@ def node_partials(
     key_address = tl.load(nodes, mask=has_nodes, other=0)
     value_address = tl.load(nodes + node_capacity, mask=has_nodes, other=0)
     stride = tl.load(nodes + 2 * node_capacity, mask=has_nodes, other=0)
+    SEPARATE: tl.constexpr = REST > 0 and not LATENTS
+    rest_address = value_address
+    if SEPARATE:
+        rest_address = tl.load(nodes + 3 * node_capacity, mask=has_nodes, other=0)
     # A piece's row holds all but the addresses, so that few loads depend on each other.
     piece_row = pieces + tl.program_id(0) * 16
     node = tl.load(piece_row)
@@ -177,6 +183,8 @@ def node_partials(
         key_address = tl.load(nodes + node)
         value_address = tl.load(nodes + node_capacity + node)
         stride = tl.load(nodes + 2 * node_capacity + node)
+        if SEPARATE:
+            rest_address = tl.load(nodes + 3 * node_capacity + node)
     if PDL and not WINDOW and node >= 0:
         # Prefetch the first tile before the kernel that this one overlaps ends, which does not write nodes.
         if CHAIN > 1:
@@ -192,7 +200,7 @@ def node_partials(
             skip = (head * stride + first.to(tl.int64) * BLOCK_N * HEAD_DIM) * 2
             wanted = line < (tl.minimum(last * BLOCK_N, length) - first * BLOCK_N) * (HEAD_DIM * 2)
             prefetch(key_address + skip + line, wanted)
-            if REST == 0:
+            if not LATENTS:
                 prefetch(value_address + skip + line, wanted)
     if PDL and node < 0:  # PDL: dependents also rely on earlier kernels, so wait even without work
         tl.extra.cuda.gdc_wait()
@@ -202,8 +210,11 @@ def node_partials(
             key_address = tl.load(nodes + node)
             value_address = tl.load(nodes + node_capacity + node)
             stride = tl.load(nodes + 2 * node_capacity + node)
+            if SEPARATE:
+                rest_address = tl.load(nodes + 3 * node_capacity + node)
         keys = aligned(key_address + head * stride * size, element)
         values = aligned(value_address + head * stride * size, element)
+        rests = aligned(rest_address, element) if SEPARATE else values
         chain = chains + node * (2 * CHAIN)
 
         # Packed query i belongs to row i // queries_per_kv_head; its head and position within the row are
@@ -250,18 +261,19 @@ def node_partials(
                 key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
                 k = tl.load(row_pointers(key_rows, dims, element), mask=in_dim[None, :], other=0.0)
                 v = tl.load(row_pointers(value_rows, dims, element), mask=in_dim[None, :], other=0.0)
-            elif REST:
+            elif LATENTS:
                 k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
-                v = tl.load(values + key_tile * rest_step + rest_at, mask=in_rest[None, :], other=0.0)
+                v = k
             elif HEAD_DIM == BLOCK_D:
                 k = tl.load(keys + key_tile * step + tile_at)
                 v = tl.load(values + key_tile * step + tile_at)
             else:
                 k = tl.load(keys + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
                 v = tl.load(values + key_tile * step + tile_at, mask=in_dim[None, :], other=0.0)
-            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
+            k_rest = k
             if REST:
-                v = k
+                k_rest = tl.load(rests + key_tile * rest_step + rest_at, mask=in_rest[None, :], other=0.0)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, k_rest, REST)
             if DISTANCES > 0:
                 age = stands[:, None] - (key_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
                 scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
@@ -277,16 +289,14 @@ def node_partials(
                 key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
                 k = tl.load(row_pointers(key_rows, dims, element), mask=kept, other=0.0)
                 v = tl.load(row_pointers(value_rows, dims, element), mask=kept, other=0.0)
-            elif REST:
-                k = tl.load(keys + full_tiles * step + tile_at, mask=kept, other=0.0)
-                kept_rest = seen[:, None] & in_rest[None, :]
-                v = tl.load(values + full_tiles * rest_step + rest_at, mask=kept_rest, other=0.0)
             else:
                 k = tl.load(keys + full_tiles * step + tile_at, mask=kept, other=0.0)
-                v = tl.load(values + full_tiles * step + tile_at, mask=kept, other=0.0)
-            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
+                v = k if LATENTS else tl.load(values + full_tiles * step + tile_at, mask=kept, other=0.0)
+            k_rest = k
             if REST:
-                v = k
+                kept_rest = seen[:, None] & in_rest[None, :]
+                k_rest = tl.load(rests + full_tiles * rest_step + rest_at, mask=kept_rest, other=0.0)
+            scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, k_rest, REST)
             if DISTANCES > 0:
                 age = stands[:, None] - token[None, :]
                 scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale

@@ -93,8 +93,12 @@ def attend_nodes(
     window: int | None = None,
     biases: Tensor | None = None,
     rest: int = 0,
+    latents: bool = False,
 ) -> NodeWorkspace:
-    """Launch the node kernel; arguments as for `forest_decode`, and the numbers of a rotated key beside its latent.
+    """Launch the node kernel; arguments as for `forest_decode`.
+
+    With `rest`, the last numbers of keys lie apart: those of latents in the place of values, else of all KV heads at
+    the fourth address of each node.
 
     Raises:
         ValueError: A window, or biases by distance, are combined with the Hopper kernel or chains.
@@ -149,6 +153,7 @@ def attend_nodes(
                 BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
                 REST=rest,
                 BLOCK_R=max(16, triton.next_power_of_2(rest)),
+                LATENTS=latents,
                 WINDOW=window is not None,
                 DISTANCES=0 if biases is None else biases.shape[1],
                 CHAIN=config.chain,

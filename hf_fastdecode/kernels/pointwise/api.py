@@ -242,5 +242,5 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is no smaller: Triton's own takes as long as a launch."""
+    """The least power of two that is at least `number`; Triton's own function takes as long as a launch."""
     return 1 << (number - 1).bit_length()

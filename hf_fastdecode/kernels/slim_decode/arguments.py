@@ -109,13 +109,13 @@ def check_arguments(given: Arguments) -> None:
 
 
 def is_aligned(part: Tensor, unit: int = 16) -> bool:
-    """Whether rows and slots of a part of the cache can be read by so many bytes."""
+    """Whether rows and slots of a part of the cache can be read `unit` bytes at a time."""
     starts = part.data_ptr(), *(stride * part.element_size() for stride in part.stride()[:2])
     return not part.numel() or not any(start % unit for start in starts)
 
 
 def check_alignment(name: str, part: Tensor, unit: int = 16) -> None:
-    """Raise ValueError where rows or slots of a part of the cache cannot be read by so many bytes."""
+    """Raise ValueError where rows or slots of a part of the cache cannot be read `unit` bytes at a time."""
     if not is_aligned(part, unit):
         raise ValueError(
             f"rows and slots of {name} must begin at multiples of {unit} bytes, got strides {part.stride()}"

@@ -107,7 +107,7 @@ class ClusterShape:
         return 1 if self.sums(1) <= _MOST_SUMS[1] else 2
 
     def sums(self, adders: int) -> int:
-        """Accumulators per thread of so many adding warpgroups."""
+        """Accumulators per thread of `adders` adding warpgroups."""
         return -(-self.boxes // adders) * self.padded_heads // 2
 
     def refusal(self, shared_memory: int) -> str | None:

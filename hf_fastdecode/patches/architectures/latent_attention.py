@@ -3,7 +3,7 @@
 Their attention makes keys and values of all latents that ``update`` returns, by ``expand_kv``, and hands them to the
 interface. Passes of prefill get keys and values that `LatentStorage` has made. In steps, each head's query takes in
 the product that would make its keys of latents, and the mean of the latents that it sees becomes that of its values
-(DeepSeek-V2, section 2.1.2).
+(DeepSeek-V2, section 2.1.2). Nodes that are expanded are attended to by the query as it is, and merged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...attention.kv import Scoring
 from ...attention.own_code import OwnCode
+from ...attention.partial import Partial
 from ...attention.placeholders import SharedKV
 from ...cache.layers.latent import multiplying
 from ...parallel.groups import local_part
@@ -39,13 +40,21 @@ class _OfLatents(SharedKV):
         to_keys, to_values = weight.unflatten(0, (-1, sum(widths))).split(widths, 1)  # [heads, width, latent]
         plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
         absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
-        absorbed = absorbed.unflatten(1, (rows, queries)).transpose(0, 1)
-        mean = self._kv.attend(torch.cat([absorbed, rotated], -1), scoring)  # [rows, queries, heads, latent]
+        absorbed = torch.cat([absorbed.unflatten(1, (rows, queries)).transpose(0, 1), rotated], -1)
+        nodes, own = self._kv.expanded, None
+        if nodes is None:
+            mean = self._kv.attend(absorbed, scoring)  # [rows, queries, heads, latent]
+        else:
+            own = self._kv.attend_as_stored(absorbed, scoring)
+            mean = own.out.transpose(1, 2)
         out = torch.bmm(mean.flatten(0, 1).transpose(0, 1), to_values.mT)
         out = out.transpose(0, 1)
         if bias is not None:  # of keys, it moves all scores of a query alike, which changes none of its weights
             out = out + bias.unflatten(0, (-1, sum(widths)))[:, widths[0] :]
-        return out.unflatten(0, (rows, queries))
+        out = out.unflatten(0, (rows, queries))
+        if nodes is None or own is None:
+            return out
+        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), own.lse)).transpose(1, 2)
 
 
 def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -16,9 +16,10 @@ from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.bench.generate import measure as generate
 from hf_fastdecode.bench.generate import replaced_attention as replacing
 from hf_fastdecode.bench.generate import ways as generate_ways
-from hf_fastdecode.bench.generate.calls import caller, load, prompt
+from hf_fastdecode.bench.generate.calls import caller, load
 from hf_fastdecode.bench.generate.cases import WAYS, GenerateCase, PromptTree
 from hf_fastdecode.bench.generate.check import check_way, logits_error
+from hf_fastdecode.bench.generate.inputs.shapes import given_of
 from hf_fastdecode.bench.generate.measure import GenerateBench
 from hf_fastdecode.bench.generate.replaced_attention import no_attention, replaced_attention
 from hf_fastdecode.bench.generate.ways import find_way, using
@@ -346,7 +347,7 @@ def test_what_is_no_tree(text):
 
 
 def test_prompts_of_a_tree_share_what_it_says(model):
-    ids = prompt(model, TREE.case("tiny", 8))
+    ids = given_of("tiny").arguments(model, TREE.case("tiny", 8))["input_ids"]
     assert ids.shape == (3, 120)
     assert (ids[:, :80] == ids[0, :80]).all()
     assert len(ids[:, 80].unique()) == 3

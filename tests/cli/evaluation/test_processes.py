@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import socket
-import subprocess
-import sys
-import time
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ..command_line import ROOT, needs_weights, run
-
-OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
+from ...fresh_processes import run_fresh
+from ...workers import made_once
+from ..command_line import needs_weights, run
+from .forked_runs import OPTIONS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,23 +24,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start(out: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """`eval generate` in a fresh interpreter, with further environment variables."""
-    command = [sys.executable, "-m", "hf_fastdecode", "eval", "generate", *OPTIONS, "--out", str(out)]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, **streams)
-
-
 def generate(out: Path) -> None:
     """`eval generate` here: an interpreter takes longer to start than the run does."""
     result = run("eval", "generate", *OPTIONS, "--out", out)
     assert result.exit_code == 0, result.output
-
-
-def finish(process: subprocess.Popen[bytes]) -> str:
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said.decode()
-    return said.decode()
 
 
 @pytest.fixture(scope="module")
@@ -56,32 +38,41 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (out / "samples.jsonl").read_bytes()
 
 
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[tuple[int, str]]]:
+    """The folders of a killed run and of one that two processes share, and how these ended: exit code and words."""
+
+    def run_all() -> tuple[Path, Path, list[tuple[int, str]]]:
+        folder = tmp_path_factory.mktemp("left")
+        parts = [folder / name for name in ("killed", "shared", "seen.json")]
+        code = "import sys; from tests.cli.evaluation.forked_runs import run_all; run_all(*sys.argv[1:])"
+        done = run_fresh(code, *map(str, parts))
+        assert done.returncode == 0, done.stderr[-4000:]
+        return parts[0], parts[1], [tuple(one) for one in json.loads(parts[2].read_text())]
+
+    return made_once(tmp_path_factory, "left", run_all)
+
+
 @needs_weights
 @pytest.mark.timeout(400)
-def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(unbroken: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    process = start(tmp_path)
-    while process.poll() is None and not (path.exists() and path.stat().st_size):
-        time.sleep(0.02)  # until it has drawn something
-    time.sleep(random.uniform(0, 0.3))
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(
+    unbroken: bytes, left: tuple[Path, Path, object]
+) -> None:
+    killed = left[0]
+    path = killed / "samples.jsonl"
     assert len(path.read_bytes()) < len(unbroken), "it was killed too late to show anything"
-    generate(tmp_path)
+    generate(killed)
     assert path.read_bytes() == unbroken
 
 
 @needs_weights
 @pytest.mark.timeout(400)
-def test_launched_processes_share_a_run(unbroken: bytes, tmp_path: Path) -> None:
+def test_launched_processes_share_a_run(unbroken: bytes, left: tuple[Path, Path, list[tuple[int, str]]]) -> None:
     from hf_fastdecode.evals.generation.samples_file import merged_samples
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    # As launchers start them; accelerate's starts a single one on a CPU.
-    processes = [start(tmp_path, RANK=rank, LOCAL_RANK=rank, **place) for rank in ("0", "1")]
-    for process in processes:
-        assert "6 samples drawn into" in finish(process)
-    merged_samples(tmp_path, ["101", "102", "103"], 4)
-    assert (tmp_path / "samples.jsonl").read_bytes() == unbroken
+    _, shared, ended = left
+    for status, said in ended:
+        assert status == 0, said
+        assert "6 samples drawn into" in said
+    merged_samples(shared, ["101", "102", "103"], 4)
+    assert (shared / "samples.jsonl").read_bytes() == unbroken

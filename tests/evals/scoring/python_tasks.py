@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cache
+
 from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox
 from hf_fastdecode.evals.scoring import Result
@@ -16,5 +19,19 @@ def asserts(*tests: str, setup: str = "", entry_point: str = "", stem: str = "")
 
 
 def check(sandbox: Sandbox, task: Task, program: str) -> Result:
-    with PythonRunner(sandbox, LIMITS) as runner:
-        return runner.check(task, program)
+    return _runner(sandbox).check(task, program)
+
+
+_RUNNERS = ExitStack()
+
+
+@cache
+def _runner(sandbox: Sandbox) -> PythonRunner:
+    """One for all tests, as a run has one for all tasks: each check has new sandboxes, forked from what it keeps."""
+    return _RUNNERS.enter_context(PythonRunner(sandbox, LIMITS))
+
+
+def end_runners() -> None:
+    """End what `check` keeps."""
+    _runner.cache_clear()
+    _RUNNERS.close()

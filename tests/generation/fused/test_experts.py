@@ -27,7 +27,7 @@ from hf_fastdecode.kernels.pointwise.forms import Activation
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ragged_prompts, tiny_model
-from .test_modules import DEVICE, Counted, half, logits
+from .half_models import DEVICE, Counted, half, logits
 
 CONFIG = SimpleNamespace(
     num_local_experts=4, hidden_size=64, intermediate_size=32, hidden_act="silu", _experts_implementation="grouped_mm"

@@ -33,7 +33,7 @@ from hf_fastdecode.generation.model_watch import ModelWatch
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.generation.support.model import check_state
 
-from .test_modules import DEVICE, half, logits
+from .half_models import DEVICE, half, logits
 
 PLACES: dict[str, Callable[[Any], nn.Module]] = {
     "norm": lambda model: model.model.layers[0].input_layernorm,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -23,9 +21,9 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
-from ...tiny_models import ARCHITECTURES, tiny_model
+from ...tiny_models import ARCHITECTURES
+from .half_models import DEVICE, Counted, half, logits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FOUND = {
     "llama-gqa": "LlamaAttention 2, LlamaMLP 2, LlamaRMSNorm 5",
     "qwen3": "Qwen3Attention 2, Qwen3MLP 2, Qwen3RMSNorm 9",
@@ -38,33 +36,6 @@ FOUND = {
     "gpt_oss": "GptOssAttention 2, GptOssExperts 2, GptOssRMSNorm 5, GptOssTopKRouter 2",
     "gpt2": "",
 }
-
-
-def half(name: str = "llama-gqa") -> PreTrainedModel:
-    """A model in fp16, whose norms have weights other than one."""
-    model = tiny_model(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.linspace(-0.4, 0.4, len(parameter)))
-    return model.half().to(DEVICE)
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    ids = torch.arange(3, 13, device=DEVICE).view(2, 5)
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
-
-
-class Counted:
-    """Counts the launches of a kernel."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function, self.count = function, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
-        return self.function(*args, **kwargs)
 
 
 @pytest.fixture

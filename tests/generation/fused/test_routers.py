@@ -24,7 +24,7 @@ from hf_fastdecode.kernels.experts.config import MOST_ROUTED
 from hf_fastdecode.kernels.experts.forms import Routing
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
-from .test_modules import DEVICE, Counted
+from .half_models import DEVICE, Counted
 
 COUNT, HIDDEN = 6, 64
 

@@ -25,8 +25,8 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 
 from ...architectures.classes import tiny_model_of
+from .half_models import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLASSES = {
     "Qwen3_5ForCausalLM": "convolve delta_rule gated_rms_norm",
     "Qwen3NextForCausalLM": "convolve delta_rule gated_rms_norm",

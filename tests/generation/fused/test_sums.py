@@ -15,7 +15,7 @@ from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.kernels.failures import KernelFailedError
 
 from ...tiny_models import ARCHITECTURES
-from .test_modules import DEVICE, half, logits
+from .half_models import DEVICE, half, logits
 
 
 def random(seed: int, *shape: int) -> Tensor:

@@ -16,7 +16,7 @@ from hf_fastdecode.generation.fused import rotary
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.runs import fused_here
 
-from .test_modules import DEVICE, half
+from .half_models import DEVICE, half
 
 
 def test_class_patched_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,22 @@ def attend_to_latents() -> None:
         forest = Forest(rows, [Node(Span(0, 0, 8192), 0, rows)])
         scoring = Scoring(0.1, None, None, None)
         attend(torch.bfloat16, latent, 16, 2, forest, queries, scoring, rest)
+    for (head_dim, rest), rows, queries in product(((128, 64), (256, 64), (64, 32)), (16, 64, 128), (1, 3)):
+        attend_to_expanded_latents(head_dim, rest, rows, queries)
+
+
+def attend_to_expanded_latents(head_dim: int, rest: int, rows: int, queries: int) -> None:
+    """The nodes of a decode step as keys and values that were made of latents."""
+    query = torch.empty(rows, 16, queries, head_dim + rest, dtype=torch.bfloat16, device=CUDA)
+    plan = LaunchPlan(
+        Forest(rows, [Node(Span(0, 0, 8192), 0, rows)]), HeadShape(16, queries, head_dim, False, rest=rest), CUDA
+    )
+    addresses, slots = (
+        torch.empty(4, 1, dtype=torch.int64, device=CUDA),
+        torch.empty(rows, dtype=torch.int32, device=CUDA),
+    )
+    schedule = plan.schedule(plan.grid)
+    forest_partial(query, addresses, slots, schedule, plan.config, kv_heads=16, scale=0.1, rest=rest)
 
 
 def deep_tree() -> Forest:

@@ -1,0 +1,64 @@
+"""Processes that run `eval generate`: forks of one that has imported what they need, most of their time."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers.models.llama import modeling_llama  # noqa: F401  # of the embedded model
+
+import hf_fastdecode.api
+import hf_fastdecode.evals.generation.run  # noqa: F401
+from hf_fastdecode.__main__ import main
+
+OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
+
+
+def run_all(killed: str, shared: str, seen: str) -> None:
+    """Kill a run of one process, share one between two, and write what these left and said to a JSON file."""
+    _kill_once_drawing(Path(killed))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    # As launchers start them; accelerate's starts a single one on a CPU.
+    said = [Path(f"{seen}.{rank}") for rank in (0, 1)]
+    processes = [_start(Path(shared), said[rank], RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    Path(seen).write_text(json.dumps([[status, file.read_text()] for status, file in zip(statuses, said)]))
+
+
+def _kill_once_drawing(out: Path) -> None:
+    """At a moment of its own in each run."""
+    path, process = out / "samples.jsonl", _start(out, Path(os.devnull))
+    while not (path.exists() and path.stat().st_size):
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return  # it failed
+        time.sleep(0.02)
+    time.sleep(random.uniform(0, 0.3))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def _start(out: Path, said: Path, **variables: str) -> int:
+    """The id of a process whose standard error goes to a file, with further environment variables."""
+    if process := os.fork():
+        return process
+    status = 1
+    try:
+        os.environ |= variables
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        torch.set_num_threads(1)
+        sys.argv = ["hf-fastdecode", "eval", "generate", *OPTIONS, "--out", str(out)]
+        main()
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
