@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ...attention.active_passes import as_stock
 from ..replaced_calls import ReplacedCall, replaced_calls
 
 _METHODS: Final = ("get_image_features", "get_video_features", "get_audio_features")
@@ -140,7 +141,8 @@ def _encoding(owner: nn.Module, name: str) -> Callable[..., Any]:
     def encode(*args: Any, **kwargs: Any) -> Any:
         if (features := _of_pass.get()) is None:
             return method(*args, **kwargs)
-        return features.encode(method, name, dict(zip(names, args, strict=False)) | kwargs)
+        with as_stock():
+            return features.encode(method, name, dict(zip(names, args, strict=False)) | kwargs)
 
     encode.__signature__ = parameters  # type: ignore[attr-defined]
     return encode

@@ -25,9 +25,14 @@ from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, co
 
 
 class ImageBeginnings(NamedTuple):
-    """What prompts of a call with images may share with each other, and reuse of a given cache."""
+    """What prompts of a call with images may share with each other, and reuse of a given cache.
+
+    Attributes:
+        behind: Whether prompts that reuse stored tokens may have images behind these.
+    """
 
     call: CallContext
+    behind: bool
 
     def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
         """The same prompts, of which neighbours have in common what they may share."""
@@ -46,11 +51,15 @@ class ImageBeginnings(NamedTuple):
         assert images is not None
         for index, (row, group) in enumerate(_firsts(prompts.groups)):
             reused = prompts.reused_lengths[index]
-            if reused and (group.gaps or reused < len(group.tokens) - images.text_after(row)):
-                stored[index] = (), 0
-                self.call.state.log_once(
-                    "a prompt is computed whole, although the given cache holds a part of it: images stand behind that"
-                )
+            if not reused or (reused >= len(group.tokens) - images.text_after(row) and not group.gaps):
+                continue
+            if self.behind and not group.gaps and images.cuts_none(row, images.width - len(group.tokens) + reused):
+                self.call.images_behind = True
+                continue
+            stored[index] = (), 0
+            self.call.state.log_once(
+                "a prompt is computed whole, although the given cache holds a part of it: images stand behind that"
+            )
         return replace(prompts, stored=stored)
 
 
