@@ -320,6 +320,21 @@ def test_images_behind_kept_tokens_that_see_each_other():
             assert fd.explain(model).last_call.known_tokens == (0,)
 
 
+def test_kept_images_have_the_positions_of_the_call():
+    """HunYuan-VL's count the images of a whole batch, so that the second prompt's are others in a call of its own."""
+    model = tiny_model_of("HunYuanVLForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 9), (3, SMALL, 11))
+    alone = prompts_with_images(model, (3, SMALL, 11))
+    alone["input_ids"] = inputs["input_ids"][1:]
+    turns = [followed(one, torch.full((len(one["input_ids"]), 3), 50)) for one in (inputs, alone)]
+    stock = [run(model, turn, "greedy") for turn in turns]
+    with fd.enabled(model):
+        kept = fd.prefill(model, inputs)
+        for turn, expected, known in zip(turns, stock, ((22, 22), (3,)), strict=True):
+            assert torch.equal(run(model, turn | {CACHE: kept}, "greedy"), expected)
+            assert fd.explain(model).last_call.known_tokens == known
+
+
 def test_prompts_that_attend_both_ways_are_not_kept():
     model = tiny_model_of("PaliGemmaForConditionalGeneration")
     inputs = prompts_with_images(model, (5, SMALL, 9))

@@ -71,7 +71,7 @@ def kept_ids(call: CallContext, input_ids: Tensor) -> Tensor:
     """
     images = call.input_rows
     assert images is not None
-    ids = ids_of_images(images, input_ids)
+    ids = ids_of_images(images, input_ids, call.positions.ids)
     if not _continues_text(call, ids[0, -1:]):
         raise Unsupported(
             f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
