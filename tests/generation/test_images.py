@@ -320,6 +320,7 @@ def test_images_behind_kept_tokens_that_see_each_other():
             assert fd.explain(model).last_call.known_tokens == (0,)
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24, tiny ones of its images are of another form")
 def test_kept_images_have_the_positions_of_the_call():
     """HunYuan-VL's count the images of a whole batch, so that the second prompt's are others in a call of its own."""
     model = tiny_model_of("HunYuanVLForConditionalGeneration")
