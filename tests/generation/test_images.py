@@ -174,12 +174,15 @@ def begin_alike(inputs, one, other, count):
 
 
 def test_a_beginning_ends_before_other_images(model, monkeypatch):
-    """Prompts share neither what comes before an image that they do not all have, nor a part of one."""
+    """Which run behind what prompts share, in a pass of their own."""
     monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     inputs = prompts_with_images(model, (9, SMALL, 9), (9, (4, 4, 1), 9), (9, TALL, 9), (9, SMALL, 4, SMALL, 9))
     for other in (1, 2, 3):
         begin_alike(inputs, 0, other, 9)
-    report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
+    report, counted = compared(model, inputs, "samples", min_shared_tokens=4)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum()) - 3 * 10
+    assert sum(counted) == 16 + 16 + 32 + (16 if model.config.model_type == "qwen3_5" else 0)  # rests of other lengths
+    report, _ = compared(model, inputs, "beams", min_shared_tokens=4)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 
 

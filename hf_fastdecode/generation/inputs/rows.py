@@ -164,12 +164,6 @@ class InputRows:
                 f"the argument {next(iter(self._of_tokens))!r} says more than which tokens are of images"
             )
 
-    def equal(self, row: int, other: int) -> bool:
-        """Whether two rows of the call come with equal images, whatever their prompts are; where rows are apart."""
-        given = row // self.copies, other // self.copies
-        names = (name for name in self._starts if name not in self._of_tokens)
-        return given[0] == given[1] or all(torch.equal(*(self._part(name, row) for row in given)) for name in names)
-
     def text_after(self, row: int) -> int:
         """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
         return self._text_after[row // self.copies]
