@@ -309,6 +309,18 @@ def test_kept_images_are_those_of_the_call(model):
                 model(torch.ones(1, 1, dtype=torch.long), **{CACHE: kept})
 
 
+def test_kept_prompts_that_end_in_an_image(model):
+    inputs = prompts_with_images(model, (9, SMALL))
+    inputs = {name: part[:, :-1] if part.shape == (1, 15) else part for name, part in inputs.items()}
+    turn = followed(inputs, torch.full((1, 5), 50))
+    stock = [run(model, one, "samples") for one in (inputs, turn)]
+    with fd.enabled(model):
+        kept = fd.prefill(model, inputs)
+        for one, expected, known in zip((inputs, turn), stock, (0, 14), strict=True):
+            assert torch.equal(run(model, one | {CACHE: kept}, "samples"), expected)
+            assert fd.explain(model).last_call.known_tokens == (known,)
+
+
 def test_images_behind_kept_tokens_that_see_each_other():
     """Gemma 3's run in prompts that are computed whole, by transformers' masks."""
     model = tiny_model_of("Gemma3ForConditionalGeneration")

@@ -168,6 +168,12 @@ class InputRows:
         """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
         return self._text_after[row // self.copies]
 
+    @property
+    def text_token(self) -> Tensor:
+        """``[1]`` int64 on the CPU: a token that stands for no image."""
+        text = self._ids.cpu()[~self._stands]
+        return text[-1:].long() if len(text) else torch.zeros(1, dtype=torch.long, device="cpu")
+
     @cached_property
     def _text_after(self) -> list[int]:
         behind = self._stands.flip(1).byte().argmax(1)

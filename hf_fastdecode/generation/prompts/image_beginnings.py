@@ -47,7 +47,7 @@ class ImageBeginnings(NamedTuple):
                 if any(len(group.tokens) - images.text_after(row) > shared[index] for row, group in pair):
                     shared[index] = shared[index] if self.behind else 0
                     self.call.images_behind |= shared[index] > 0
-            if any(shared) and not _continues_text(self.call, prompts.groups[0].tokens[-1:]):
+            if any(shared) and not _continues_text(self.call, images.text_token):
                 shared = [0] * len(common)
         return replace(prompts, common=shared)
 
@@ -78,7 +78,7 @@ def kept_ids(call: CallContext, input_ids: Tensor) -> Tensor:
     images = call.input_rows
     assert images is not None
     ids = ids_of_images(images, input_ids, call.positions.ids)
-    if not _continues_text(call, ids[0, -1:]):
+    if not _continues_text(call, images.text_token):
         raise Unsupported(
             f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
             "them is not continued: it does not attend causally, or layers do not continue states"
