@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from .cache.shared import SharedContextCache
 from .errors import Unsupported, reason_of
 from .generation.forward_pass import places_tokens
 from .generation.identity import Fingerprint
-from .generation.inputs.given import GivenInputs
+from .generation.inputs.given import PLAIN
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import Options
@@ -255,9 +256,16 @@ def prefill(
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
     structure = model_state.structure_of(inner)
     with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
-        if isinstance(inputs, Mapping) and (images := GivenInputs.among(inputs)) and not images.says_nothing:
+        if isinstance(inputs, Mapping) and _has_images(inner, inputs):
             return _prefill_with_images(inner, model_state, inputs)
         return _prefill(inner, structure, model_state.options, inputs)
+
+
+def _has_images(inner: PreTrainedModel, inputs: Mapping[str, Any]) -> bool:
+    """Whether the model takes pixels, or features of sounds, among these arguments, beside ids."""
+    takes = inspect.signature(type(inner).forward).parameters
+    found = {name: value for name, value in inputs.items() if name in takes and name not in PLAIN}
+    return "input_ids" in inputs and any(isinstance(one, Tensor) and one.is_floating_point() for one in found.values())
 
 
 def _prefill_with_images(
