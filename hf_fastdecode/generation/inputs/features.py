@@ -115,8 +115,10 @@ class SharedFeatures:
         new = [image for image, one in zip(distinct, found, strict=True) if one is None]
         output, parts = None, iter(list[_Features]())
         if new:
-            few = {part: torch.cat([image.parts[part] for image in new]) for part in new[0].parts}
-            output = method(**arguments | (few if len(new) < len(images) else {}))
+            few: dict[str, Tensor] = {}
+            if len(new) < len(images):
+                few = {name: torch.cat([image.parts[name] for image in new]) for name in new[0].parts}
+            output = method(**arguments | few)
             encoded = _of_images(output, new)
             if encoded is None:
                 self._not_apart.add(name)
