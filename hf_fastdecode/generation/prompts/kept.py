@@ -16,7 +16,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..forward_pass import places_tokens
 from ..identity import Fingerprint
-from ..inputs.given import GivenInputs
+from ..inputs.given import PLAIN
 from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
@@ -41,11 +41,11 @@ def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompt
 
 
 def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
-    """Whether prompts come with images, video or audio, by an argument that the model takes."""
-    given = GivenInputs.among(inputs) if isinstance(inputs, Mapping) and "input_ids" in inputs else None
-    if given is None or given.says_nothing:
+    """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         return False
-    return not given.arguments.keys().isdisjoint(signature(type(model).forward).parameters)
+    names = (signature(type(model).forward).parameters.keys() & inputs.keys()) - PLAIN
+    return any(isinstance(inputs[name], Tensor) and inputs[name].is_floating_point() for name in names)
 
 
 def _prefill_text(
