@@ -1,6 +1,7 @@
 """Rows that cannot all decode at once: `max_rows`, and waves planned from free memory."""
 
 import logging
+from weakref import ref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
 from hf_fastdecode.generation.decoding import decisions, room
+from hf_fastdecode.generation.decoding.loop import Loop
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded
@@ -63,6 +65,22 @@ def test_the_sampler_of_transformers_draws_as_for_all_rows(model, widths, prompt
         assert all(map(torch.equal, seeded(drawn), stock))
         assert fd.explain(model).last_call.waves == -(-len(stock[0]) // 3)
     assert max(widths) == 3
+
+
+def test_waves_free_their_suffixes(model, monkeypatch):
+    """Before the next wave begins."""
+    caches, resume = [], Loop._resume
+
+    def resumed(loop, *given):
+        assert all(known() is None for known in caches)
+        cache = resume(loop, *given)
+        caches.append(ref(cache))
+        return cache
+
+    monkeypatch.setattr(Loop, "_resume", resumed)
+    with fd.enabled(model, max_rows=2):
+        model.generate(**ragged_prompts(70), **SAMPLED)
+    assert len(caches) == 3
 
 
 class Never(StoppingCriteria):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from transformers import PreTrainedModel
@@ -119,13 +120,13 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
-    with_expanded: list[SharedContextCache] = []
+    with_expanded: list[ref[SharedContextCache]] = []  # those of waves go, with their suffixes, before the call ends
 
     def expand(cache: SharedContextCache) -> None:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
         if cache.state.expanded is None and call.ranks.count == 1:
             expand_nodes(cache)
-            with_expanded.append(cache)
+            with_expanded.append(ref(cache))
 
     def eager(cache: SharedContextCache) -> Steps:
         expand(cache)
@@ -194,7 +195,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 yield CallPasses(eager)
     finally:
         again.clear()
-        for cache in with_expanded:
+        for cache in filter(None, (known() for known in with_expanded)):
             cache.state.expanded = None
 
 
