@@ -309,6 +309,17 @@ def test_kept_images_are_those_of_the_call(model):
                 model(torch.ones(1, 1, dtype=torch.long), **{CACHE: kept})
 
 
+def test_prompts_are_kept_whatever_a_models_defaults_are(monkeypatch):
+    """For `generate`, whose rows and passes they would change."""
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, (9, SMALL, 9))
+    defaults = {"num_beams": 2, "num_return_sequences": 2, "use_cache": False, "output_hidden_states": True}
+    for name, value in defaults.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    with fd.enabled(model):
+        assert fd.prefill(model, inputs).rows == 1
+
+
 def test_kept_prompts_that_end_in_an_image(model):
     inputs = prompts_with_images(model, (9, SMALL))
     inputs = {name: part[:, :-1] if part.shape == (1, 15) else part for name, part in inputs.items()}
