@@ -164,10 +164,9 @@ def row_passes(
     cache.add_segment(plan.new_tokens)
     device, width, images = input_device(model), rows.inputs.shape[1], rows.images is not None
     prompts = whole_prompts(plan, rows.images_in if images else None, states=bool(layout.states))
-    divides = bool(layout.states) and layout.continues_states and not images
-    divides = divides and not _has_gaps(rows.attention_mask)
-    if divides:
+    if layout.states and not images:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
+    divides = bool(layout.states) and layout.continues_states and not images and not _has_gaps(rows.attention_mask)
     room = ImagePasses(model, max_tokens, len(prompts) * width) if images and len(prompts) > 1 else None
     runs, inputs = passes(prompts, width, max_tokens, divides=divides, room=room), cache.inputs
     if rows.inputs_of is not None and inputs is not None:
