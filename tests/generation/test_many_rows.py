@@ -1,6 +1,8 @@
 """Rows that cannot all decode at once: `max_rows`, and waves planned from free memory."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import StoppingCriteria
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
+from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.decoding import decisions, room
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -114,6 +117,27 @@ def test_waves_are_planned_from_free_memory(model, widths, monkeypatch, caplog):
         assert fd.explain(model).last_call.waves == 3
     assert max(widths) == 3
     assert caplog.messages == ["8 rows do not fit in memory at once; 3 decode at a time"]
+
+
+def test_a_waves_cache_goes_before_the_next_wave_begins(model, monkeypatch):
+    """Without waiting for the garbage collector: the next wave needs its memory."""
+    made, alive, nodes_only = list[weakref.ref[SharedContextCache]](), list[int](), SharedContextCache.nodes_only
+
+    def watched(self, *args, **kwargs):
+        alive.append(sum(one() is not None for one in made))
+        cache = nodes_only(self, *args, **kwargs)
+        made.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(SharedContextCache, "nodes_only", watched)
+    with fd.enabled(model, max_rows=4):
+        gc.disable()
+        try:
+            model.generate(**ragged_prompts(70), **SAMPLED | {"num_return_sequences": 11})
+        finally:
+            gc.enable()
+        assert fd.explain(model).last_call.waves == 3
+    assert alive[-3:] == [alive[-3]] * 3
 
 
 def test_rows_that_outgrow_memory_go_on_in_waves(model, monkeypatch):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from transformers import PreTrainedModel
@@ -119,13 +120,14 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
-    with_expanded: list[SharedContextCache] = []
+    with_expanded: list[ref[SharedContextCache]] = []  # weak: a wave's cache goes before the next wave begins
 
     def expand(cache: SharedContextCache) -> None:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
         if cache.state.expanded is None and call.ranks.count == 1:
             expand_nodes(cache)
-            with_expanded.append(cache)
+            if cache.state.expanded is not None:
+                with_expanded.append(ref(cache))
 
     def eager(cache: SharedContextCache) -> Steps:
         expand(cache)
@@ -194,7 +196,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 yield CallPasses(eager)
     finally:
         again.clear()
-        for cache in with_expanded:
+        for cache in filter(None, (one() for one in with_expanded)):
             cache.state.expanded = None
 
 
