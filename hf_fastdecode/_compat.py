@@ -65,24 +65,32 @@ def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     return others | {CACHE: cache}
 
 
+def takes_old_name(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a method with an argument ``cache``, which the code of earlier releases passes by its old name."""
+    if CACHE == "cache":
+        return method
+
+    @wraps(method)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if CACHE in kwargs:
+            kwargs["cache"] = kwargs.pop(CACHE)
+        return method(*args, **kwargs)
+
+    return renamed
+
+
 def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a `forward` with an argument ``cache``: it takes the names, and warns, as transformers' own do."""
     if CACHE == "cache":
-        renamed: Callable[..., Any] = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
-        return renamed
-
-    @wraps(forward)
-    def takes_old_name(*args: Any, **kwargs: Any) -> Any:
-        if CACHE in kwargs:
-            kwargs["cache"] = kwargs.pop(CACHE)
-        return forward(*args, **kwargs)
-
+        warning: Callable[..., Any] = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+        return warning
+    renamed = takes_old_name(forward)
     signature = inspect.signature(forward)  # which `generate` compares its arguments with
     parameters = [
         one.replace(name=CACHE if one.name == "cache" else one.name) for one in signature.parameters.values()
     ]
-    takes_old_name.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return takes_old_name
+    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return renamed
 
 
 CODEGEN_MAKES_TABLES_ONCE: Final = hasattr(modeling_codegen, "CodeGenRotaryEmbedding")

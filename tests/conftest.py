@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that each take every core spend their time waiting for each other
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each starts further processes that compile
 
 
 def pytest_collection_modifyitems(items):

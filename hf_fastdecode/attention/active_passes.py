@@ -134,3 +134,13 @@ def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator
         for config in entered:
             config_switch.leave(config)
         _lengths.reset(token)
+
+
+@contextmanager
+def as_stock() -> Iterator[None]:
+    """Context within `active` for modules that read no cache: their attention and masks are transformers' own."""
+    token = _lengths.set(None)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)

@@ -12,14 +12,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.kv import Scoring, Segment
 from ..attention.launch.described_step import NewTokens
-from ..attention.launch.step_tables import StepTables, TablesByShape
+from ..attention.launch.layer_tables import TablesByShape
+from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..errors import Unsupported
 from .captured_states import StatesOfACapture
-from .expanded_steps import CapturedExpandedKV, ExpandedTables
 from .layers.attention import SharedContextLayer, require_dtype
 from .layers.cross import CrossView, EncodedInputs
+from .layers.expanded_steps import CapturedExpandedKV, ExpandedTables
 from .layers.of_model import CacheLayer
 from .layers.state import StateLayer
 from .shared import SharedContextCache

@@ -16,8 +16,9 @@ from .layers.attention import SharedContextLayer
 from .layers.cross import EncodedInputs, begin_of
 from .layers.of_model import CacheLayer
 from .layers.state import End, StateLayer, end_of
-from .state import PrefillItem, SharedState, Suffixes
+from .state import PrefillItem, SharedState
 from .storage import TokenStorage
+from .suffixes import Suffixes
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

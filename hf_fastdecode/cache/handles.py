@@ -27,7 +27,7 @@ from ..kernels.forest_decode.limits import refusal
 from ..parallel.contexts import GatheredContexts
 from ..parallel.divided_pass import InPass
 from ..parallel.sequence import window_is_not_divided
-from .expanded_steps import EagerExpandedKV
+from .layers.expanded_steps import EagerExpandedKV
 from .layout.stores import Store
 from .state import MadeTables, SharedState
 from .storage import TokenStorage

@@ -16,7 +16,8 @@ from .accounting import CacheBytes, within
 from .layers.attention import no_tensor
 from .layers.cross import EncodedInputs
 from .pass_cache import PassCache
-from .state import SharedState, Suffixes
+from .state import SharedState
+from .suffixes import Suffixes
 
 
 class FirstPass(Protocol):

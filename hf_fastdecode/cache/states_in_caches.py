@@ -48,6 +48,7 @@ _INKLING_2: Final = ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loo
 
 STATES_NOT_SHARED: Final[Mapping[str, str]] = {
     "blt": "it groups the bytes of whole rows into patches by another model, in every pass",
+    "git": "its steps count the tokens of an image before each prompt, also of text alone (GitModel.forward)",
     **dict.fromkeys((*_INKLING, *_INKLING_2), "each of its queries adds a bias of its own to each distance's scores"),
     "rwkv": "transformers mixes the rows of a batch in its steps, so that a row's tokens depend on the others "
     "(RwkvSelfAttention.extract_key_value)",

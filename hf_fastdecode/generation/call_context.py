@@ -129,6 +129,7 @@ class CallContext:
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
         inputs: Images, videos or audio that the prompts come with.
+        images_behind: Whether images are computed behind tokens of the given cache.
         places_given: Whether the caller gave positions, which the model makes otherwise.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
     """
@@ -143,6 +144,7 @@ class CallContext:
     runs_stock: bool = False
     scope: CallScope | None = None
     inputs: GivenInputs | None = None
+    images_behind: bool = False
     places_given: bool = False
     fingerprint: Fingerprint | None = None
     options: Options = field(init=False)

@@ -114,6 +114,11 @@ class Structure:
         found: Answer = self.known.answers[question]
         return found
 
+    def keep(self, question: Hashable, answer: object) -> None:
+        """Let `kept` return this from now on, while the model is untouched."""
+        if self.known is not None:
+            self.known.answers[question] = answer
+
     def forget(self) -> None:
         """Find modules anew from now on: the model may have changed within the call."""
         self.known = None

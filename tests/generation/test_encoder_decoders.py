@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS
+from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.generation.inputs.encoded import encode_distinct
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -102,9 +102,15 @@ def test_keys_and_values_are_those_of_distinct_inputs(model):
 
 
 @pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
-def test_inputs_are_stored_in_groups(each, arguments):
+def test_inputs_are_stored_in_groups(each, arguments, monkeypatch):
     """Two inputs at a time, each with several prompts of the decoder."""
-    rows = [0, 0, 1, 1, 2]
+    rows, sizes, store = [0, 0, 1, 1, 2], [], EncodedInputs.store
+
+    def counting(inputs, layer, keys, *args):
+        sizes.append(len(keys))
+        store(inputs, layer, keys, *args)
+
+    monkeypatch.setattr(EncodedInputs, "store", counting)
     given = {name: one[rows] for name, one in inputs(each).items()}
     given["decoder_input_ids"] = DECODER_PROMPTS["input_ids"][[0, 1, 0, 1, 0]]
     given |= arguments | {"return_dict_in_generate": True}
@@ -115,7 +121,9 @@ def test_inputs_are_stored_in_groups(each, arguments):
     assert torch.equal(output.sequences, stock)
     assert (report.path, report.inputs) == ("shared", 3), report.reason
     stored = output[CACHE].inputs
-    assert {len(groups) for groups in stored.segments.values()} == {2}
+    layers = len(stored.segments)
+    assert sizes == [2] * layers + [1] * layers
+    assert {len(segments) for segments in stored.segments.values()} == {1}
     assert stored.arguments[ENCODER_OUTPUTS][0].shape[:2] == (1, 1)  # what layers have projected is given up
 
 

@@ -174,12 +174,15 @@ def begin_alike(inputs, one, other, count):
 
 
 def test_a_beginning_ends_before_other_images(model, monkeypatch):
-    """Prompts share neither what comes before an image that they do not all have, nor a part of one."""
+    """Which run behind what prompts share, in a pass of their own."""
     monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     inputs = prompts_with_images(model, (9, SMALL, 9), (9, (4, 4, 1), 9), (9, TALL, 9), (9, SMALL, 4, SMALL, 9))
     for other in (1, 2, 3):
         begin_alike(inputs, 0, other, 9)
-    report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
+    report, counted = compared(model, inputs, "samples", min_shared_tokens=4)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum()) - 3 * 10
+    assert sum(counted) == 16 + 16 + 32 + (16 if model.config.model_type == "qwen3_5" else 0)  # rests of other lengths
+    report, _ = compared(model, inputs, "beams", min_shared_tokens=4)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 
 
@@ -289,21 +292,63 @@ def test_turns_about_the_same_images(name):
 
 
 def test_kept_images_are_those_of_the_call(model):
-    """Prompts with other ones, or with more behind the kept tokens, are computed whole."""
+    """Prompts with other ones go on where these begin, and those with more behind the kept tokens behind these."""
     inputs = prompts_with_images(model, (9, SMALL, 9))
     others = [prompts_with_images(model, (9, (4, 4, 1), 9, 5)), prompts_with_images(model, (9, SMALL, 9, TALL, 5))]
     for other in others:
         other["input_ids"][:, : 9 + 6] = inputs["input_ids"][:, : 9 + 6]
     others[1]["input_ids"][:, :24] = inputs["input_ids"]
-    stock = [run(model, other, "samples") for other in others]
+    stock, has_states = [run(model, other, "samples") for other in others], model.config.model_type == "qwen3_5"
     with fd.enabled(model):
         kept = fd.prefill(model, inputs)
-        for other, expected in zip(others, stock, strict=True):
+        for other, expected, known in zip(others, stock, (0 if has_states else 10, 24), strict=True):
             assert torch.equal(run(model, other | {CACHE: kept}, "samples"), expected)
-            assert fd.explain(model).last_call.known_tokens == (0,)
+            assert fd.explain(model).last_call.known_tokens == (known,)
         if model.config.model_type != "qwen3_5":
             with pytest.raises(ValueError, match="pass position_ids, or the whole prompt"):
                 model(torch.ones(1, 1, dtype=torch.long), **{CACHE: kept})
+
+
+def test_kept_prompts_that_end_in_an_image(model):
+    inputs = prompts_with_images(model, (9, SMALL))
+    inputs = {name: part[:, :-1] if part.shape == (1, 15) else part for name, part in inputs.items()}
+    turn = followed(inputs, torch.full((1, 5), 50))
+    stock = [run(model, one, "samples") for one in (inputs, turn)]
+    with fd.enabled(model):
+        kept = fd.prefill(model, inputs)
+        for one, expected, known in zip((inputs, turn), stock, (0, 14), strict=True):
+            assert torch.equal(run(model, one | {CACHE: kept}, "samples"), expected)
+            assert fd.explain(model).last_call.known_tokens == (known,)
+
+
+def test_images_behind_kept_tokens_that_see_each_other():
+    """Gemma 3's run in prompts that are computed whole, by transformers' masks."""
+    model = tiny_model_of("Gemma3ForConditionalGeneration")
+    inputs = prompts_with_images(model, (9, SMALL, 9))
+    other = prompts_with_images(model, (9, (4, 4, 1), 9))
+    other["input_ids"] = inputs["input_ids"]
+    stock = run(model, other, "samples")
+    with fd.enabled(model):
+        kept = fd.prefill(model, inputs)
+        for _ in range(2):
+            assert torch.equal(run(model, other | {CACHE: kept}, "samples"), stock)
+            assert fd.explain(model).last_call.known_tokens == (0,)
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24, tiny ones of its images are of another form")
+def test_kept_images_have_the_positions_of_the_call():
+    """HunYuan-VL's count the images of a whole batch, so that the second prompt's are others in a call of its own."""
+    model = tiny_model_of("HunYuanVLForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 9), (3, SMALL, 11))
+    alone = prompts_with_images(model, (3, SMALL, 11))
+    alone["input_ids"] = inputs["input_ids"][1:]
+    turns = [followed(one, torch.full((len(one["input_ids"]), 3), 50)) for one in (inputs, alone)]
+    stock = [run(model, turn, "greedy") for turn in turns]
+    with fd.enabled(model):
+        kept = fd.prefill(model, inputs)
+        for turn, expected, known in zip(turns, stock, ((22, 22), (3,)), strict=True):
+            assert torch.equal(run(model, turn | {CACHE: kept}, "greedy"), expected)
+            assert fd.explain(model).last_call.known_tokens == known
 
 
 def test_prompts_that_attend_both_ways_are_not_kept():

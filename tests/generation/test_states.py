@@ -218,9 +218,10 @@ def test_long_prompts_run_in_parts_each_from_the_state_before(each):
         assert {len(layer.ends) for layer in kept.state_layers} == {3}
 
 
-def test_parts_are_as_long_as_memory_allows(model, monkeypatch):
-    """A short pass is counted, once."""
-    prompts = {"input_ids": torch.arange(2 * 96).view(2, 96) % 90 + 3}
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "JambaForCausalLM"])
+def test_passes_are_as_long_as_memory_allows(name, monkeypatch):
+    """A short pass is counted, once. What continues no state runs whole, one prompt at a time."""
+    model, prompts = tiny_model_of(name), {"input_ids": torch.arange(2 * 96).view(2, 96) % 90 + 3}
     stock, monkeypatched = run(model, SAMPLING, prompts), monkeypatch.setattr
     monkeypatched(pass_memory, "_COUNTED", 8)
     monkeypatched(pass_memory, "_FEW", 8)
@@ -229,7 +230,8 @@ def test_parts_are_as_long_as_memory_allows(model, monkeypatch):
     for before in ([8], []):
         with fd.enabled(model, min_saved_tokens=1), tokens_embedded(model) as counted:
             assert torch.equal(run(model, SAMPLING, prompts), stock)
-        assert counted[: len(before) + 4] == [*before, 48, 48, 48, 48]
+        passes = [*before, *([48] * 4 if continues(model) else [96] * 2)]
+        assert counted[: len(passes)] == passes
 
 
 def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):

@@ -6,11 +6,13 @@ returns what JSON holds.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_fastdecode.parallel import sequence
 
 from ..fresh_processes import run_fresh
-from ..interpreter import make_faster
+from ..interpreter import make_faster, merging_two_at_once
 
 SECONDS = 60
 """Time limit of a communication, after which a scenario fails that left the other processes waiting."""
@@ -118,11 +120,18 @@ def run(files: list[str], folders: dict[str, str], out: str, ranks: list[int], b
     """Run the modules' scenarios in this process and in forks of it, each with a GPU of its own for ``nccl``."""
     from importlib import import_module
 
-    if backend == "gloo":
-        make_faster()
-        sequence.SUFFIX_BLOCK = FEW_TOKENS
-    for file in files:
-        import_module(f"tests.parallel.{file}")
+    with ExitStack() as changes:
+        if backend == "gloo":
+            make_faster()
+            changes.enter_context(merging_two_at_once())
+            sequence.SUFFIX_BLOCK = FEW_TOKENS
+        for file in files:
+            import_module(f"tests.parallel.{file}")
+        gc.freeze()  # collections that code asks for leave out modules
+        _run_all(folders, out, ranks, backend)
+
+
+def _run_all(folders: dict[str, str], out: str, ranks: list[int], backend: str) -> None:
     rank, count = 0, max(ranks)
     for other in range(1, count):
         if os.fork() == 0:

@@ -23,7 +23,6 @@ from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.installed import triton_is_installed
 
-from ..interpreter import merging_two_at_once
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
 from .slim_models import TEXT, pair
@@ -32,13 +31,6 @@ pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton"
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 PROMPTS = ragged_prompts(24, 19, shared=17)
 SAMPLES: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 4}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def merging_in_pairs():
-    """Interpreted kernels take less time so."""
-    with merging_two_at_once():
-        yield
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.cache.expanded import ExpandedNodes
-from hf_fastdecode.generation.steps import expansion, modes
+from hf_fastdecode.cache.layers.expanded import ExpandedNodes
+from hf_fastdecode.generation.steps import expansion, modes, runners
 
 from ..generation.uncaptured import SAMPLING, on_the_cpu
 from ..tiny_models import ragged_prompts, seeded
@@ -120,19 +120,28 @@ def test_nodes_are_split_by_runs_and_rows():
 
 @on_the_cpu
 def test_captured_steps(small, monkeypatch):
-    """Heads whose values are wider than the unrotated part of keys."""
+    """Heads whose values are wider than the unrotated part of keys; rows end, until too few read keys and values."""
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     widths = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32}
     model = model_of("without-query-ranks", **sizes, **widths)
-    call = ragged_prompts(41, 36, shared=33) | SAMPLES | {"max_new_tokens": 4}
+    call = ragged_prompts(41, 36, shared=33) | SAMPLES | {"max_new_tokens": 6, "pad_token_id": 0}
+    drawn = seeded(lambda: model.generate(**call))[:, 41:]
+    call["eos_token_id"] = [*drawn[1:3, 1].tolist(), *drawn[3:5, 2].tolist()]
     stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.mode == "graph"
-        assert expanded(model)
-        assert "captured, as latents" in str(fd.explain(model))
+    found = []
+    for more in ({}, {"eos_token_id": None}):
+        with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1, sampler="hf"):
+            found.append(seeded(lambda more=more: model.generate(**call | more)))
+            last = fd.explain(model).last_call
+            assert last.mode == "graph"
+            assert expanded(model) is bool(more)
+            assert "captured, as latents" in str(fd.explain(model))
+            assert bool(last.compactions) is not bool(more)
+    assert torch.equal(found[0], stock)
+    assert torch.equal(found[1][:, 41:], drawn)
 
 
 @pytest.mark.gpu

@@ -31,12 +31,16 @@ MAKERS = (
 )
 """Makers of a model with a vocabulary of this size, by name."""
 
-IN_OTHER_DTYPES = ("llama", "gpt2", "t5", "t5-wide", "t5-narrow", "whisper", "llava")
+IN_ALL_DTYPES = ("llama", "gpt2", "t5", "t5-wide", "t5-narrow", "whisper", "llava")
 """One of each way to store: keys, inputs or the encoder's output; products that T5 keeps in fp32; part of a model."""
 
 CONVERSIONS = [
-    *((name, torch.bfloat16) for name in MAKERS),
-    *((name, dtype) for name in IN_OTHER_DTYPES for dtype in (torch.float32, torch.float16)),
+    *((name, dtype) for name in IN_ALL_DTYPES for dtype in (torch.bfloat16, torch.float32, torch.float16)),
+    *(
+        pytest.param(name, torch.bfloat16, marks=pytest.mark.exhaustive)
+        for name in MAKERS
+        if name not in IN_ALL_DTYPES
+    ),
 ]
 
 

@@ -25,7 +25,6 @@ from hf_fastdecode.patches.layers import slim_tokens
 from hf_fastdecode.patches.layers.slim_tokens import SlimTokens
 
 from ..generation.calls import tokens_embedded
-from ..interpreter import merging_two_at_once
 from ..tiny_models import ragged_prompts, seeded
 from .family_models import PLANS, family_model, family_pair
 from .slim_models import TEXT, pair
@@ -38,13 +37,6 @@ ALONE = ragged_prompts(24, 19)
 MANY = {name: value[[0, 0, *range(1, 9)]] for name, value in ragged_prompts(9, *[10] * 8).items()}
 BEHIND_A_HEAD = ragged_prompts(24, 22, 23, shared=17)
 SAMPLE: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def merging_in_pairs():
-    """Interpreted kernels take less time so."""
-    with merging_two_at_once():
-        yield
 
 
 @pytest.fixture(autouse=True)

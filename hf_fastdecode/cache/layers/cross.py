@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -43,7 +44,8 @@ def begin_of(path: Path) -> Begin:
 class EncodedInputs:
     """The distinct inputs of a call, and each layer's keys and values of them.
 
-    They are stored in groups, a segment each, by passes over a prompt of each input, which come before all others.
+    They are stored in groups, by passes over a prompt of each input, which come before all others. Each group is a
+    segment until all are stored.
 
     Args:
         arguments: Model arguments with the encoder's output, one row per distinct input, and its attention mask.
@@ -51,9 +53,9 @@ class EncodedInputs:
         tokens: Tokens of the encoder's output of an input, padding included.
 
     Attributes:
-        segments: By layer and group, keys and values of the shown tokens of the group's inputs: ``[kv_heads, tokens,
-            head_dim]`` each.
-        spans: For each input that is stored, its tokens in the segment of its group.
+        segments: By layer and segment, keys and values of the inputs' shown tokens: ``[kv_heads, tokens, head_dim]``
+            each.
+        spans: For each input that is stored, its tokens.
     """
 
     def __init__(self, arguments: Mapping[str, Any], count: int, tokens: int):
@@ -82,6 +84,18 @@ class EncodedInputs:
             self._group, self._groups = None, self._groups + 1
         if len(self.spans) == self.count:
             self._arguments = self.placeholders  # which no layer projects again
+            self._join()
+
+    def _join(self) -> None:
+        """Put the groups into one segment, layer by layer, so that alike inputs are read side by side."""
+        if self._groups == 1:
+            return
+        starts = [0]
+        for layer, groups in self.segments.items():
+            starts = [0, *accumulate(segment.keys.shape[1] for segment in groups.values())]
+            self.segments[layer] = {0: Segment(*(torch.cat(parts, 1) for parts in zip(*groups.values(), strict=True)))}
+        self.spans = tuple(Span(0, starts[span.segment] + span.start, span.length) for span in self.spans)
+        self._latest, self._of_pass, self._read = None, None, {}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -248,8 +262,9 @@ def _attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
     per_kv_head = heads // kv_heads
     packed = query.reshape(inputs, rows // inputs, kv_heads, per_kv_head * queries, head_dim).transpose(1, 2)
     out = F.scaled_dot_product_attention(packed.flatten(2, 3), keys, values, scale=scale)
-    by_head = out.unflatten(2, (rows // inputs, per_kv_head, queries))  # [inputs, kv_heads, ...]
-    return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, values.shape[-1])
+    width = values.shape[-1]
+    by_head = out.reshape(inputs, kv_heads, rows // inputs, per_kv_head, queries, width)
+    return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, width)
 
 
 Attend = Callable[[int, Tensor, Scoring], Tensor]

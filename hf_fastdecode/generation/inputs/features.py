@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ...attention.active_passes import as_stock
 from ..replaced_calls import ReplacedCall, replaced_calls
 
 _METHODS: Final = ("get_image_features", "get_video_features", "get_audio_features")
@@ -114,8 +115,10 @@ class SharedFeatures:
         new = [image for image, one in zip(distinct, found, strict=True) if one is None]
         output, parts = None, iter(list[_Features]())
         if new:
-            few = {part: torch.cat([image.parts[part] for image in new]) for part in new[0].parts}
-            output = method(**arguments | (few if len(new) < len(images) else {}))
+            few: dict[str, Tensor] = {}
+            if len(new) < len(images):
+                few = {name: torch.cat([image.parts[name] for image in new]) for name in new[0].parts}
+            output = method(**arguments | few)
             encoded = _of_images(output, new)
             if encoded is None:
                 self._not_apart.add(name)
@@ -140,7 +143,8 @@ def _encoding(owner: nn.Module, name: str) -> Callable[..., Any]:
     def encode(*args: Any, **kwargs: Any) -> Any:
         if (features := _of_pass.get()) is None:
             return method(*args, **kwargs)
-        return features.encode(method, name, dict(zip(names, args, strict=False)) | kwargs)
+        with as_stock():
+            return features.encode(method, name, dict(zip(names, args, strict=False)) | kwargs)
 
     encode.__signature__ = parameters  # type: ignore[attr-defined]
     return encode

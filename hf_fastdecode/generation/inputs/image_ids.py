@@ -1,7 +1,8 @@
 """Ids for the tokens of images that say which images these are, so that kept prompts are found by tokens alone.
 
 The tokens that stand for images have one id. In a cache that outlives its call they have negative ones, four that take
-turns, made of a digest of the image's pixels and whatever else belongs to it.
+turns, made of a digest of the image's pixels, its tokens' positions, which some models count by the images of a whole
+batch (HunYuan-VL), and whatever else belongs to it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ _IDS = 4  # of 62 bits each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def ids_of_images(images: InputRows, input_ids: Tensor) -> Tensor:
-    """Ids ``[rows, width]`` int64 on the CPU, where tokens that stand for images have ids of their digests.
+def ids_of_images(images: InputRows, input_ids: Tensor, positions: Tensor | None) -> Tensor:
+    """Ids ``[rows, width]`` int64, where tokens that stand for images have ids of their digests.
 
     Args:
         images: What the prompts come with.
         input_ids: ``[rows, width]``: those of the call, samples and beams included.
+        positions: ``[..., rows or 1, width]``: theirs.
 
     Raises:
         Unsupported: Not all inputs are tensors of single rows.
@@ -32,9 +34,13 @@ def ids_of_images(images: InputRows, input_ids: Tensor) -> Tensor:
     for given in range(images.rows):
         rows = slice(given * images.copies, (given + 1) * images.copies)
         for image in images.images_of(given):
-            digest = _digest(image.parts)
+            parts = image.parts
+            if positions is not None:
+                of_row = positions[..., rows.start if positions.shape[-2] > 1 else 0, :]
+                parts = parts | {"positions": of_row[..., image.places.to(of_row.device)]}
+            digest = _digest(parts)
             ids[rows, image.places] = digest[torch.arange(len(image.places), device="cpu") % _IDS]
-    return ids
+    return ids.to(input_ids.device)
 
 
 def _digest(parts: dict[str, Tensor]) -> Tensor:

@@ -91,19 +91,50 @@ class InputRows:
                 None for all of the width.
         """
         given = [row // self.copies for row in rows]
-        if given == list(range(self.rows)) or not self.apart:
-            joined = dict(self._arguments)
-        else:
-            parts = {name: [self._part(name, row) for row in given] for name in self._starts}
-            joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
-            joined = {name: value for name, value in joined.items() if len(value)}
         if places is not None:
-            index = torch.arange(len(places), device=places.device)[:, None]
-            for name in self._of_tokens:
-                value, at = joined[name], places.to(joined[name].device)
-                chosen = value[index.to(at.device), at.clamp_min(0)]
-                joined[name] = chosen.masked_fill_((at < 0).reshape(*at.shape, *[1] * (value.dim() - 2)), 0)
-        return joined
+            return self._of_places(given, places)
+        if given == list(range(self.rows)) or not self.apart:
+            return dict(self._arguments)
+        parts = {name: [self._part(name, row) for row in given] for name in self._starts}
+        joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
+        return {name: value for name, value in joined.items() if len(value)}
+
+    def _of_places(self, given: Sequence[int], places: Tensor) -> dict[str, Any]:
+        """The arguments of some of the tokens of given rows, and of the images that these stand for."""
+        parts: dict[str, list[Tensor]] = {}
+        for row, at in zip(given, places, strict=True):
+            for name, value in self._of_tokens.items():
+                own = value[row, at.clamp_min(0).to(value.device)]
+                own[(at < 0).to(own.device)] = 0
+                parts.setdefault(name, []).append(own[None])
+            here = torch.zeros(self.width, dtype=torch.bool, device="cpu").index_fill_(0, at[at >= 0], True)
+            for image in self._images_at(row, here):
+                for name, part in image.items():
+                    parts.setdefault(name, []).append(part)
+        return {name: torch.cat(own) for name, own in parts.items()}
+
+    def _images_at(self, given: int, here: Tensor) -> Iterator[dict[str, Tensor]]:
+        """What arguments have for the images of a given row whose tokens are at these places, ``[width]`` bool."""
+        stands = self._stands[given]
+        if not bool((stands & here).any()):
+            return
+        if not bool((stands & ~here).any()):
+            names = (name for name in self._arguments if name not in self._of_tokens)
+            yield {name: part for name in names if len(part := self._part(name, given))}
+            return
+        for image in self.images_of(given):
+            if bool(here[image.places].any()):
+                yield image.parts
+
+    def have_images(self, rows: Sequence[int], places: Tensor | None = None) -> bool:
+        """Whether any of these rows of the call comes with an image, at these places if they are given; see `of`."""
+        stands = self._stands[[row // self.copies for row in rows]]
+        return bool((stands if places is None else stands.gather(1, places.clamp_min(0)) & (places >= 0)).any())
+
+    def cuts_none(self, row: int, place: int) -> bool:
+        """Whether all images of a row of the call are known to end before a place in its width, or to begin there."""
+        images = (image.places >= place for image in self.images_of(row // self.copies))
+        return all(bool(behind.all()) or not bool(behind.any()) for behind in images)
 
     def images_of(self, given: int) -> Iterator[RowImage]:
         """The images of a given row: each by itself where a grid tells how many tokens it has, else all of a kind.
@@ -133,24 +164,29 @@ class InputRows:
                 f"the argument {next(iter(self._of_tokens))!r} says more than which tokens are of images"
             )
 
-    def equal(self, row: int, other: int) -> bool:
-        """Whether two rows of the call come with equal images, whatever their prompts are; where rows are apart."""
-        given = row // self.copies, other // self.copies
-        names = (name for name in self._starts if name not in self._of_tokens)
-        return given[0] == given[1] or all(torch.equal(*(self._part(name, row) for row in given)) for name in names)
-
     def text_after(self, row: int) -> int:
         """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
         return self._text_after[row // self.copies]
 
+    @property
+    def text_token(self) -> Tensor:
+        """``[1]`` int64 on the CPU: a token that stands for no image."""
+        text = self._ids.cpu()[~self._stands]
+        return text[-1:].long() if len(text) else torch.zeros(1, dtype=torch.long, device="cpu")
+
     @cached_property
     def _text_after(self) -> list[int]:
+        behind = self._stands.flip(1).byte().argmax(1)
+        return torch.where(self._stands.any(1), behind, self.width).tolist()
+
+    @cached_property
+    def _stands(self) -> Tensor:
+        """Which tokens stand for images, ``[given rows, width]`` bool on the CPU; all of them if it is not known."""
         held = [self._ids == token for kind in ("image", "video", "audio") if (token := self._token(kind)) is not None]
         held += [value.to(self._ids.device) != 0 for value in self._of_tokens.values()]
-        if not held:  # it is not known where they are
-            return [0] * self.rows
-        stands = torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0)
-        return torch.where(stands.any(1), stands.flip(1).byte().argmax(1), stands.shape[1]).tolist()
+        if not held:
+            return torch.ones(self._ids.shape, dtype=torch.bool, device="cpu")
+        return torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0).cpu()
 
     @cached_property
     def _of_tokens(self) -> dict[str, Tensor]:

@@ -118,7 +118,13 @@ class Rows(NamedTuple):
         """Whether any of the rows comes with an image."""
         if self.images is None or self.numbers is None:
             return False
-        return any(self.images.text_after(row) < self.images.width for row in self.numbers.tolist())
+        return self.images.have_images(self.numbers.tolist(), self.places)
+
+    def images_in(self, row: int, first: int, length: int) -> bool:
+        """Whether a row has an image among these tokens, counted behind its padding."""
+        hidden = 0 if self.attention_mask is None else int((self.attention_mask[row] == 0).sum())
+        places = torch.arange(hidden + first, hidden + first + length, device="cpu")[None]
+        return self.part(slice(row, row + 1))._replace(places=places).have_images
 
     def packed(self) -> Rows:
         """The same tokens end to end in one row, without padding."""
@@ -157,12 +163,11 @@ def row_passes(
     """
     cache.add_segment(plan.new_tokens)
     device, width, images = input_device(model), rows.inputs.shape[1], rows.images is not None
-    prompts = whole_prompts(plan, images=images, states=bool(layout.states))
-    divides = bool(layout.states) and layout.continues_states and not images
-    divides = divides and not _has_gaps(rows.attention_mask)
-    if divides:
+    prompts = whole_prompts(plan, rows.images_in if images else None, states=bool(layout.states))
+    if layout.states and not images:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    room = ImagePasses(model, max_tokens, len(prompts) * width) if images else None
+    divides = bool(layout.states) and layout.continues_states and not images and not _has_gaps(rows.attention_mask)
+    room = ImagePasses(model, max_tokens, len(prompts) * width) if images and len(prompts) > 1 else None
     runs, inputs = passes(prompts, width, max_tokens, divides=divides, room=room), cache.inputs
     if rows.inputs_of is not None and inputs is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
@@ -176,7 +181,7 @@ def row_passes(
         part = rows.part(torch.tensor([one.group for one in run], device=rows.inputs.device))
         if (form := run[0].form) is not Form.WHOLE:
             part = part.tokens([item.position for item in items], [item.span.length for item in items])
-        if items[0].context:
+        if items[0].context and not part.have_images:
             part = part._replace(numbers=None, images=None)
         if form is Form.PACKED:
             yield _packed_pass(model, cache, items, part.packed(), keep)
@@ -187,7 +192,8 @@ def row_passes(
             arguments["logits_to_keep"] = keep
         storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
         counting = nullcontext() if room is None or not part.have_images else room.counting(real.numel())
-        with storing, counting, cache.prefilling(items, real.to(device), tensors=part.images is not None):
+        by_stock = part.images is not None and not items[0].context  # whose attention reads nothing stored
+        with storing, counting, cache.prefilling(items, real.to(device), tensors=by_stock):
             output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)

@@ -249,7 +249,7 @@ class FirstPassPrompts:
             recompute=recompute,
             by_rows=by_rows,
             alike=alike,
-            images=None if text else ImageBeginnings(call),
+            images=None if text else ImageBeginnings(call, behind=False),
             reuse=reuse or not text,
         )
         if inputs is not None:

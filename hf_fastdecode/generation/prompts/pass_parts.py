@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -38,19 +38,22 @@ class Part(NamedTuple):
     number: int = 0
 
 
-def whole_prompts(plan: PromptPlan, *, images: bool, states: bool) -> list[Part]:
+def whole_prompts(plan: PromptPlan, images_in: Callable[[int, int, int], bool] | None, *, states: bool) -> list[Part]:
     """The items of a plan, undivided.
 
     Args:
-        images: Whether prompts come with images, which are all in what prompts begin with.
+        images_in: Of prompts that come with images, whether there are any in a prompt's tokens: of a group, from a
+            token on, so many.
         states: Whether layers have states, between which and the next token no padding may be.
     """
 
     def form(item: PrefillItem, group: int) -> Form:
-        if not item.context:
-            whole = plan.ends[group] == item.span.stop - 1
-            return Form.WHOLE if whole else Form.PADDED if images else Form.ROWS
-        return Form.PACKED if images and not states else Form.ROWS
+        if not item.context and plan.ends[group] == item.span.stop - 1:
+            return Form.WHOLE
+        if images_in is None or (item.context and states):
+            return Form.ROWS
+        packs = item.context and not images_in(group, item.position, item.span.length)
+        return Form.PACKED if packs else Form.PADDED
 
     return [Part(item, group, form(item, group)) for item, group in zip(plan.items, plan.groups, strict=True)]
 

@@ -27,6 +27,9 @@ from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
 from .unshared_prompts import UnsharedPrompts, prefill_unshared, unshared_prompts
 
+_BEHIND = "images behind stored tokens"
+"""Whether passes may have them: where tokens of an image see each other, our attention does not compute them."""
+
 _FEW = 1 << 17
 """Numbers of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
 
@@ -71,7 +74,15 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     ahead, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
     width = input_ids.shape[1]
     planned = planned_alike(call, partial(_planned, call, groups, width, padded, inputs, ahead=ahead))
-    start = _begin(call, passes, planned, input_ids)
+    try:
+        start = _begin(call, passes, planned, input_ids)
+    except Unsupported:
+        if not call.images_behind:
+            raise
+        call.structure.keep(_BEHIND, False)
+        call.report.begin_again()
+        planned = planned_alike(call, partial(_planned, call, groups, width, padded, inputs, behind=False))
+        start = _begin(call, passes, planned, input_ids)
     if ahead and call.given is None and not numbers_hold(call, beside) and planned.found.reuses:
         call.report.begin_again()
         again = planned_alike(call, partial(_planned, call, groups, width, padded, inputs))
@@ -140,11 +151,14 @@ def _planned(
     inputs: FoundInputs | None,
     *,
     ahead: bool = False,
+    behind: bool = True,
 ) -> _Planned:
     max_suffix = int(call.config.max_length) - width
     by_rows = padded or call.by_rows
     alike = not padded and inputs is None and call.tokens_say_all
-    images = None if call.inputs is None else ImageBeginnings(call)
+    images = (
+        None if call.inputs is None else ImageBeginnings(call, behind and call.structure.kept(_BEHIND, lambda: True))
+    )
     found = find_shared(
         *(call, groups, max_suffix),
         recompute=0 if images is None else 1,

@@ -19,8 +19,8 @@ from ...attention.launch.plan import HeadShape
 from ...attention.launch.rest_tables import RestTables
 from ...attention.launch.step_tables import StepTables
 from ...attention.partial import unwritten_partial
-from ...cache.expanded import ExpandedNodes, Widths
-from ...cache.expanded_steps import CapturedExpandedKV
+from ...cache.layers.expanded import ExpandedNodes, Widths
+from ...cache.layers.expanded_steps import CapturedExpandedKV
 from ...cache.layout.stores import Kind, Store
 from ...kernels.ahead import compile_in_background
 from ..decoding.sampling import compile_sampler

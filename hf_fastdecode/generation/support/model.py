@@ -62,7 +62,8 @@ def check_model(model: PreTrainedModel, layout: ModelLayout) -> None:
 def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
     """Check that layers store keys and values of every token, nothing, or states where the cache keeps these."""
     kinds, types = {store.kind for _, store in layout}, set[str]()
-    if (reason := STATES_NOT_SHARED.get(layout.model_type)) is not None:
+    reasons = {**OTHER_ENCODER_DECODERS, **STATES_NOT_SHARED}  # of decoders alone, they are the same
+    if (reason := reasons.get(layout.model_type)) is not None:
         raise Unsupported(reason)
     refused = {Kind.OTHER} if keeps_states else {Kind.OTHER, Kind.STATE}
     for name, stores in zip(layout.types, layout.layers, strict=True):

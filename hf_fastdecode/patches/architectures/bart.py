@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import EncoderDecoderCache
 
+from ..._compat import takes_old_name
 from ...attention.own_code import Method, OwnCode
 from ...attention.stand_in_calls import attend_shared, given_positions
 from ...errors import Unsupported
@@ -27,6 +28,7 @@ def embed_positions(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     return F.embedding(positions + getattr(module, "offset", 0), module.weight)
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
@@ -34,20 +36,18 @@ def attend(
     cache: Any = None,
     attention_mask: Any = None,
     attn_prompt: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `forward` of attention layers of their own."""
     if attn_prompt is not None:
         raise Unsupported("its layers have keys and values of trained prompts")
-    if isinstance(past_key_values if cache is None else cache, EncoderDecoderCache):
-        given = {"cache": cache, "past_key_values": past_key_values, "attention_mask": attention_mask}
-        return beside_encoder.attend(module, hidden_states, key_value_states, **given)
+    if isinstance(cache, EncoderDecoderCache):
+        return beside_encoder.attend(module, hidden_states, key_value_states, cache, attention_mask)
     query, key, value = (
         projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
-    kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
+    kv, _ = cache.update(key, value, module.layer_idx)
     return module.out_proj(attend_shared(module, query, kv, scaling=module.head_dim**-0.5).flatten(2)), None
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._compat import takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared
 from .bart import embed_positions
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
@@ -23,7 +25,6 @@ def attend(
     encoder_hidden_states: Any = None,
     cache: Any = None,
     output_attentions: bool = False,
-    past_key_values: Any = None,
     sinusoidal_pos: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -38,7 +39,7 @@ def attend(
             query, key, value = module.apply_rotary_position_embeddings(places, query, key, value)
         else:
             query, key = module.apply_rotary_position_embeddings(places, query, key)
-    kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
+    kv, _ = cache.update(key, value, module.layer_idx)
     return attend_shared(module, query, kv, scaling=module.attention_head_size**-0.5).flatten(2), None
 
 

@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
+from ..._compat import cache_in, takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_encoded, attend_shared
 from ...errors import Unsupported
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
@@ -19,11 +21,9 @@ def attend(
     cache: Any = None,
     attention_mask: Any = None,
     position_bias: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `SpeechT5Attention.forward`: attention to a decoder's own tokens, or to the encoder's output."""
-    cache = past_key_values if cache is None else cache
     if position_bias is not None or not isinstance(cache, EncoderDecoderCache):
         raise Unsupported(f"{type(module).__name__} biases its scores, or has no cache of a decoder")
     encoded = hidden_states if key_value_states is None else key_value_states
@@ -43,7 +43,7 @@ def attend(
 def attend_and_return_cache(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, Any]:
     """Stands in for `LEDDecoderAttention.forward`."""
     out, weights = attend(module, *args, **kwargs)
-    return out, weights, kwargs.get("cache", kwargs.get("past_key_values"))
+    return out, weights, cache_in(kwargs)
 
 
 def _heads(module: Any, projected: Tensor) -> Tensor:

@@ -14,17 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._compat import takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Any = None,
     cache: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `DiffLlamaAttention.forward`."""
@@ -36,7 +37,7 @@ def attend(
     query, key = rotate(query, key, *position_embeddings)
     both = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [rows, kv_heads, tokens, 2 * head_dim]
     query, key = (F.pad(part, (0, module.head_dim)) for part in (query, key))
-    kv, _ = (past_key_values if cache is None else cache).update(key, both, module.layer_idx)
+    kv, _ = cache.update(key, both, module.layer_idx)
     out = attend_shared(module, query, kv, scaling=module.scaling)  # [rows, tokens, heads, 2 * head_dim]
     minuend, subtrahend = out.chunk(2, 2)
     first, second = (

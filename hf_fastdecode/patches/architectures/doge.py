@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..._compat import takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, outgrows
 from ...errors import Unsupported
 from ..layers.key_bias import biased_widths, widened, with_key_bias, with_ones
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Any = None,
     cache: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `DogeAttention.forward`."""
@@ -43,7 +44,7 @@ def attend(
     gates = torch.exp(module.A * F.softplus(module.dt_proj(value))).transpose(-1, -2)  # [rows, kv_heads, tokens]
     key = with_key_bias(key, gates, module.scaling)
     value = widened(value.view(heads).transpose(1, 2))
-    kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
+    kv, _ = cache.update(key, value, module.layer_idx)
     window = module.config.sliding_window
     out = attend_shared(module, with_ones(query), kv, scaling=module.scaling, window=window)[..., : module.head_dim]
     return module.o_proj(out.flatten(2)), None

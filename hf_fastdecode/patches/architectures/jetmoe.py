@@ -10,17 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._compat import takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
     attention_mask: Any = None,
     position_embeddings: Any = None,
     cache: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None, Tensor]:
     """Stands in for `JetMoeAttention.forward`."""
@@ -30,7 +31,7 @@ def attend(
     query, key, value = (part.view(heads).transpose(1, 2) for part in (query, key, value))
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query, key = rotate(query, key, *position_embeddings)
-    kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
+    kv, _ = cache.update(key, value, module.layer_idx)
     # Head `expert * kv_heads + i` reads KV head `i`; operators expect the queries of a KV head side by side.
     grouped = query.unflatten(1, (module.top_k, -1)).transpose(1, 2).flatten(1, 2)
     out = attend_shared(module, grouped, kv, scaling=module.scaling)  # [rows, tokens, heads, head_dim]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._compat import CACHE, cache_in
+from ..._compat import cache_in, with_cache
 from ...attention.interface import shared_context_attention
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import positions_of_pass
@@ -23,9 +23,8 @@ def attend(
     """Stands in for `Llama4TextAttention.forward`."""
     cache = args[0] if args else cache_in(kwargs)
     if module.use_rope or not module.attn_temperature_tuning:
-        given = {name: value for name, value in kwargs.items() if name not in ("cache", "past_key_values")}
         out: tuple[Tensor, Tensor | None] = type(module).forward(
-            module, hidden_states, position_embeddings, attention_mask, **{CACHE: cache}, **given
+            module, hidden_states, position_embeddings, attention_mask, **with_cache(kwargs, cache)
         )
         return out
     query, key, value = (

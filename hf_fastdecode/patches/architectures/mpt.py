@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._compat import takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
 from ..layers import key_bias
@@ -16,13 +17,13 @@ from ..layers.key_bias import biased_widths, widened, with_key_positions, with_q
 _LARGEST = 8  # exponent of the smallest slope; `MptModel` leaves `alibi_bias_max` of the config out
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
     position_bias: Tensor,
     cache: Any = None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `MptAttention.forward`."""
@@ -32,7 +33,7 @@ def attend(
     query, key, value = fused.unflatten(-1, (3, module.n_heads, module.head_dim)).transpose(1, 3).unbind(2)
     bias = positions_of_pass(), alibi_slopes(module.n_heads), module.softmax_scale
     query, key, value = with_query_positions(query, *bias), with_key_positions(key, *bias), widened(value)
-    kv, _ = (past_key_values if cache is None else cache).update(key, value, module.layer_idx)
+    kv, _ = cache.update(key, value, module.layer_idx)
     out = attend_shared(module, query, kv, scaling=module.softmax_scale)[..., : module.head_dim]
     return module.out_proj(out.flatten(2)), None
 

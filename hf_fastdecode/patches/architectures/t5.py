@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._compat import takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_encoded, attend_shared
 from ...errors import Unsupported
 
 
+@takes_old_name
 def attend(
     module: Any,
     hidden_states: Tensor,
@@ -22,11 +24,9 @@ def attend(
     key_value_states: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
     """Stands in for `T5Attention.forward`, whose first layer makes the biases of all."""
-    cache = past_key_values if cache is None else cache
     if key_value_states is not None:
         return _cross(module, hidden_states, key_value_states, cache, mask), None, None
     if position_bias is None and module.has_relative_attention_bias:
@@ -34,17 +34,16 @@ def attend(
     return _self(module, hidden_states, cache, position_bias), position_bias, None
 
 
+@takes_old_name
 def attend_with_own_biases(
     module: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor | None = None,
     cache: Any = None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Stands in for `UMT5Attention.forward`, where each layer has biases of its own."""
-    cache = past_key_values if cache is None else cache
     if encoder_hidden_states is not None:
         return _cross(module, hidden_states, encoder_hidden_states, cache, attention_mask), None
     return _self(module, hidden_states, cache, biases_by_distance(module)), None

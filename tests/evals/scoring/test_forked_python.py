@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -109,14 +110,21 @@ f = lambda: str(Pair(1))
 """.split("---")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_outputs_are_those_of_a_new_interpreter(any_sandbox: Sandbox, program: str) -> None:
+@pytest.fixture(scope="module")
+def runners(any_sandbox: Sandbox) -> Iterator[tuple[PythonRunner, PythonRunner]]:
+    """One that forks, as often as there are programs, and one that starts a new interpreter for each."""
     if not any_sandbox.forks:
         pytest.skip("it cannot fork here")
     with (
         PythonRunner(any_sandbox, LIMITS) as forked,
         PythonRunner(replace(any_sandbox, may_fork=False), LIMITS) as new,
     ):
-        expected, found = new.check(TASK, program), forked.check(TASK, program)
+        yield forked, new
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_outputs_are_those_of_a_new_interpreter(runners: tuple[PythonRunner, PythonRunner], program: str) -> None:
+    forked, new = runners
+    expected, found = new.check(TASK, program), forked.check(TASK, program)
     assert expected.outputs
     assert (found, found.outputs) == (expected, expected.outputs)

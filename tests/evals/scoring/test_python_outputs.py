@@ -92,8 +92,8 @@ def test_outputs_never_run_the_program(any_sandbox: Sandbox, container: str, bod
 
 
 def test_large_results_are_not_kept_for_their_outputs(any_sandbox: Sandbox) -> None:
-    limits = Limits(cpu_seconds=20, wall_seconds=60, memory_bytes=256 << 20, output_bytes=1 << 30)
-    task = asserts("for _ in range(40):\n    assert len(f()) == 8 << 20")
+    limits = Limits(cpu_seconds=20, wall_seconds=60, memory_bytes=128 << 20, output_bytes=1 << 30)
+    task = asserts("for _ in range(20):\n    assert len(f()) == 8 << 20")
     with PythonRunner(any_sandbox, limits) as runner:
         result = runner.check(task, "def f(): return 'x' * (8 << 20)")
     assert result == Result("pass")

@@ -7,20 +7,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..attention.expanded_kv import ExpandedKV
-from ..attention.forest import Forest
-from ..attention.kv import Scoring, SuffixLengths
-from ..attention.launch.own_nodes import NO_OWN_NODES
-from ..attention.launch.plan import HeadShape
-from ..attention.launch.rest_tables import RestTables
-from ..attention.launch.step_tables import Alike, StepTables, TablesByShape
-from ..attention.partial import Partial, merge
-from ..attention.torch_operators.decode_ops import nodes_attention
-from ..errors import Unsupported
-from ..kernels.forest_decode.limits import refusal
+from ...attention.expanded_kv import ExpandedKV
+from ...attention.forest import Forest
+from ...attention.kv import Scoring, SuffixLengths
+from ...attention.launch.layer_tables import Alike, TablesByShape
+from ...attention.launch.own_nodes import NO_OWN_NODES
+from ...attention.launch.plan import HeadShape
+from ...attention.launch.rest_tables import RestTables
+from ...attention.launch.step_tables import StepTables
+from ...attention.partial import Partial, merge
+from ...attention.torch_operators.decode_ops import nodes_attention
+from ...errors import Unsupported
+from ...kernels.forest_decode.limits import refusal
+from ..state import MadeTables, SharedState
 from .expanded import ExpandedLayer, ExpandedNodes, Widths
-from .layers.latent import as_wide
-from .state import MadeTables, SharedState
+from .latent import as_wide
 
 
 class EagerExpandedKV(ExpandedKV):

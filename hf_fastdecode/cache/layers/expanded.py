@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.forest import Forest, Span
-from ..attention.kv import Segment
-from .layers.latent import ExpandsLatents, LatentStorage, as_wide
+from ...attention.forest import Forest, Span
+from ...attention.kv import Segment
+from .latent import ExpandsLatents, LatentStorage, as_wide
 
 
 class Widths(NamedTuple):

@@ -1,0 +1,165 @@
+"""Prefill of a cache that the caller keeps, by `hf_fastdecode.prefill`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from itertools import accumulate, groupby
+from typing import Any, TypeGuard
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..._compat import CACHE
+from ...cache.shared import SharedContextCache
+from ...errors import Unsupported
+from ..forward_pass import places_tokens
+from ..identity import Fingerprint
+from ..inputs.given import PLAIN
+from ..model_state import ModelState
+from ..options import Options
+from ..same_calls import require_same_prefill
+from ..structure import Structure
+from ..support.model import check_model, check_sequence_parallel, check_state, check_states, rope_limit
+from ..support.prompts import check_prompts
+from .by_rows import Rows, prefill_rows
+from .packed import prefill_nodes
+from .prompt_ids import padded_ids
+from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
+
+Prompts = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
+
+
+def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompts) -> SharedContextCache:
+    """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
+    structure = model_state.structure_of(model)
+    with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
+        if _holds_images(inputs, model):
+            return _prefill_with_images(model, model_state, inputs)
+        return _prefill_text(model, structure, model_state.options, inputs)
+
+
+def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
+    """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+        return False
+    names = (signature(type(model).forward).parameters.keys() & inputs.keys()) - PLAIN
+    return any(isinstance(inputs[name], Tensor) and inputs[name].is_floating_point() for name in names)
+
+
+def _prefill_text(
+    inner: PreTrainedModel, structure: Structure, options: Options, inputs: Prompts
+) -> SharedContextCache:
+    with structure.ranks.together():
+        with _or_value_error(f"{type(inner).__name__} cannot share context"):
+            check_model(inner, structure.layout)
+            if structure.layout.cross:
+                raise Unsupported("its decoder's prompts need an encoder's output, which generate computes too")
+            check_states(structure)
+            check_state(structure.walk)
+        input_ids, mask = padded_ids(inputs)
+        with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
+            check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
+        with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
+            check_prompts(inner, structure, input_ids, mask, longest=input_ids.shape[1])
+        _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
+        groups = group_prompts(input_ids, mask)
+        _check_vocabulary(inner, groups)
+        cache = SharedContextCache(backend=options.backend)
+        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
+        if by_rows := bool(structure.layout.states):
+            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
+            prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=True)
+            plan, rows = prompts.plan(), None
+        elif by_rows := places_tokens(inner):  # no two of them share
+            least = max(len(group.tokens) for group in groups) + 1
+            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
+        else:
+            plan, rows = _plan(groups, cache, options.min_shared_tokens)
+    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)
+    with _or_value_error(f"{type(inner).__name__} cannot share context"):
+        if by_rows:
+            distinct = Rows.of(input_ids, mask).distinct(groups)
+            prefill_rows(inner, cache, plan, distinct, structure.layout, max_tokens=options.max_prefill_tokens)
+        else:
+            prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
+    if rows is not None:
+        cache.select_rows(rows)
+    cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)
+    return cache
+
+
+def _prefill_with_images(
+    inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
+) -> SharedContextCache:
+    """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+    cache, last_call = SharedContextCache(backend=model_state.options.backend), model_state.last_call
+    try:
+        kept = inner.generate(**inputs, **{CACHE: cache}, generation_config=config)[CACHE]
+    finally:
+        model_state.last_call = last_call
+    kept.state.max_suffix = None
+    kept.fingerprint, kept.protected_segments = Fingerprint(inner), len(kept.segment_tokens)
+    return kept
+
+
+@contextmanager
+def _or_value_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Unsupported as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _plan(
+    groups: list[PromptGroup], cache: SharedContextCache, min_shared_tokens: int
+) -> tuple[PromptPlan, list[int] | None]:
+    """Plan the prompts in the given order, or sorted if that stores fewer tokens.
+
+    Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
+    preferred because evenly spaced spans of consecutive rows are read in one operator call.
+
+    Returns:
+        The plan, and the row of each prompt in it; None if the plan keeps the given order.
+    """
+    stored = StoredPrompts(cache)
+    given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
+    texts = [group.tokens.numpy().tobytes() for group in groups]
+    order = sorted(range(len(groups)), key=texts.__getitem__)
+    alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
+    merged = [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
+    in_order = compare_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
+    if in_order.new_length >= given.new_length:
+        return given.plan(), None
+    starts = [0, *accumulate(group.count for group in groups)]
+    prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
+    return in_order.plan(), sorted(range(len(prompts)), key=prompts.__getitem__)
+
+
+def _check_rope(model: PreTrainedModel, longest: int) -> None:
+    """Reject prompts that no call could continue from, because frequencies change after them."""
+    limit = rope_limit(model.config.get_text_config(decoder=True))
+    if limit is not None and longest >= limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens cannot be kept: the position embedding of {type(model).__name__} changes "
+            f"beyond {limit} tokens, so no call could continue from it; prefill at most {limit - 1} tokens, or call "
+            "generate without a kept cache"
+        )
+
+
+def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None:
+    """Reject out-of-vocabulary ids: on a GPU the lookup would trigger a device assert, fatal to the CUDA context."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if size is None:
+        return
+    row = 0
+    for group in groups:
+        for found in (int(group.tokens.min()), int(group.tokens.max())):
+            if not 0 <= found < size:
+                raise ValueError(
+                    f"prompt {row} holds the id {found}; {type(model).__name__} has embeddings for 0 to {size - 1}: "
+                    "use its own tokenizer"
+                )
+        row += group.count
