@@ -126,8 +126,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
         if cache.state.expanded is None and call.ranks.count == 1:
             expand_nodes(cache)
-            if cache.state.expanded is not None:
-                with_expanded.append(ref(cache))
+            with_expanded.append(ref(cache))
 
     def eager(cache: SharedContextCache) -> Steps:
         expand(cache)
