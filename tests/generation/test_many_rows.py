@@ -1,8 +1,7 @@
 """Rows that cannot all decode at once: `max_rows`, and waves planned from free memory."""
 
-import gc
 import logging
-import weakref
+from weakref import ref
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from transformers import StoppingCriteria
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
-from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.decoding import decisions, room
+from hf_fastdecode.generation.decoding.loop import Loop
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded
@@ -119,25 +118,20 @@ def test_waves_are_planned_from_free_memory(model, widths, monkeypatch, caplog):
     assert caplog.messages == ["8 rows do not fit in memory at once; 3 decode at a time"]
 
 
-def test_a_waves_cache_goes_before_the_next_wave_begins(model, monkeypatch):
-    """Without waiting for the garbage collector: the next wave needs its memory."""
-    made, alive, nodes_only = list[weakref.ref[SharedContextCache]](), list[int](), SharedContextCache.nodes_only
+def test_a_wave_leaves_no_memory_to_the_next(model, monkeypatch):
+    made, alive = [], []
+    resume = Loop._resume
 
-    def watched(self, *args, **kwargs):
-        alive.append(sum(one() is not None for one in made))
-        cache = nodes_only(self, *args, **kwargs)
-        made.append(weakref.ref(cache))
+    def watched(self, wave, forest):
+        alive.extend(cache() is not None for cache in made)
+        cache = resume(self, wave, forest)
+        made.append(ref(cache))
         return cache
 
-    monkeypatch.setattr(SharedContextCache, "nodes_only", watched)
-    with fd.enabled(model, max_rows=4):
-        gc.disable()
-        try:
-            model.generate(**ragged_prompts(70), **SAMPLED | {"num_return_sequences": 11})
-        finally:
-            gc.enable()
-        assert fd.explain(model).last_call.waves == 3
-    assert alive[-3:] == [alive[-3]] * 3
+    monkeypatch.setattr(Loop, "_resume", watched)
+    with fd.enabled(model, max_rows=2):
+        model.generate(**ragged_prompts(40, 40, 40, 40, shared=33), do_sample=False, max_new_tokens=3)
+    assert alive == [False]
 
 
 def test_rows_that_outgrow_memory_go_on_in_waves(model, monkeypatch):
