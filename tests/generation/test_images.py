@@ -7,8 +7,9 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import pass_memory, prompt_plan
+from hf_fastdecode.generation.prompts import image_beginnings, pass_memory, prompt_plan
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -171,6 +172,27 @@ def begin_alike(inputs, one, other, count):
     """Give one row the first tokens of another's prompt, whose images it has too."""
     ids, widths = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1)
     ids[other, widths[other] : widths[other] + count] = ids[one, widths[one] : widths[one] + count]
+
+
+def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
+    """Where text alone fails, because something is None that images would make."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24))
+    begin_alike(inputs, 0, 1, 16)
+
+    def prefill_nodes(*args, **kwargs):
+        raise AttributeError("'NoneType' object has no attribute 'shape'")
+
+    monkeypatch.setattr(image_beginnings, "prefill_nodes", prefill_nodes)
+    report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+
+
+def test_lists_of_each_images_numbers_keep_images_together():
+    pixels = {"pixel_values": torch.zeros(2, 3), "layers": [-2, -1, 0]}
+    assert len(features._images(pixels)) == 2
+    assert features._images(pixels | {"patches_of_images": [1, 1]}) is None
 
 
 def test_a_beginning_ends_before_other_images(model, monkeypatch):
