@@ -309,7 +309,7 @@ class ForestCache(Cache):
             state.suffix_rows = {}
 
     def set_forest(self, forest: Forest, length: int | None = None) -> None:
-        """Set the nodes that rows attend to, and drop the suffixes.
+        """Set the nodes that rows attend to, and drop the suffixes and what was expanded of nodes.
 
         Args:
             forest: The nodes; their spans must be filled.
@@ -318,7 +318,7 @@ class ForestCache(Cache):
         longest = max(forest.context_lengths, default=0)
         if length is not None and length < longest:
             raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
-        self.state.forest, self.state.suffixes = forest, Suffixes()
+        self.state.forest, self.state.suffixes, self.state.expanded = forest, Suffixes(), None
         self.state.padded_length = longest if length is None else length
         for layer in self.attention_layers:
             layer.storage.drop_suffixes()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..attention.active_passes import RowLengths, active
@@ -79,7 +80,8 @@ class Structure:
     @property
     def gathers_parameters(self) -> bool:
         """Whether processes hold parts of the parameters, which passes gather; each may have prompts of its own."""
-        return bool(is_fsdp_managed_module(self._model)) or gathers_parameters(self.walk.classes)
+        sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self._model)
+        return bool(sharded) or gathers_parameters(self.walk.classes)
 
     @cached_property
     def fused(self) -> FusedModules | None:

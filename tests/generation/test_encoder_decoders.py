@@ -13,9 +13,12 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.generation.inputs.encoded import encode_distinct
+from hf_fastdecode.generation.overrides import generate
 from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.structure import Structure
 
 from ..architectures.classes import tiny_model_of
+from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded
 
 CLASSES = [
@@ -141,6 +144,32 @@ def test_encoders_run_in_groups_of_inputs():
     outputs = found[ENCODER_OUTPUTS]
     for hidden in (outputs.last_hidden_state, *outputs.hidden_states):
         assert hidden.flatten().tolist() == [5, 5, 6, 7, 7]
+
+
+def test_inputs_with_one_number_each():
+    """Such arguments tell inputs apart too."""
+    ids, numbers, passes = torch.tensor([[4], [4], [4]]), torch.tensor([1, 1, 2]), []
+
+    def encode(inputs, arguments):
+        passes.append(arguments["number"].tolist())
+        return arguments | {ENCODER_OUTPUTS: BaseModelOutput(last_hidden_state=inputs[..., None])}
+
+    encode_distinct(encode, ids, {"number": numbers})
+    assert passes == [[1, 2]]
+
+
+def test_encoders_whose_passes_gather_parameters(model, monkeypatch):
+    """All processes run as many passes, whatever inputs each of them has."""
+    monkeypatch.setattr(generate, "in_several_processes", lambda: True)
+    monkeypatch.setattr(Structure, "gathers_parameters", True)
+    repeated, rows = {name: one.repeat_interleave(2, 0) for name, one in inputs(model).items()}, []
+    count = len(repeated["input_ids"])
+    with (
+        fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=WIDTH),
+        before_calls(model.get_encoder(), lambda args, kwargs: rows.append(len(kwargs["input_ids"]))),
+    ):
+        model.generate(**repeated, max_new_tokens=2)
+    assert rows == [count]
 
 
 def test_encoders_run_as_in_stock(model):

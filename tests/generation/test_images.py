@@ -7,8 +7,9 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import pass_memory, prompt_plan
+from hf_fastdecode.generation.prompts import image_beginnings, pass_memory, prompt_plan
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -173,6 +174,27 @@ def begin_alike(inputs, one, other, count):
     ids[other, widths[other] : widths[other] + count] = ids[one, widths[one] : widths[one] + count]
 
 
+def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
+    """Where text alone fails, because something is None that images would make."""
+    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24))
+    begin_alike(inputs, 0, 1, 16)
+
+    def prefill_nodes(*args, **kwargs):
+        raise AttributeError("'NoneType' object has no attribute 'shape'")
+
+    monkeypatch.setattr(image_beginnings, "prefill_nodes", prefill_nodes)
+    report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+
+
+def test_lists_of_each_images_numbers_keep_images_together():
+    pixels = {"pixel_values": torch.zeros(2, 3), "layers": [-2, -1, 0]}
+    assert len(features._images(pixels)) == 2
+    assert features._images(pixels | {"patches_of_images": [1, 1]}) is None
+
+
 def test_a_beginning_ends_before_other_images(model, monkeypatch):
     """Which run behind what prompts share, in a pass of their own."""
     monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
@@ -307,6 +329,17 @@ def test_kept_images_are_those_of_the_call(model):
         if model.config.model_type != "qwen3_5":
             with pytest.raises(ValueError, match="pass position_ids, or the whole prompt"):
                 model(torch.ones(1, 1, dtype=torch.long), **{CACHE: kept})
+
+
+def test_prompts_are_kept_whatever_a_models_defaults_are(monkeypatch):
+    """For `generate`, whose rows and passes they would change."""
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, (9, SMALL, 9))
+    defaults = {"num_beams": 2, "num_return_sequences": 2, "use_cache": False, "output_hidden_states": True}
+    for name, value in defaults.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    with fd.enabled(model):
+        assert fd.prefill(model, inputs).rows == 1
 
 
 def test_kept_prompts_that_end_in_an_image(model):

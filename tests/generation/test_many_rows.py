@@ -67,6 +67,22 @@ def test_the_sampler_of_transformers_draws_as_for_all_rows(model, widths, prompt
     assert max(widths) == 3
 
 
+def test_waves_free_their_suffixes(model, monkeypatch):
+    """Before the next wave begins."""
+    caches, resume = [], Loop._resume
+
+    def resumed(loop, *given):
+        assert all(known() is None for known in caches)
+        cache = resume(loop, *given)
+        caches.append(ref(cache))
+        return cache
+
+    monkeypatch.setattr(Loop, "_resume", resumed)
+    with fd.enabled(model, max_rows=2):
+        model.generate(**ragged_prompts(70), **SAMPLED)
+    assert len(caches) == 3
+
+
 class Never(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         return torch.zeros(len(input_ids), dtype=torch.bool)

@@ -1,6 +1,7 @@
 """Waiting rows take the places of finished ones, with the tokens of a call in which all rows decode at once."""
 
 import copy
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -104,9 +105,12 @@ def test_rows_that_outgrow_memory_wait_and_begin_anew(model, monkeypatch):
 
 
 def test_memory_that_runs_out_all_the_same(model, monkeypatch):
-    feed = EagerSteps.feed
+    """The rows that begin anew find what the first ones took free."""
+    feed, caches = EagerSteps.feed, WeakSet()
 
     def failing(self, ids, positions):
+        caches.add(self.cache)
+        assert len(caches) == 1
         if self.cache.rows > 3 and self.cache.suffix_length > 2:
             raise torch.OutOfMemoryError("on purpose")
         return feed(self, ids, positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.cache.layers.expanded import ExpandedNodes
 from hf_fastdecode.generation.steps import expansion, modes, runners
+from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..generation.uncaptured import SAMPLING, on_the_cpu
 from ..tiny_models import ragged_prompts, seeded
@@ -95,6 +97,25 @@ def test_nodes_that_do_not_fit_stay_latents(small, monkeypatch):
             assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
             found = f"as latents; {nodes} node(s) as keys and values made once" in str(fd.explain(model))
             assert found is (nodes > 0)
+
+
+def test_rows_that_begin_anew_expand_anew(small, monkeypatch):
+    """In waves, each of which has keys and values of its own: those before are freed."""
+    model, feed, found = model_of("without-query-ranks"), EagerSteps.feed, WeakSet()
+
+    def failing(self, ids, positions):
+        found.add(self.cache.state.expanded)
+        assert len(found) == 1
+        if self.cache.rows > 5:
+            raise torch.OutOfMemoryError("on purpose")
+        return feed(self, ids, positions)
+
+    monkeypatch.setattr(EagerSteps, "feed", failing)
+    call = SAMPLES | {"num_return_sequences": 5, "max_new_tokens": 3}
+    stock = seeded(lambda: model.generate(**prompts(), **call))
+    with fd.enabled(model, min_saved_tokens=1, sampler="hf"):
+        assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
+        assert fd.explain(model).last_call.waves == 2
 
 
 def test_when_keys_and_values_pay():

@@ -109,23 +109,8 @@ class Loop:
 
     def _refilled(self, at_once: int) -> Wave:
         """Decode all rows, `at_once` of them at a time: waiting rows take the places of finished ones."""
-        base = self.start.cache
         try:
-            cache = base.nodes_only(base.forest, max_suffix=base.state.max_suffix)
-            # Captured steps go on with rows that wait now: they must know of windows that only these outgrow.
-            cache.state.longest_to_come = cache.longest_row(1)
-            cache.set_forest(base.forest.select_rows(range(at_once)))
-            return Refill(
-                self.prompts,
-                self.start,
-                self.sampler,
-                self.stopping,
-                self.make_steps,
-                self.call.report,
-                self._new_tokens,
-                self._pad,
-                self.log_probs,
-            ).run(cache)
+            return self._refill(at_once)
         except torch.OutOfMemoryError as error:
             if at_once == 1:
                 error.add_note("1 rows at once; use shorter prompts")
@@ -137,6 +122,15 @@ class Loop:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return self._refilled(at_once)
+
+    def _refill(self, at_once: int) -> Wave:
+        base = self.start.cache
+        cache = base.nodes_only(base.forest, max_suffix=base.state.max_suffix)
+        # Captured steps go on with rows that wait now: they must know of windows that only these outgrow.
+        cache.state.longest_to_come = cache.longest_row(1)
+        cache.set_forest(base.forest.select_rows(range(at_once)))
+        parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
+        return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
 
     def _rows_at_once(self) -> int:
         """As many rows as may decode at once, by `max_rows` and by free memory."""

@@ -131,13 +131,14 @@ def _per_row(arguments: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
 
 
 def _distinct_rows(compared: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare neighbouring rows of tensors ``[rows, ...]``; int64 on the CPU.
+    """Compare neighbouring rows of tensors ``[rows]`` or ``[rows, ...]``; int64 on the CPU.
 
     Returns:
         For each row the number of its distinct one, ``[rows]``, and the first row of each of these.
     """
     device = compared[0].device
-    same = torch.stack([(one[1:] == one[:-1]).flatten(1).all(1).to(device) for one in compared]).all(0).cpu()
+    alike = [one[1:] == one[:-1] for one in compared]
+    same = torch.stack([(one.flatten(1).all(1) if one.dim() > 1 else one).to(device) for one in alike]).all(0).cpu()
     of_rows = torch.cat([torch.zeros(1, dtype=torch.long, device="cpu"), (~same).long()]).cumsum(0)
     return of_rows, torch.searchsorted(of_rows, torch.arange(int(of_rows[-1]) + 1, device="cpu"))
 

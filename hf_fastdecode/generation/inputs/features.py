@@ -153,14 +153,16 @@ def _encoding(owner: nn.Module, name: str) -> Callable[..., Any]:
 def _images(arguments: Mapping[str, Any]) -> list[_Image] | None:
     """The images among these arguments; None where it is not known which part is of which."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    others = (value for name, value in arguments.items() if name not in tensors)
+    lists = [value for value in arguments.values() if isinstance(value, list | tuple)]
     if not tensors or any(not tensor.dim() or not len(tensor) for tensor in tensors.values()):
         return None
-    if any(isinstance(one, Tensor) for value in others if isinstance(value, list | tuple) for one in value):
+    if any(isinstance(one, Tensor) for value in lists for one in value):
         return None
     grid = next((tensor for name, tensor in tensors.items() if name.endswith("grid_thw")), None)
     patches = None if grid is None else [int(count) for count in grid.prod(1).tolist()]
     count = len(next(iter(tensors.values())) if grid is None else grid)
+    if any(len(value) == count for value in lists):  # each image's own number
+        return None
     parts, sums = list[Sequence[Tensor]](), list[list[int]]()
     for tensor in tensors.values():
         sizes = [1] * count if len(tensor) == count else patches

@@ -202,7 +202,10 @@ def encode(
         return hold_before_encoding(model_state, model, inputs_tensor, model_kwargs, *args)
     original = model_state.methods.original(model, ENCODE)
     encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
-    if not encodes or model_state.disable_pending or model.training:  # noise of training differs from row to row
+    alone = model_state.disable_pending or model.training  # noise of training differs from row to row
+    if encodes and not alone and in_several_processes():  # each of which runs the passes of the others
+        alone = structure_of_call(model_state, model).gathers_parameters
+    if not encodes or alone:
         found: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
         return found
     tokens = tokens_of_encoder(model, inputs_tensor)

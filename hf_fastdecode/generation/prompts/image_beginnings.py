@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from ..inputs.rows import InputRows, RowImage
 from .by_rows import Rows, prefill_rows
 from .packed import prefill_nodes
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, compare_prompts
+
+
+_ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, LookupError, NameError)
+"""Errors of a model's code where there are none, such as of what is left None or unassigned then."""
 
 
 class ImageBeginnings(NamedTuple):
@@ -153,7 +157,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
                 prefill_rows(model, cache, plan, Rows.of(tokens, None), structure.layout, max_tokens=limit)
             else:
                 prefill_nodes(model, cache, plan, max_tokens=limit)
-        except (Unsupported, ValueError, TypeError):  # of code that asks for images
+        except _ASKS_FOR_IMAGES:
             return False
         return True
 

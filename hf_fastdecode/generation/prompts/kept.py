@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import accumulate, groupby
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -27,6 +27,19 @@ from .by_rows import Rows, prefill_rows
 from .packed import prefill_nodes
 from .prompt_ids import padded_ids
 from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
+
+_ONE_TOKEN: Final[dict[str, Any]] = {
+    "max_new_tokens": 1,
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "return_dict_in_generate": True,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "guidance_scale": 1.0,
+}
+"""Settings of the call that prefills prompts with images; without them, the model's own defaults would hold."""
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 
@@ -94,7 +107,7 @@ def _prefill_with_images(
     inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
 ) -> SharedContextCache:
     """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
-    config = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+    config = GenerationConfig(**_ONE_TOKEN)
     cache, last_call = SharedContextCache(backend=model_state.options.backend), model_state.last_call
     try:
         kept = inner.generate(**inputs, **{CACHE: cache}, generation_config=config)[CACHE]

@@ -92,22 +92,18 @@ def passes(
         kind = depth, part.number, forms.index(part.form), length if part.form is Form.ROWS else 0
         alike.setdefault(kind, []).append(part)
     for _, those in sorted(alike.items(), key=lambda item: item[0]):
-        run = list[Part]()
+        run, longest, tokens = list[Part](), 0, 0
         for part in those:
-            limit = max_tokens if room is None or part.form not in (Form.WHOLE, Form.PADDED) else room.most()
-            if run and _places([*run, part], width) > limit:
+            limit, length = max_tokens, width if part.form is Form.WHOLE else part.item.span.length
+            if room is not None and part.form in (Form.WHOLE, Form.PADDED):
+                limit = room.most()
+            longest, tokens = max(longest, length), tokens + length
+            places = tokens if part.form is Form.PACKED else (len(run) + 1) * longest
+            if run and places > limit:
                 yield run
-                run = []
+                run, longest, tokens = [], length, length
             run.append(part)
         yield run
-
-
-def _places(run: Sequence[Part], width: int) -> int:
-    """Positions of a pass, padding included."""
-    if run[0].form is Form.WHOLE:
-        return len(run) * width
-    lengths = [part.item.span.length for part in run]
-    return sum(lengths) if run[0].form is Form.PACKED else len(run) * max(lengths)
 
 
 def _divided(part: Part, width: int, max_tokens: int) -> Iterator[Part]:

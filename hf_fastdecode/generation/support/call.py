@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..._compat import CACHE, LOOP_METHODS
 from ...attention.own_code import own_code_of
@@ -98,7 +97,7 @@ def check_call(
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     structure.kept("state", lambda: check_state(structure.walk))
-    if in_several_processes() and (is_deepspeed_zero3_enabled() or structure.gathers_parameters):
+    if in_several_processes() and structure.gathers_parameters:
         raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(structure.text_config)
     if limit is not None and config.max_length > limit:

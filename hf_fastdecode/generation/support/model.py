@@ -6,7 +6,6 @@ import sys
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -141,7 +140,7 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if (parallel := structure.parallel) is None:
         return
     alone = "use sequence_parallel=False"
-    if structure.gathers_parameters or is_deepspeed_zero3_enabled():
+    if structure.gathers_parameters:
         raise Unsupported(
             "its parameters are gathered for each pass (FSDP, ZeRO-3) by processes that may have prompts of their own",
             alone,
