@@ -134,22 +134,6 @@ def test_waves_are_planned_from_free_memory(model, widths, monkeypatch, caplog):
     assert caplog.messages == ["8 rows do not fit in memory at once; 3 decode at a time"]
 
 
-def test_a_wave_leaves_no_memory_to_the_next(model, monkeypatch):
-    made, alive = [], []
-    resume = Loop._resume
-
-    def watched(self, wave, forest):
-        alive.extend(cache() is not None for cache in made)
-        cache = resume(self, wave, forest)
-        made.append(ref(cache))
-        return cache
-
-    monkeypatch.setattr(Loop, "_resume", watched)
-    with fd.enabled(model, max_rows=2):
-        model.generate(**ragged_prompts(40, 40, 40, 40, shared=33), do_sample=False, max_new_tokens=3)
-    assert alive == [False]
-
-
 def test_rows_that_outgrow_memory_go_on_in_waves(model, monkeypatch):
     """They are counted again before suffixes grow, and none of their tokens is lost."""
     prompts, call = ragged_prompts(70), SAMPLED | {"num_return_sequences": 4, "max_new_tokens": 24}

@@ -24,7 +24,6 @@ from .by_rows import Rows, prefill_rows
 from .packed import prefill_nodes
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, compare_prompts
 
-
 _ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, LookupError, NameError)
 """Errors of a model's code where there are none, such as of what is left None or unassigned then."""
 
