@@ -5,8 +5,12 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 from .interpreter import make_faster
+
+settings.register_profile("tests", deadline=None)  # of an example, which takes longer where others run beside it
+settings.load_profile("tests")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels' tests run their code on the CPU

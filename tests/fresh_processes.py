@@ -16,11 +16,12 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 _SERVER = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import torch, torch._dynamo
 
 found = {"transformers", "hf_fastdecode"} & set(sys.modules)
 assert not found, found
+gc.freeze()
 for line in sys.stdin:
     asked = json.loads(line)
     child = os.fork()

@@ -198,10 +198,10 @@ def test_table_of_generate():
 
 
 def test_table_of_rows_most_of_which_end_early():
-    rows = [row | {"total_s": "12.5", "tokens_per_s": "2048"} for row in generate_rows("~4")]
+    rows = [row | {"total_s": "12.5", "tokens_per_s": "2048", "ran": "graph"} for row in generate_rows("~4")]
     lines = generate.generate_tables(rows).splitlines()
-    assert lines[0] == "| model | context | n | mean tokens, of at most | way | whole call | tokens/s |"
-    assert "| 12.50 s | 2,048 |" in lines[2]
+    assert lines[0] == "| model | context | n | mean tokens, of at most | way | whole call | tokens/s | what ran |"
+    assert "| 12.50 s | 2,048 | graph |" in lines[2]
     assert "| 4 of " in lines[2]
 
 

@@ -6,6 +6,7 @@ returns what JSON holds.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import traceback
@@ -126,6 +127,7 @@ def run(files: list[str], folders: dict[str, str], out: str, ranks: list[int], b
             sequence.SUFFIX_BLOCK = FEW_TOKENS
         for file in files:
             import_module(f"tests.parallel.{file}")
+        gc.freeze()  # collections that code asks for leave out modules
         _run_all(folders, out, ranks, backend)
 
 

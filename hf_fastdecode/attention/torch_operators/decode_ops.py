@@ -190,9 +190,12 @@ def as_batch(stored: Tensor, nodes: Sequence[Node]) -> Tensor:
     if nodes[-1].span.stop > stored.shape[1]:
         raise ValueError(f"{nodes[-1].span} lies outside its segment of {stored.shape[1]} tokens")
     spacing = nodes[1].span.start - first.start if len(nodes) > 1 else 0
-    return stored[:, first.start :].as_strided(
-        (len(nodes), stored.shape[0], first.length, stored.shape[2]),
-        (spacing * stored.stride(1), *stored.stride()),
+    heads, _, head_dim = stored.shape
+    strides = stored.stride()
+    return stored.as_strided(
+        (len(nodes), heads, first.length, head_dim),
+        (spacing * strides[1], *strides),
+        stored.storage_offset() + first.start * strides[1],
     )
 
 

@@ -36,7 +36,8 @@ _BATCH_STEPS = 4  # steps timed of `generate_batch`
 class GenerateBench:
     """Measures `generate` on one device; with `check`, one of our ways only after its check.
 
-    Each call is timed `repeats` times at most, and not again after `budget_s` seconds.
+    Each call is timed `repeats` times at most, and not again after `budget_s` seconds. If a way's first call takes
+    longer than that, it runs no more often than its times need.
     """
 
     def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):
@@ -95,8 +96,10 @@ class GenerateBench:
                 first_call = wall_seconds(lambda: first.append(call(most)), self.device)
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
-            call(1)
-            if not way.hooks and not way.batch:
+            slow = first_call > self.budget_s
+            if not slow:
+                call(1)
+            if not (slow or way.hooks or way.batch):
                 call(most)  # compilers record in the second call
             prefills, decodes, whole = prefill_and_decode(
                 model, call, most, repeats=self.repeats, budget_s=self.budget_s
@@ -105,7 +108,7 @@ class GenerateBench:
             last = None if way.enable is None else fd.explain(model).last_call
             parts = way.batch or (last is not None and last.rows_at_once > 0)  # of which no call returns its cache
             ran = None if way.enable is None else what_ran(model)
-            memory = {} if parts else self._memory(model, case, way, call, last)
+            memory = {} if parts else self._memory(model, case, way, call, last, slow=slow)
         memory["peak_bytes"] = peak
         drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples
         result = step_columns(decodes, most - 1, drawn) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
@@ -132,9 +135,11 @@ class GenerateBench:
         way: GenerateWay,
         call: Callable[..., Any],
         last: CallReport | None,
+        *,
+        slow: bool,
     ) -> dict[str, Any]:
         """Bytes of the cache that a call returns, or the report of an earlier one has, and tokens embedded, where
-        counting does not change the way."""
+        counting does not change the way; of slow calls of ours by the report alone."""
         counted: list[int] = []
         counts = way.hooks or self.device.type == "cpu"
         decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
@@ -145,17 +150,17 @@ class GenerateBench:
             hook.remove()
         try:
             held = None if last is None else last.nbytes.allocated + last.input_bytes
-            if given_of(case.shape).returns_cache or (last is None and not way.beams):
+            if (given_of(case.shape).returns_cache and not slow) or (last is None and not way.beams):
                 cache = call(case.new_tokens, return_dict=True)[CACHE]
                 held = None if cache is None or isinstance(cache, QuantizedCache) else cache_bytes(cache)
-            else:
+            elif counts and not slow:
                 call(case.new_tokens)
         finally:
             hook.remove()
         return {
             "kv_bytes": held,
             "floor_kv_bytes": floor_kv_bytes(model, case),
-            "embedded_tokens": sum(counted) if counts else None,
+            "embedded_tokens": sum(counted) or None,
         }
 
 

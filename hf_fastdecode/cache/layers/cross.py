@@ -262,8 +262,9 @@ def _attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
     per_kv_head = heads // kv_heads
     packed = query.reshape(inputs, rows // inputs, kv_heads, per_kv_head * queries, head_dim).transpose(1, 2)
     out = F.scaled_dot_product_attention(packed.flatten(2, 3), keys, values, scale=scale)
-    by_head = out.unflatten(2, (rows // inputs, per_kv_head, queries))  # [inputs, kv_heads, ...]
-    return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, values.shape[-1])
+    width = values.shape[-1]
+    by_head = out.reshape(inputs, kv_heads, rows // inputs, per_kv_head, queries, width)
+    return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, width)
 
 
 Attend = Callable[[int, Tensor, Scoring], Tensor]

@@ -167,7 +167,7 @@ def row_passes(
     if layout.states and not images:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
     divides = bool(layout.states) and layout.continues_states and not images and not _has_gaps(rows.attention_mask)
-    room = ImagePasses(model, max_tokens, len(prompts) * width) if images else None
+    room = ImagePasses(model, max_tokens, len(prompts) * width) if images and len(prompts) > 1 else None
     runs, inputs = passes(prompts, width, max_tokens, divides=divides, room=room), cache.inputs
     if rows.inputs_of is not None and inputs is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())

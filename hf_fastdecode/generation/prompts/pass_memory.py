@@ -107,7 +107,7 @@ class _Counted(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_iter(found) if func.overloadpacket not in _EMPTY else ():
+        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in _EMPTY else ():
             storage = one.untyped_storage() if isinstance(one, Tensor) else None
             if storage is not None and storage._cdata not in given | self._known:  # no view
                 self._known.add(storage._cdata)

@@ -120,7 +120,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     """
     model, arguments = call.model, step_arguments(call.arguments)
 
-    with_expanded: list[ref[SharedContextCache]] = []  # those of waves go, with their suffixes, before the call ends
+    with_expanded: list[ref[SharedContextCache]] = []  # the caches of earlier waves go before the next one's are made
 
     def expand(cache: SharedContextCache) -> None:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
@@ -195,8 +195,9 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 yield CallPasses(eager)
     finally:
         again.clear()
-        for cache in filter(None, (known() for known in with_expanded)):
-            cache.state.expanded = None
+        for expanded in with_expanded:
+            if (cache := expanded()) is not None:
+                cache.state.expanded = None
 
 
 def cannot_run(forced: str, reason: str) -> ValueError:

@@ -110,6 +110,21 @@ def test_logits_in_half_precision(monkeypatch):
     assert check_way(find_way("eager-hydragen"), CPU, torch.bfloat16).startswith("wrong: logits err ")
 
 
+def test_slow_calls_run_as_often_as_their_times_need(monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        generate, "caller", lambda *args: lambda count, **more: ran.append(count) or made(count, **more)
+    )
+    model = random_model("tiny", CPU, torch.float32)
+    made = caller(model, CASE, find_way("shared"))
+    slow = GenerateBench(CPU, repeats=1, check=False, budget_s=0.0001)
+    monkeypatch.setattr(slow._model, "of", lambda *args: model)
+    row = slow.measure(CASE, "shared")
+    assert row["status"] == "ok"
+    assert row["kv_bytes"] == row["floor_kv_bytes"] - 4 * PER_TOKEN  # by the report: but for the last tokens
+    assert ran == [8, 1, 8, 1, 1]  # first, to the first token, whole; of one sample
+
+
 def test_the_check_is_of_attention_whoever_draws():
     assert check_way(find_way("eager+sampler=fast"), CPU, torch.float32) is None
 
