@@ -147,7 +147,9 @@ class EncodedInputs:
             raise Unsupported(f"a layer has keys of {count} inputs, and the pass has {stop - first}")
         if len(self.spans) == first:
             self._show(mask, count, tokens)
-        elif mask is not self._shown and (mask is None or self._shown is None or not torch.equal(mask, self._shown)):
+        elif mask is not self._shown and (
+            mask is None or self._shown is None or not torch.equal(mask, self._shown.to(mask.device))
+        ):
             raise Unsupported("its layers see different tokens of the encoder's output")
         parts = (part.transpose(0, 1).flatten(1, 2) for part in (keys, values))
         if self._places is not None:
