@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -51,6 +52,18 @@ def test_tokens_equal_stock(name, small):
             assert torch.equal(seeded(lambda call=call: model.generate(**prompts(), **call)), stock)
             assert fd.explain(model).last_call.path == "shared"
             assert expanded(model) is ("num_beams" not in call)
+
+
+def test_biases_of_the_projection_count(small):
+    """Scores of latents leave out those of keys, which move all of them alike, and scores of expanded nodes do not."""
+    model = model_of("without-query-ranks")
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        projection.bias = nn.Parameter(torch.linspace(-9, 9, projection.out_features))
+    stock = seeded(lambda: model.generate(**prompts(), **SAMPLES))
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**prompts(), **SAMPLES)), stock)
+        assert expanded(model)
 
 
 def test_finished_rows_leave_nodes(small):

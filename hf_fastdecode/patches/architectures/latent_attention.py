@@ -49,12 +49,16 @@ class _OfLatents(SharedKV):
             mean = own.out.transpose(1, 2)
         out = torch.bmm(mean.flatten(0, 1).transpose(0, 1), to_values.mT)
         out = out.transpose(0, 1)
+        moved: Tensor | float = 0.0
         if bias is not None:  # of keys, it moves all scores of a query alike, which changes none of its weights
-            out = out + bias.unflatten(0, (-1, sum(widths)))[:, widths[0] :]
+            of_keys, of_values = bias.unflatten(0, (-1, sum(widths))).split(widths, 1)
+            out = out + of_values
+            if own is not None:  # but those of expanded nodes have it
+                moved = scoring.scale * (plain.float() @ of_keys.float()[..., None])[..., 0]
         out = out.unflatten(0, (rows, queries))
         if nodes is None or own is None:
             return out
-        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), own.lse)).transpose(1, 2)
+        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), own.lse + moved)).transpose(1, 2)
 
 
 def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
