@@ -232,7 +232,7 @@ def test_passes_fit_in_free_memory(monkeypatch):
     monkeypatch.setattr(pass_memory, "usable_memory", lambda device: 1)
     for runs in ([16] * 6, [32] * 3):
         assert compared(model, inputs, "samples")[1] == runs
-        needed = pass_memory._bytes_with_images[model]
+        needed = pass_memory._bytes_with_images[model][model.dtype]
         monkeypatch.setattr(pass_memory, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
     assert report.path == "shared"
 

@@ -5,6 +5,8 @@ One class of each kind; `make test-architectures` compares all of them.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -232,6 +234,16 @@ def test_passes_are_as_long_as_memory_allows(name, monkeypatch):
             assert torch.equal(run(model, SAMPLING, prompts), stock)
         passes = [*before, *([48] * 4 if continues(model) else [96] * 2)]
         assert counted[: len(passes)] == passes
+
+
+def test_memory_of_passes_is_counted_for_each_dtype(monkeypatch):
+    model = copy.deepcopy(tiny_model_of("Qwen3NextForCausalLM"))
+    monkeypatch.setattr(pass_memory, "_COUNTED", 8)
+    monkeypatch.setattr(pass_memory, "_FEW", 8)
+    needed = pass_memory.most_bytes(model, 8)
+    monkeypatch.setattr(pass_memory, "usable_memory", lambda device: 2 * 600 * needed)
+    assert pass_memory.tokens_that_fit(model, 10**6) == 4800
+    assert pass_memory.tokens_that_fit(model.bfloat16(), 10**6) > 4800
 
 
 def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):

@@ -2,8 +2,8 @@
 
 In PyTorch, scans of several tokens keep products of all pairs of a token and an entry of the state: of Nemotron-H in
 transformers 5.17 some 9 MB per token. And some images have many more patches than tokens. What a pass takes is counted
-once per model, over a few tokens or over the first prompt with an image, and compared with free memory before each
-prefill.
+once per model and dtype, over a few tokens or over the first prompt with an image, and compared with free memory
+before each prefill.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_s
 _USED_SHARE = 0.5
 """Share of free memory that these tensors may take: PyTorch's allocator keeps blocks of other sizes for a while."""
 
-_bytes_per_token: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+_bytes_per_token: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
 
-_bytes_with_images: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
+_bytes_with_images: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
 
 
 def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
@@ -44,8 +44,9 @@ def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
     device = input_device(model)
     if tokens <= _FEW or (usable := usable_memory(device)) is None:
         return tokens
-    if (needed := _bytes_per_token.get(model)) is None:
-        needed = _bytes_per_token[model] = most_bytes(model, _COUNTED) / _COUNTED
+    known = _bytes_per_token.setdefault(model, {})
+    if (needed := known.get(model.dtype)) is None:
+        needed = known[model.dtype] = most_bytes(model, _COUNTED) / _COUNTED
     fit = int(_USED_SHARE * usable / max(needed, 1.0))
     return tokens if fit >= tokens else max(1, fit // _COUNTED) * _COUNTED
 
@@ -59,25 +60,26 @@ class ImagePasses:
     """
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, positions: int):
-        self._model, self._max_tokens = model, max_tokens
+        self._max_tokens, self._dtype = max_tokens, model.dtype
+        self._known = _bytes_with_images.setdefault(model, {})
         self._usable = None if positions <= _FEW else usable_memory(input_device(model))
 
     def most(self) -> int:
         """The number, 1 before it is known: a pass has one prompt at least."""
         if self._usable is None:
             return self._max_tokens
-        needed = _bytes_with_images.get(self._model)
+        needed = self._known.get(self._dtype)
         return 1 if needed is None else min(self._max_tokens, int(_USED_SHARE * self._usable / needed))
 
     @contextmanager
     def counting(self, positions: int) -> Iterator[None]:
         """Context of a pass of so many positions."""
-        if self._usable is None or self._model in _bytes_with_images:
+        if self._usable is None or self._dtype in self._known:
             yield
             return
         with _Counted() as counted:
             yield
-        _bytes_with_images[self._model] = max(1.0, counted.most / positions)
+        self._known[self._dtype] = max(1.0, counted.most / positions)
 
 
 @torch.no_grad()
