@@ -9,6 +9,8 @@ from typing import Any
 from weakref import ref
 
 from ..cache.accounting import CacheBytes, within
+from ..cache.layers.attention import SharedContextLayer
+from ..cache.layers.state import StateLayer
 from ..cache.shared import SharedContextCache
 
 
@@ -128,11 +130,7 @@ class CallReport:
     def observe(self, cache: SharedContextCache) -> None:
         """Record the operators and lengths of a forward pass with this cache."""
         if not self.layers or self.suffix_length == 0:
-            ran = {layer.index: layer.ran.items() for layer in cache.attention_layers}
-            self.layers = [
-                "; ".join(f"{phase}: {what}" for phase, what in ran[index]) if index in ran else "stores nothing"
-                for index in range(len(cache.layers))
-            ]
+            self.layers = [_what_ran(layer) for layer in cache.layers]
             self.layer_sizes = [
                 (
                     *(sizes := layer.storage.bytes_per_node_and_suffix_token),
@@ -266,6 +264,16 @@ class Report:
         lines = [f"{self.model}: enabled, {layers}{able}{why}"]
         lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
         return "\n".join(lines)
+
+
+def _what_ran(layer: object) -> str:
+    """What a layer of a cache computed in a call, or what else it stores."""
+    ran: list[str] = []
+    if isinstance(layer, StateLayer):
+        ran.append("a state for each row")
+    if isinstance(layer, SharedContextLayer):
+        ran += (f"{phase}: {what}" for phase, what in layer.ran.items())
+    return "; ".join(ran) or "stores nothing"
 
 
 def _layer_lines(layers: list[str]) -> list[str]:

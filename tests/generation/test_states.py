@@ -160,7 +160,7 @@ def test_a_returned_cache_is_continued_where_completions_or_prompts_end(model):
             assert fd.explain(model).last_call.known_tokens == known
 
 
-def test_prompts_that_a_cache_holds_are_computed_again(model):
+def test_prompts_that_a_cache_holds_are_computed_again(model, caplog):
     """States know no earlier token, after which the last one's logits could be computed."""
     stock = run(model, SAMPLING)
     with fd.enabled(model):
@@ -168,6 +168,11 @@ def test_prompts_that_a_cache_holds_are_computed_again(model):
         assert kept.rows == 3
         assert torch.equal(run(model, SAMPLING, **{CACHE: kept}), stock)
         assert fd.explain(model).last_call.known_tokens == (0, 0, 0)
+        assert "a state for each row" in str(fd.explain(model))
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompt 0 begins with 31 tokens of the given cache, of which 0 are not computed again: states continue where "
+        "a prompt or a completion in the cache ends, by at least 2 new tokens"
+    ]
 
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "JambaForCausalLM"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -26,7 +26,7 @@ from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
 from .image_beginnings import ImageBeginnings
-from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
+from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
 logger = logging.getLogger("hf_fastdecode")
 
@@ -78,7 +78,11 @@ def find_shared(
     options, given, layout = call.options, call.given, call.structure.layout
     base, states, keeps, text = given, bool(layout.states), keeps_prompts(call), images is None
     if options.reuse_prefix and not keeps:
-        why = "prompts of decoders are of one input" if layout.cross else "its layers' scans do not continue states"
+        why = (
+            "the model has an encoder, and its decoder's prompts are of one input"
+            if layout.cross
+            else "its layers' scans do not continue states"
+        )
         call.state.log_once(f"reuse_prefix is not used: {why}")
     if given is not None:
         _check_cache(call, given)
@@ -113,17 +117,20 @@ def find_shared(
         cache, prompts = compared(None)
     if base is not None:
         call.report.known_tokens = prompts.reused_lengths
-    if given is not None:
+    if given is not None and not states:
         _warn_if_short_match(given, prompts)
         lengths = zip(prompts.stored_lengths, prompts.reused_lengths, strict=True)
         again = max(stored - reused for stored, reused in lengths)
-        if again > 1 and not states:
+        if again > 1:
             call.state.log_once(
                 f"the first pass asks for logits of all prompt tokens, so {again} tokens that the given cache holds "
                 "are computed again; pass logits_to_keep=1 for those of the last token alone"
             )
     if states:
+        held = prompts.stored_lengths
         prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
+        if given is not None:
+            _warn_if_states_continue_little(held, prompts.reused_lengths, continues=layout.continues_states)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     if images is not None:
         prompts = images.reusing(prompts if states else prompts.if_it_saves())
@@ -300,6 +307,25 @@ def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
             f"the cache was made with other {other}, of another model or before these changed; make it again with "
             "hf_fastdecode.prefill(model, ...)"
         )
+
+
+def _warn_if_states_continue_little(held: Sequence[int], reused: Sequence[int], *, continues: bool) -> None:
+    """Warn when layers with states compute again most of the tokens of a prompt that the given cache holds."""
+    for index, (length, used) in enumerate(zip(held, reused, strict=True)):
+        if 2 * used < length:
+            why = (
+                f"states continue where a prompt or a completion in the cache ends, by at least {FEWEST} new tokens"
+                if continues
+                else "its layers' scans do not continue states"
+            )
+            logger.warning(
+                "prompt %d begins with %d tokens of the given cache, of which %d are not computed again: %s",
+                index,
+                length,
+                used,
+                why,
+            )
+            return
 
 
 def _warn_if_short_match(given: SharedContextCache, prompts: ComparedPrompts) -> None:
