@@ -342,6 +342,24 @@ def test_prompts_are_kept_whatever_a_models_defaults_are(monkeypatch):
         assert fd.prefill(model, inputs).rows == 1
 
 
+def test_what_a_processor_returns_in_part(model):
+    """Its types of tokens may stand beside text; of images all is needed, as tensors."""
+    inputs = prompts_with_images(model, (9, SMALL, 9))
+    types = {"mm_token_type_ids": (inputs["input_ids"] == model.config.image_token_id).long()}
+    text = {name: value[:, :9] for name, value in (inputs | types).items() if name != "pixel_values"}
+    text = {name: text[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    with fd.enabled(model):
+        assert fd.prefill(model, text).get_seq_length() == 9
+        with pytest.raises(ValueError, match="beside images input_ids must be a tensor, got list; call the processor"):
+            fd.prefill(model, inputs | types | {"input_ids": inputs["input_ids"].tolist()})
+        prompt = {name: inputs[name] for name in ("input_ids", "attention_mask")} | types
+        with pytest.raises(ValueError, match="got 'mm_token_type_ids' too; leave it out, or if the model takes"):
+            fd.prefill(model, prompt)
+        kept = fd.prefill(model, inputs | types)
+        with pytest.raises(ValueError, match="'mm_token_type_ids' says that tokens are of images, and the call has"):
+            run(model, prompt | {CACHE: kept}, "samples")
+
+
 def test_kept_prompts_that_end_in_an_image(model):
     inputs = prompts_with_images(model, (9, SMALL))
     inputs = {name: part[:, :-1] if part.shape == (1, 15) else part for name, part in inputs.items()}

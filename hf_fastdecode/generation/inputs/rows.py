@@ -160,6 +160,11 @@ class InputRows:
                 yield from _each(kind, held.nonzero().flatten(), parts)
         typed = (value[given].cpu() != 0 for value in self._of_tokens.values())
         if any(bool((one.flatten(1).any(1) if one.dim() > 1 else one).logical_and(~stands).any()) for one in typed):
+            if not names:
+                raise Unsupported(
+                    f"{next(iter(self._of_tokens))!r} says that tokens are of images, and the call has none",
+                    "pass all that the processor returns for the whole prompt",
+                )
             raise Unsupported(
                 f"the argument {next(iter(self._of_tokens))!r} says more than which tokens are of images"
             )

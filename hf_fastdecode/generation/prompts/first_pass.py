@@ -235,7 +235,7 @@ class FirstPassPrompts:
             what = "hidden states are asked for" if hidden else "the call's cache would be kept"
             raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
         if by_rows and hidden:
-            raise Unsupported("output_hidden_states is not for prompts that run by rows yet")
+            raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
         of_rows = None if inputs is None else inputs.of_rows
         numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
         known = kept_ids(call, ids) if not text and (call.must_share or call.returns_cache) else ids

@@ -65,10 +65,13 @@ def _prefill_text(
     inner: PreTrainedModel, structure: Structure, options: Options, inputs: Prompts
 ) -> SharedContextCache:
     with structure.ranks.together():
+        if structure.layout.cross:
+            raise ValueError(
+                f"prefill is for models without an encoder, and {type(inner).__name__} has one; call generate, which "
+                "shares each input between its rows"
+            )
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
-            if structure.layout.cross:
-                raise Unsupported("its decoder's prompts need an encoder's output, which generate computes too")
             check_states(structure)
             check_state(structure.walk)
         input_ids, mask = padded_ids(inputs)
@@ -107,6 +110,13 @@ def _prefill_with_images(
     inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
 ) -> SharedContextCache:
     """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
+    for name in ("input_ids", "attention_mask"):
+        value = inputs.get(name)
+        if not isinstance(value, Tensor | None):
+            raise ValueError(
+                f"beside images {name} must be a tensor, got {type(value).__name__}; call the processor with "
+                "return_tensors='pt'"
+            )
     config = GenerationConfig(**_ONE_TOKEN)
     cache, last_call = SharedContextCache(backend=model_state.options.backend), model_state.last_call
     try:

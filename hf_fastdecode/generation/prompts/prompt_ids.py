@@ -47,8 +47,11 @@ def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
             f"input_ids must be a tensor or a list of prompts, got {type(input_ids).__name__}; {_TOKENIZE}"
         )
     for name, value in inputs.items():
-        if name not in ("input_ids", "attention_mask") and not is_nothing(value):
-            raise ValueError(f"prefill takes input_ids and attention_mask, got {name!r} too; leave it out")
+        if name not in ("input_ids", "attention_mask") and not is_nothing(value) and not _is_of_text(name, value):
+            raise ValueError(
+                f"of prompts of text prefill takes input_ids and attention_mask, got {name!r} too; leave it out, or "
+                "if the model takes images, pass all that its processor returns with return_tensors='pt'"
+            )
     if not isinstance(input_ids, Tensor):
         return _padded(input_ids, mask)
     if not isinstance(mask, Tensor | None):
@@ -57,6 +60,11 @@ def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
             "return_tensors='pt'"
         )
     return _checked(input_ids), mask
+
+
+def _is_of_text(name: str, value: object) -> bool:
+    """Whether an argument says of all tokens that they are of text, as processors say it of prompts without images."""
+    return name == "mm_token_type_ids" and isinstance(value, Tensor) and not bool(value.any())
 
 
 def _checked(input_ids: Tensor) -> Tensor:

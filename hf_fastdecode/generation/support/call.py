@@ -71,7 +71,7 @@ def check_call(
     check_states(structure)
     if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
         if structure.layout.cross:
-            raise Unsupported("it has an encoder, whose drafts are not accelerated yet")
+            raise Unsupported("assisted decoding is not accelerated yet for models with an encoder")
         # Of other states than convolutions' transformers refuses it.
         raise Unsupported(
             "transformers' own cache keeps the earlier inputs of convolutions that it takes to remove drafts"
@@ -92,7 +92,9 @@ def check_call(
     if cache is not None and not isinstance(cache, SharedContextCache):
         raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
     if cache is not None and cross:
-        raise Unsupported("a decoder's prompts are of one input of its encoder, so that no call continues them")
+        raise Unsupported(
+            "the cache of a model with an encoder is of the inputs of its call, so that no call continues it"
+        )
     check_arguments(arguments, _KNOWN_ARGUMENTS | ({*prompt_names(model), ENCODER_OUTPUTS} if cross else set()))
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
