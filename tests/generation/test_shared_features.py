@@ -20,7 +20,7 @@ def encode(pixel_values):
 def test_rows_of_several_images_with_padding_are_encoded_as_given():
     """Two rows of two images and of none have as many features as rows."""
     two, none = torch.randn(1, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 2, 3, 4, 4)
-    features = SharedFeatures(SimpleNamespace(base_model=None))  # type: ignore[arg-type]
+    features = SharedFeatures(SimpleNamespace(base_model=None))
     for rows in ([two, none, two], [two, none], [two, two]):
         pixels = torch.cat(rows)
         found = features.encode(encode, "get_image_features", {"pixel_values": pixels})
