@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from itertools import accumulate, groupby
 from typing import Any, TypeGuard
@@ -93,13 +94,17 @@ def _prefill_text(
 def _prefill_with_images(
     inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
 ) -> SharedContextCache:
-    """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
+    """Prefill prompts with images by a call of `generate` for one token, which prepares positions.
+
+    `max_rows` bounds the rows that decode, and is none of this call's.
+    """
     config = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
-    cache, last_call = SharedContextCache(backend=model_state.options.backend), model_state.last_call
+    options, last_call = model_state.options, model_state.last_call
+    cache, model_state.options = SharedContextCache(backend=options.backend), replace(options, max_rows=None)
     try:
         kept = inner.generate(**inputs, **{CACHE: cache}, generation_config=config)[CACHE]
     finally:
-        model_state.last_call = last_call
+        model_state.options, model_state.last_call = options, last_call
     kept.state.max_suffix = None
     kept.fingerprint, kept.protected_segments = Fingerprint(inner), len(kept.segment_tokens)
     return kept
