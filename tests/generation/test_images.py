@@ -313,6 +313,11 @@ def test_turns_about_the_same_images(name):
     assert torch.equal(found, run(model, later, "samples"))
 
 
+def test_max_rows_bounds_no_kept_prompts(model):
+    with fd.enabled(model, max_rows=1):
+        assert fd.prefill(model, prompts_with_images(model, *SEVERAL[:2])).rows == 2
+
+
 def test_kept_images_are_those_of_the_call(model):
     """Prompts with other ones go on where these begin, and those with more behind the kept tokens behind these."""
     inputs = prompts_with_images(model, (9, SMALL, 9))

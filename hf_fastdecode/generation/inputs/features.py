@@ -6,7 +6,7 @@ Those of a pass are kept until the next one, whose prompts often have the same i
 
 Images are told apart by all tensors that the method is given: rows of each, or patches that a grid counts. Where parts
 of an argument, or of the features, are not those of single images (features of several sounds end to end, without a
-grid), the method runs as ever.
+grid; rows of several images of which some are padding, which methods leave out), the method runs as ever.
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ class _Image(NamedTuple):
         """Whether they are equal bit by bit, so that features are."""
         pairs = ((part, other.parts[name]) for name, part in self.parts.items())
         return self.sums == other.sums and all(torch.equal(*pair) for pair in pairs)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether it is a row of several images, ``[1, images, ...]``, of which some are all zeros."""
+        several = [part for part in self.parts.values() if part.dim() > 4 and part.shape[1] > 1]
+        return any(not bool(part.flatten(2).any(-1).all()) for part in several)
 
 
 class _Item(NamedTuple):
@@ -200,6 +206,8 @@ def _parts(value: Any, images: Sequence[_Image], *, of_layers: bool) -> list[Any
         of_layers: Whether a list is one of layers, and not of images.
     """
     if isinstance(value, Tensor) and value.dim():
+        if any(image.has_padding for image in images):
+            return None
         if len(value) == len(images):
             return list(value.split(1))
         patches = [image.patches for image in images if image.patches is not None]
