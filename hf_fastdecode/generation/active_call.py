@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -47,8 +48,14 @@ class ActiveCall:
         self.may_hold, self.inputs = may_hold, None
 
     def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
-        """Take images, videos or audio out of these model arguments, until `give_back`."""
-        if self.inputs is None and (inputs := GivenInputs.among(arguments, encode)) is not None:
+        """Take images, videos or audio out of these model arguments, until `give_back`.
+
+        What a method of the instance prepares is none of them, such as the tasks of PEFT's prompt tuning.
+        """
+        prepare = vars(self.model).get("prepare_inputs_for_generation")
+        taken = () if prepare is None else signature(prepare).parameters
+        others = {name: value for name, value in arguments.items() if name not in taken}
+        if self.inputs is None and (inputs := GivenInputs.among(others, encode)) is not None:
             self.inputs = inputs
             for name in inputs.arguments:
                 del arguments[name]

@@ -223,7 +223,7 @@ class FirstPassPrompts:
             raise Unsupported("without position_ids, models count those behind images by themselves")
         padded = mask is not None and counts and not bool(mask.all())
         apart = padded or places_tokens(model)
-        if inputs is not None:
+        if inputs is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
             require_counted(model, mask, positions)
         hidden = arguments.get("output_hidden_states")
         hidden = model.config.output_hidden_states if hidden is None else hidden

@@ -179,6 +179,37 @@ def test_embedded_prompts(model):
         model.generate(**prompt, **arguments, **{CACHE: fd.prefill(model, PROMPTS)})
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model, monkeypatch, padded):
+    """PEFT's prompt tuning, of several tasks: it passes no positions, and puts the tokens before each step too."""
+    prepare, tasks = model.prepare_inputs_for_generation, torch.arange(2)
+    tokens = torch.randn(2, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def with_virtual_tokens(input_ids, attention_mask=None, task_ids=None, **kwargs):
+        mask = attention_mask  # None if nothing is hidden
+        if mask is not None:
+            mask = torch.cat((torch.ones(len(mask), 4, dtype=torch.long), mask), 1)
+        inputs = prepare(input_ids, attention_mask=mask, **kwargs)
+        inputs.pop("position_ids", None)
+        embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+        virtual = tokens[task_ids].repeat_interleave(len(embedded) // len(task_ids), 0)
+        return inputs | {"inputs_embeds": torch.cat((virtual, embedded), 1)}
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", with_virtual_tokens, raising=False)
+    prompts = PROMPTS if padded else ragged_prompts(60, 60)
+
+    def run():
+        return seeded(lambda: model.generate(**prompts, task_ids=tasks, do_sample=True, top_k=0, max_new_tokens=5))
+
+    def refused(arguments):  # by transformers, which knows of no task_ids
+        return None
+
+    monkeypatch.setattr(model, "_validate_model_kwargs", refused, raising=False)
+    stock = run()
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(run(), stock)
+
+
 def greedy(model, input_ids, **arguments):
     """A loop as users write them, that asks for the logits of all tokens."""
     cache, fed = arguments[CACHE], input_ids
