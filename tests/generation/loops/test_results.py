@@ -179,10 +179,10 @@ def test_embedded_prompts(model):
         model.generate(**prompt, **arguments, **{CACHE: fd.prefill(model, PROMPTS)})
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model, monkeypatch, padded):
-    """PEFT's prompt tuning, of several tasks: it passes no positions, and puts the tokens before each step too."""
-    prepare, tasks = model.prepare_inputs_for_generation, torch.arange(2)
+@pytest.mark.parametrize(("padded", "tasks"), [(True, None), (False, None), (True, torch.arange(2))])
+def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model, monkeypatch, padded, tasks):
+    """PEFT's prompt tuning: it passes no positions, and puts the tokens before each step too."""
+    prepare = model.prepare_inputs_for_generation
     tokens = torch.randn(2, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def with_virtual_tokens(input_ids, attention_mask=None, task_ids=None, **kwargs):
@@ -192,22 +192,21 @@ def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model,
         inputs = prepare(input_ids, attention_mask=mask, **kwargs)
         inputs.pop("position_ids", None)
         embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
-        virtual = tokens[task_ids].repeat_interleave(len(embedded) // len(task_ids), 0)
+        assert (task_ids is None) == (tasks is None)
+        virtual = tokens[:1].expand(len(embedded), -1, -1) if task_ids is None else tokens[task_ids]
         return inputs | {"inputs_embeds": torch.cat((virtual, embedded), 1)}
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", with_virtual_tokens, raising=False)
+    # Without this transformers refuses task_ids, which it does not know.
+    monkeypatch.setattr(model, "_validate_model_kwargs", lambda arguments: None, raising=False)
     prompts = PROMPTS if padded else ragged_prompts(60, 60)
-
-    def run():
-        return seeded(lambda: model.generate(**prompts, task_ids=tasks, do_sample=True, top_k=0, max_new_tokens=5))
-
-    def refused(arguments):  # by transformers, which knows of no task_ids
-        return None
-
-    monkeypatch.setattr(model, "_validate_model_kwargs", refused, raising=False)
-    stock = run()
+    call = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 9}
+    if tasks is not None:
+        call["task_ids"] = tasks
+    stock = seeded(lambda: model.generate(**prompts, **call))
     with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(run(), stock)
+        assert torch.equal(seeded(lambda: model.generate(**prompts, **call)), stock)
+        assert fd.explain(model).last_call.path == ("stock" if padded else "shared")
 
 
 def greedy(model, input_ids, **arguments):
