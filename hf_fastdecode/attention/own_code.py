@@ -61,6 +61,8 @@ class OwnCode:
         most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
         widths: By config and the numbers of a head's key and value, those that stand-ins store.
         repeats_heads: By config, whether it caches a KV head once for each of its query heads.
+        image_mask: Where layers of its own attend to images, and hold their keys and values in their places of the
+            cache, the argument that says which images a token sees.
         not_captured: Why its steps cannot be captured, if they cannot.
         states: Those that it keeps in a cache of its own class or in its modules, if it does.
     """
@@ -78,6 +80,7 @@ class OwnCode:
     most_tokens: Callable[[Any], int | None] = lambda config: None
     widths: Callable[[Any, int, int], tuple[int, int]] = lambda config, key, value: (key, value)
     repeats_heads: Callable[[Any], bool] = lambda config: False
+    image_mask: str | None = None
     not_captured: str | None = None
     states: OwnStates | None = None
 

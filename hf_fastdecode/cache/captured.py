@@ -19,7 +19,7 @@ from ..attention.placeholders import SharedKV
 from ..errors import Unsupported
 from .captured_states import StatesOfACapture
 from .layers.attention import SharedContextLayer, require_dtype
-from .layers.cross import CrossView, EncodedInputs
+from .layers.cross import EncodedInputs
 from .layers.expanded_steps import CapturedExpandedKV, ExpandedTables
 from .layers.of_model import CacheLayer
 from .layers.state import StateLayer
@@ -170,7 +170,7 @@ class CapturedInputs:
             return part.out.to(query.dtype).transpose(1, 2)
 
         self.arguments, self.layers = inputs.placeholders, inputs.layers
-        self.view = CrossView(cache, self, attend)
+        self.view = inputs.view_of(cache, self, attend)
 
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Refuse: a captured step comes after the pass that stored what inputs have."""

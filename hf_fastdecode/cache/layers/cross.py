@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol
@@ -56,7 +57,10 @@ class EncodedInputs:
         segments: By layer and segment, keys and values of the inputs' shown tokens: ``[kv_heads, tokens, head_dim]``
             each.
         spans: For each input that is stored, its tokens.
+        query_heads: Query heads of the layers, where these attend to nothing else.
     """
+
+    query_heads: int | None = None
 
     def __init__(self, arguments: Mapping[str, Any], count: int, tokens: int):
         self._arguments, self.count, self.tokens = arguments, count, tokens
@@ -127,8 +131,8 @@ class EncodedInputs:
 
     def moved(self, begins: Mapping[Begin, Begin]) -> EncodedInputs:
         """The same inputs, for paths that begin where `begins` says, by where they began."""
-        twin = EncodedInputs(self._arguments, self.count, self.tokens)
-        vars(twin).update(vars(self) | {"_latest": None, "_of_pass": None, "_read": {}})
+        twin = copy(self)
+        vars(twin).update({"_latest": None, "_of_pass": None, "_read": {}})
         twin._begins = {new: self._begins[old] for old, new in begins.items() if old in self._begins}
         return twin
 
@@ -189,7 +193,7 @@ class EncodedInputs:
     def _forest(self, begins: Sequence[Begin]) -> Forest:
         return Forest.from_paths([(self.spans[self._begins[begin]],) for begin in begins])
 
-    def view(self, cache: Cache, state: SharedState) -> CrossView:
+    def view(self, cache: Cache, state: SharedState) -> Any:
         """The cache as decoders take it, with these inputs, for a pass that runs eagerly."""
 
         def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
@@ -201,7 +205,14 @@ class EncodedInputs:
             part = nodes_attention(query, forest, self.segments[layer], scoring.scale, **options)
             return part.out.to(query.dtype).transpose(1, 2)
 
-        return CrossView(cache, self, attend)
+        return self.view_of(cache, self, attend)
+
+    def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> Any:
+        """The same, with others' inputs and attention in the place of these."""
+        return CrossView(cache, inputs, attend)
+
+    def see(self, arguments: Mapping[str, Any]) -> None:
+        """Read, of the arguments of a pass, what says which tokens see an input; none does here."""
 
     def _by(self, forest: Forest, layer: int) -> list[_AlikeInputs]:
         """The layer's inputs as rows read them; the same for the same forest, since all steps ask for them."""
@@ -308,7 +319,7 @@ class _CrossLayer(CacheLayerMixin):
 
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         super().__init__()
-        self.keys = self.values = _Stored(inputs, attend, index)
+        self.keys = self.values = StoredKV(inputs, attend, index)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """No-op: there is nothing to allocate."""
@@ -328,7 +339,9 @@ class _CrossLayer(CacheLayerMixin):
         return -1
 
 
-class _Stored(CrossKV):
+class StoredKV(CrossKV):
+    """What stands for a layer's keys, and for its values, of an input that is stored."""
+
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         self.inputs, self._attend, self.index = inputs, attend, index
 
@@ -340,7 +353,7 @@ class _Stored(CrossKV):
 
 
 class _New(CrossKV):
-    def __init__(self, stored: _Stored, keys: Tensor, values: Tensor):
+    def __init__(self, stored: StoredKV, keys: Tensor, values: Tensor):
         self._stored, self._keys, self._values, self.device = stored, keys, values, keys.device
 
     def show(self, mask: Tensor | None) -> None:

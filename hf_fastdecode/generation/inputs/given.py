@@ -84,7 +84,8 @@ class GivenInputs:
         if mode is GenerationMode.ASSISTED_GENERATION:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
         own = own_code_of(type(model))
-        if structure.layout.own or (own is not None and (own.stand_ins or own.states is not None)):
+        attends_itself = own is not None and (own.stand_ins or own.states is not None) and own.image_mask is None
+        if structure.layout.own or attends_itself:
             raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
         if counts_padding(model) or places_tokens(model):
             raise Unsupported(
@@ -103,7 +104,9 @@ class GivenInputs:
         )
         forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
-        known: tuple[str, ...] = _TOKEN_TYPES
+        known: tuple[str | None, ...] = _TOKEN_TYPES
+        if (own := own_code_of(type(model))) is not None:
+            known = (*known, own.image_mask)  # each token behind a prompt sees what its last one does
         if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
             known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's
         for name, value in forwarded.items():

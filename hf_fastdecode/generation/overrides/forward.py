@@ -59,6 +59,7 @@ def _forward_shared(
             given |= {called.positions: next_positions(cache, queries).to(inputs.device)}
             args, kwargs = (), given
     if cache.inputs is not None:  # in the place of as many rows as the decoder has
+        cache.inputs.see(given)
         given |= cache.inputs.arguments
     elif model.config.is_encoder_decoder:
         raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")

@@ -196,11 +196,12 @@ class CapturedStep:
         if cache.inputs is None:
             return None
         found = dict[int, Alike]()
-        for layer in cache.attention_layers:
-            if layer.index in cache.inputs.segments:
-                kv_heads, _, head_dim = cache.inputs.example(layer.index).keys.shape
-                group = layer.store.query_heads // kv_heads if layer.store.query_heads else 1
-                found[layer.index] = Alike(HeadShape(kv_heads, max(1, group), head_dim, False), NO_OWN_NODES)
+        heads = {layer.index: layer.store.query_heads for layer in cache.attention_layers}
+        for layer in cache.inputs.segments:
+            kv_heads, _, head_dim = cache.inputs.example(layer).keys.shape
+            query_heads = cache.inputs.query_heads or heads.get(layer)
+            group = query_heads // kv_heads if query_heads else 1
+            found[layer] = Alike(HeadShape(kv_heads, max(1, group), head_dim, False), NO_OWN_NODES)
         return found
 
     def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:

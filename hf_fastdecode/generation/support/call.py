@@ -29,7 +29,7 @@ _HARMLESS = {
         *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
         *("falcon_mamba", "mamba", "mamba2"),
         *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "molmo2"),
-        "whisper",
+        *("mllama", "whisper"),
     )
 }
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -1,7 +1,7 @@
-"""Mllama, with text alone: cross-attention layers do not run where the cache holds no image.
+"""Mllama: cross-attention layers find images where the cache holds some, and do not run where it holds none.
 
-`MllamaTextModel.forward` looks for images among the keys of all layers. Here they are those of a cache that seems to
-have no layers; calls with images run stock.
+`MllamaTextModel.forward` looks for images among the keys of all layers. With text alone they are those of a cache that
+seems to have no layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from ..._compat import CACHE, cache_in
 from ...attention.own_code import OwnCode
+from ...cache.layers.images import ImageView
 
 
 class _WithoutImages:
@@ -35,6 +36,8 @@ class _WithoutImages:
 def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `MllamaTextModel.forward`, which its callers hand the cache by name."""
     cache = cache_in(kwargs)
+    if isinstance(cache, ImageView):
+        return type(module).forward(module, *args, **kwargs)
     output = type(module).forward(
         module, *args, **kwargs | {CACHE: _WithoutImages(cache, module.cross_attention_layers)}
     )
@@ -42,4 +45,4 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-MLLAMA = OwnCode({"MllamaTextModel": {"forward": forward}})
+MLLAMA = OwnCode({"MllamaTextModel": {"forward": forward}}, image_mask="cross_attention_mask")
