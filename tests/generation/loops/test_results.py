@@ -181,7 +181,7 @@ def test_embedded_prompts(model):
 
 @pytest.mark.parametrize(("padded", "tasks"), [(True, None), (False, None), (True, torch.arange(2))])
 def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model, monkeypatch, padded, tasks):
-    """PEFT's prompt tuning: it passes no positions, and puts the tokens before each step too."""
+    """PEFT's prompt tuning: no positions; with the cache's newer name the tokens come before each step too."""
     prepare = model.prepare_inputs_for_generation
     tokens = torch.randn(2, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
 
@@ -191,8 +191,11 @@ def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model,
             mask = torch.cat((torch.ones(len(mask), 4, dtype=torch.long), mask), 1)
         inputs = prepare(input_ids, attention_mask=mask, **kwargs)
         inputs.pop("position_ids", None)
-        embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
         assert (task_ids is None) == (tasks is None)
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            return inputs
+        embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
         virtual = tokens[:1].expand(len(embedded), -1, -1) if task_ids is None else tokens[task_ids]
         return inputs | {"inputs_embeds": torch.cat((virtual, embedded), 1)}
 
