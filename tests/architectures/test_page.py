@@ -38,7 +38,7 @@ def test_the_page_says_what_the_comparison_finds(name):
     [
         ("DeepseekV32ForCausalLM", "of type indexed_attention need more than keys and values of every token"),
         ("PaliGemmaForConditionalGeneration", "prepare_inputs_for_generation, are not those of the attention mask"),
-        ("GitForCausalLM", "does not say that its attention may be replaced (_supports_attention_backend)"),
+        ("GitForCausalLM", "its steps count the tokens of an image before each prompt"),
         ("CpmAntForCausalLM", "does not use transformers' attention interface"),
         ("OpenAIGPTLMHeadModel", "OpenAIGPTLMHeadModel.forward takes no cache"),
         ("GraniteSpeech5ForCTC", "labels all frames in one pass"),
