@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from statistics import linear_regression, mean
+from statistics import fmean
 
 from ...files import read_rows
 from ...measurement.rows import Measurement
@@ -41,10 +41,16 @@ def fitted(rows: Iterable[Measurement]) -> Cluster:
     memory = _line((_part_bytes(row, gpus=1), _seconds(row)) for row in of("one-gpu"))
     passes = _line((_part_bytes(row, _gpus(row)), _pass_s(row, memory)) for row in of("ring"))
     cluster = Cluster(memory, Link(passes.bytes_per_s, latency_s=0.0))
-    rest = [(_gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s) for row in of("tree")]
-    latency, gather_s = linear_regression(*zip(*rest))
+    latency, gather_s = _weighted_line(
+        (_seconds(row) ** -2, _gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s)
+        for row in of("tree")
+    )
     cluster = replace(cluster, within=Link(passes.bytes_per_s, latency), gather_s=gather_s)
-    reduce_s = mean((_seconds(row) - predict_row(cluster, row).tree_s) / 3 for row in of("three-all-reduces"))
+    reduces = of("three-all-reduces")
+    reduce_s = fmean(
+        [(_seconds(row) - predict_row(cluster, row).tree_s) / 3 for row in reduces],
+        weights=[_seconds(row) ** -2 for row in reduces],
+    )
     return replace(cluster, reduce_s=reduce_s, pass_s=passes.latency_s - latency)
 
 
@@ -54,14 +60,24 @@ def predict_row(cluster: Cluster, row: Measurement) -> Prediction:
 
 
 def _line(points: Iterable[tuple[float, float]]) -> Link:
-    """The line through bytes and seconds as a link; errors are relative, so that all sizes count alike."""
-    weighted = [(seconds**-2, size, seconds) for size, seconds in points]
+    """The line through bytes and seconds as a link."""
+    per_byte, latency_s = _weighted_line((seconds**-2, size, seconds) for size, seconds in points)
+    return Link(1 / per_byte, latency_s)
+
+
+def _weighted_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """Slope and intercept through points of a weight, a place and a height.
+
+    A weight is one over the square of the measured seconds, so that errors are relative and all sizes count alike:
+    a hundredth of a long context's time is more than all that its communication takes.
+    """
+    weighted = list(points)
     total = sum(weight for weight, _, _ in weighted)
-    middle = sum(weight * size for weight, size, _ in weighted) / total
-    height = sum(weight * seconds for weight, _, seconds in weighted) / total
-    rise = sum(weight * (size - middle) * (seconds - height) for weight, size, seconds in weighted)
-    per_byte = rise / sum(weight * (size - middle) ** 2 for weight, size, _ in weighted)
-    return Link(1 / per_byte, height - per_byte * middle)
+    middle = sum(weight * place for weight, place, _ in weighted) / total
+    level = sum(weight * height for weight, _, height in weighted) / total
+    rise = sum(weight * (place - middle) * (height - level) for weight, place, height in weighted)
+    slope = rise / sum(weight * (place - middle) ** 2 for weight, place, _ in weighted)
+    return slope, level - slope * middle
 
 
 def _heads(row: Measurement) -> Heads:

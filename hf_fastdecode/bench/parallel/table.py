@@ -129,7 +129,8 @@ def _us(row: Measurement) -> str:
 def _predicted(us: float, row: Measurement | None) -> str:
     if row is None or row["status"] != "ok":
         return f"{us:.1f}"
-    return f"{us:.1f} ({us / float(row['us_p50']) - 1:+.1%})"
+    off = round(us / float(row["us_p50"]) - 1, 3) + 0.0  # no minus before a zero
+    return f"{us:.1f} ({off:+.1%})"
 
 
 def collectives_table(rows: Sequence[Measurement]) -> str:
