@@ -31,10 +31,11 @@ class CacheBytes(NamedTuple):
     """Bytes of a cache's keys and values over all layers.
 
     Attributes:
-        stored: Every segment, also where rows attend to part of it, and every row's suffix.
+        stored: Every segment, also where rows attend to part of it, every row's suffix, and an encoder's distinct
+            inputs.
         allocated: As `stored`, with preallocated suffix buffers counted in full.
         stock: A stock transformers cache for the same rows, padded to one length; layers with a window keep only
-            the window.
+            the window, and an encoder's inputs are held once per row. Of a slim encoder-decoder, its ordinary form's.
     """
 
     stored: int

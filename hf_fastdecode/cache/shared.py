@@ -181,13 +181,15 @@ class SharedContextCache(PassCache):
             states += layer.row_bytes
             kept += layer.row_bytes * (len(layer.ends) + (0 if layer.states is None else layer.states.rows))
         nodes = self.stored_node_tokens * sum(storage.bytes_per_token for storage in storages) + kept
+        inputs, inputs_per_row = (0, 0) if self.inputs is None else (self.inputs.nbytes, self.inputs.stock_row_bytes)
+        nodes += inputs
         per_token = sum(storage.suffix_bytes_per_token for storage in storages)
         allocated = sum(storage.suffix_bytes for storage in storages)
         own = int(self.state.suffix_shard.counts(self.suffix_lengths).sum())
         return CacheBytes(
             stored=nodes + own * per_token,
             allocated=nodes + allocated,
-            stock=self.rows * states
+            stock=self.rows * (states + inputs_per_row)
             + sum(
                 self.rows
                 * within(self.get_seq_length(), layer.window)
@@ -243,7 +245,7 @@ def _is_count(number: Any) -> bool:
 def cache_bytes(cache: Any) -> int:
     """Bytes allocated for keys, values and states by any transformers cache, an encoder's tokens included."""
     if isinstance(cache, SharedContextCache):
-        return cache.nbytes.allocated + (0 if cache.inputs is None else cache.inputs.nbytes)
+        return cache.nbytes.allocated
     if isinstance(cache, EncoderDecoderCache):
         return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
     parts = (part for layer in cache.layers for part in _parts(layer))

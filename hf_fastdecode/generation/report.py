@@ -85,6 +85,7 @@ class CallReport:
         ranks: Number of processes that made the call together, as by tensor or sequence parallelism.
         inputs: Distinct inputs of the model's encoder, whose keys and values decoders read; 0 without an encoder.
         input_bytes: Bytes of their keys and values in all layers.
+        stock_input_bytes: Bytes of one input's in transformers' cache, which holds them once per row.
         parallel: How several processes computed a shared call; None otherwise.
     """
 
@@ -122,6 +123,7 @@ class CallReport:
     ranks: int = 1
     inputs: int = 0
     input_bytes: int = 0
+    stock_input_bytes: int = 0
     parallel: ParallelReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,6 +155,7 @@ class CallReport:
         self.forest, self.stored_tokens = repr(cache.forest), cache.stored_node_tokens
         if cache.inputs is not None:
             self.inputs, self.input_bytes = cache.inputs.count, cache.inputs.nbytes
+            self.stock_input_bytes = cache.inputs.stock_row_bytes
         if self.ranks > 1:
             divided = cache.state.parallel
             kind, ranks, layers = "tensor", self.ranks, 0
@@ -177,10 +180,10 @@ class CallReport:
         of_suffixes = sum(size for _, size, *_ in self.layer_sizes)
         in_suffixes = self.rows * self.stored_suffix + self.own_tokens
         stored = self.stored_tokens * of_nodes + in_suffixes * of_suffixes
-        stored += (self.rows + self.kept_states) * self.state_bytes
+        stored += (self.rows + self.kept_states) * self.state_bytes + self.input_bytes
         length = self.context_width + self.suffix_length
         stock = self.rows * sum(size * within(length, window) for *_, size, window in self.layer_sizes)
-        stock += self.rows * self.state_bytes
+        stock += self.rows * (self.state_bytes + self.stock_input_bytes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
     def lines(self) -> list[str]:
@@ -195,8 +198,8 @@ class CallReport:
                 *self._prefill(),
                 *self._given(),
                 f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
+                *([f"  of these, for encoder inputs ({self.inputs}): {self.input_bytes:,}"] if self.inputs else []),
                 *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
-                *([f"  encoder inputs: {self.inputs}, KV bytes: {self.input_bytes:,}"] if self.inputs else []),
                 f"  steps: {self.mode} ({self.mode_reason})",
                 *([f"  {self.parallel}"] if self.parallel else []),
                 *([f"  as kernels: {self.fused}"] if self.fused else []),

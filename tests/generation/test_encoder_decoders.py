@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.inputs.encoded import encode_distinct
 from hf_fastdecode.generation.overrides import generate
 from hf_fastdecode.generation.steps.runners import EagerSteps
@@ -102,6 +103,24 @@ def test_keys_and_values_are_those_of_distinct_inputs(model):
     assert torch.equal(output.sequences, stock.sequences)
     for shared, plain in zip(output.scores, stock.scores, strict=True):
         torch.testing.assert_close(shared, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [3 * WIDTH, 2 * WIDTH], ids=["at-once", "in-groups"])
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_bytes_of_inputs_count_on_both_sides(each, arguments, most):
+    """Stock's cache holds them once per row, with padding."""
+    arguments = arguments | {"return_dict_in_generate": True}
+    stock = cache_bytes(run(each, arguments)[CACHE])
+    with fd.enabled(each, min_saved_tokens=1, max_prefill_tokens=most):
+        cache = run(each, arguments)[CACHE]
+        report = fd.explain(each)
+    call, shown = report.last_call, int(INPUTS["attention_mask"].sum())
+    per_token = report.layer_count * sum(part.nbytes for part in cache.inputs.example(0)) // shown
+    assert call.input_bytes == cache.inputs.nbytes == shown * per_token
+    assert call.stock_input_bytes == WIDTH * per_token
+    assert call.nbytes.stock == cache.nbytes.stock == stock
+    assert call.nbytes.stored == cache.nbytes.stored == (shown + 3 + cache.rows * (NEW - 1)) * per_token
+    assert f"KV bytes: {call.nbytes.stored:,} (stock: {stock:,})" in str(report)
 
 
 @pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])

@@ -149,7 +149,7 @@ class GenerateBench:
         if not counts:
             hook.remove()
         try:
-            held = None if last is None else last.nbytes.allocated + last.input_bytes
+            held = None if last is None else last.nbytes.allocated
             if (given_of(case.shape).returns_cache and not slow) or (last is None and not way.beams):
                 cache = call(case.new_tokens, return_dict=True)[CACHE]
                 held = None if cache is None or isinstance(cache, QuantizedCache) else cache_bytes(cache)

@@ -236,6 +236,12 @@ class EncodedInputs:
         """Bytes of keys and values."""
         return sum(part.nbytes for of_layer in self.segments.values() for one in of_layer.values() for part in one)
 
+    @property
+    def stock_row_bytes(self) -> int:
+        """Bytes of a row's keys and values in transformers' caches, in all layers, padding included."""
+        parts = (part for layer in self.segments for part in self.example(layer))
+        return self.tokens * sum(part.nbytes // part.shape[1] for part in parts)
+
 
 @dataclass(frozen=True)
 class StoredInputs:
