@@ -126,9 +126,9 @@ def caller(
         extra["stopping_criteria"] = StoppingCriteriaList(criteria)
 
     def call(new_tokens: int, return_dict: bool = False) -> Any:
-        drawing = given.drawing(way.call_arguments(case.samples // case.prompts))
+        drawing = given.drawing(way.call_arguments(case.samples // case.prompts), new_tokens)
         arguments = {"return_dict_in_generate": return_dict, **drawing, **extra}
-        output = model.generate(**inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **arguments)
+        output = model.generate(**inputs, **arguments)
         return output.sequences if arguments["return_dict_in_generate"] and not return_dict else output
 
     return call

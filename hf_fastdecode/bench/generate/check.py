@@ -109,10 +109,8 @@ def _logits(model: PreTrainedModel, case: GenerateCase, sequences: Tensor) -> Te
 
 def _generate(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any], **more: Any) -> Tensor:
     given = given_of(case.shape)
-    inputs, tokens = given.arguments(model, case), case.new_tokens
+    inputs, drawing = given.arguments(model, case), given.drawing(arguments, case.new_tokens)
     with seeded(model.device):
-        output: Any = model.generate(
-            **inputs, max_new_tokens=tokens, min_new_tokens=tokens, **given.drawing(arguments), **more
-        )
+        output: Any = model.generate(**inputs, **drawing, **more)
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ....errors import InputError
 from ..cases import GenerateCase
-from .given import FIRST_ID, followed, for_rows, refuse_trees
+from .given import FIRST_ID, followed, for_rows, of_length, refuse_trees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,9 +38,9 @@ class EncodedText:
         ids = ids.to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def drawing(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """As they are."""
-        return arguments
+    def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+        """As they are, with the number of new tokens."""
+        return of_length(arguments, new_tokens)
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
         """As `Given.logits`."""
@@ -85,9 +85,14 @@ class Recording:
         """Features ``[1, bins, frames]``, of which the encoder makes a token of two, language and task."""
         return {**self._features(model), "language": "en", "task": "transcribe"}
 
-    def drawing(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Of a beam search the best transcript: Whisper's `generate` searches again for each that it returns."""
-        return arguments | ({"num_return_sequences": 1} if "num_beams" in arguments else {})
+    def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+        """Of a beam search the best transcript: Whisper's `generate` searches again for each that it returns.
+
+        Numbers of new tokens would be warned of in each call, beside the lengths that Whisper's `generate` fills in
+        when there are none. It adds the beginning to the longest itself.
+        """
+        lengths = {"max_length": new_tokens, "min_length": _BEGIN + new_tokens}
+        return arguments | lengths | ({"num_return_sequences": 1} if "num_beams" in arguments else {})
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
         """As `Given.logits`."""

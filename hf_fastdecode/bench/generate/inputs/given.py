@@ -39,8 +39,13 @@ class Given(Protocol):
     def arguments(self, model: PreTrainedModel, case: GenerateCase) -> dict[str, Any]:
         """Arguments of `generate`, tensors with one row per prompt."""
 
-    def drawing(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments that say how tokens are drawn and for how many samples, as this model's `generate` takes them."""
+    def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+        """Arguments that say how tokens are drawn, so many for each sample, as this model's `generate` takes them.
+
+        Args:
+            arguments: How tokens are drawn, and for how many samples.
+            new_tokens: Tokens of each sample, no fewer and no more.
+        """
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
         """The logits that each drawn token was chosen by, of one pass without a cache.
@@ -81,9 +86,9 @@ class TokenIds:
         ids = ids.to(model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def drawing(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """As they are."""
-        return arguments
+    def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+        """As they are, with the number of new tokens."""
+        return of_length(arguments, new_tokens)
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
         """As `Given.logits`."""
@@ -96,6 +101,11 @@ def refuse_trees(case: GenerateCase) -> None:
     """Raise an InputError for a tree of prompts, which shapes with an input of another kind do not have."""
     if case.tree is not None:
         raise InputError(f"`tree` is of token ids alone, {case.shape} is given more; name a `point`")
+
+
+def of_length(arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+    """Arguments of `generate`, with those by which each sample draws so many tokens."""
+    return arguments | {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
 
 
 def followed(prompt: Tensor, drawn: Tensor) -> Tensor:

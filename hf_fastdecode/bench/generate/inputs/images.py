@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ....errors import InputError
 from ..cases import GenerateCase
-from .given import FIRST_ID, followed, for_rows, refuse_trees
+from .given import FIRST_ID, followed, for_rows, of_length, refuse_trees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,9 +69,9 @@ class OneImage:
             "image_grid_thw": torch.tensor([[1, self.side, self.side]], device=model.device),
         }
 
-    def drawing(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """As they are."""
-        return arguments
+    def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
+        """As they are, with the number of new tokens."""
+        return of_length(arguments, new_tokens)
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
         """As `Given.logits`."""
