@@ -12,15 +12,15 @@ from torch import Tensor
 from ..attention.active_passes import require_active
 from ..attention.forest import Forest
 from ..errors import Unsupported
-from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer
 from .layers.of_model import layers_of
 from .layers.state import StateLayer, end_of
 from .layout.model import ModelLayout
 from .layout.stores import Store
+from .rows import RowCache
 
 
-class PassCache(ForestCache):
+class PassCache(RowCache):
     """Base of `SharedContextCache` with what forward passes, eager or captured, call before, within and after them.
 
     Attributes:
