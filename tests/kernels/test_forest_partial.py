@@ -234,6 +234,10 @@ def test_arguments_are_checked():
         decode(query, kv, config=CONFIG, divided=True, window=5)
     with pytest.raises(ValueError, match="a window of 5 tokens cannot count the keys behind `other`"):
         decode(query, kv, config=CONFIG, other=partial, window=5)
+    biases = torch.zeros(query.shape[1], 4, device=DEVICE)
+    for options in ({"divided": True}, {"other": partial}, {"softcap": 5.0}):
+        with pytest.raises(ValueError, match="biases by distance need whole suffixes, all keys here, no soft cap"):
+            decode(query, kv, config=CONFIG, biases=biases, **options)
     with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):
         forest_partial(query, *[None] * 4, kv_heads=3, scale=1.0)
     with pytest.raises(ValueError, match=r"query must be .* contiguous in the last dimension"):

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from ..ahead import launch
 from ..failures import Kernel, launching
-from .arguments import check_numbers, check_query, check_schedule, check_table, check_tokens
+from .arguments import (
+    check_combination,
+    check_numbers,
+    check_optional_tables,
+    check_query,
+    check_schedule,
+    check_step_tables,
+    check_table,
+    check_tokens,
+    other_dtype,
+)
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
 from .limits import shared_memory
 from .merge import merge_rows
@@ -103,28 +113,10 @@ def forest_decode(
     rows, heads, queries, head_dim = *query.shape[:3], new_keys.shape[3]
     rest = query.shape[3] - head_dim
     shape = (rows, heads, queries, head_dim)
-    check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
-    check_table("suffix", suffix, (4,), torch.int64)
-    check_table("slots", slots, (rows,), torch.int32)
     divided = lengths.dim() > 1
-    check_table("lengths", lengths, (3, rows) if divided else (rows,), torch.int32)
-    if sinks is not None:
-        check_table("sinks", sinks, (heads,), torch.float32)
-    if origins is not None:
-        check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
-    if biases is not None:
-        check_table("biases", biases, (heads, *biases.shape[1:2]), torch.float32)
-        if divided or other is not None or soft_cap is not None or not biases.shape[1]:
-            raise ValueError(
-                "biases by distance need whole suffixes, all keys here, no soft cap and at least one bias"
-            )
-    if divided and window is not None:
-        raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
-    if other is not None:
-        if window is not None:
-            raise ValueError(f"a window of {window} tokens cannot count the keys behind `other`; give it no window")
-        check_table("other[0]", other[0], shape, torch.float32)
-        check_table("other[1]", other[1], (rows, heads, queries), torch.float32)
+    check_step_tables(rows, nodes, suffix, slots, lengths)
+    check_optional_tables(shape, sinks, biases, origins, other)
+    check_combination(divided=divided, soft_cap=soft_cap, window=window, biases=biases, other=other)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
     kv_heads = new_keys.shape[1]
@@ -268,7 +260,7 @@ def forest_partial(
     check_numbers(scale, soft_cap, None)
     dtype = torch.float32
     if other is not None:
-        dtype = _checked_other(other, query, (rows, heads, queries, head_dim))
+        dtype = other_dtype(other, query.dtype, (rows, heads, queries, head_dim))
     out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
     if not schedule.piece_count or not rows:
@@ -279,15 +271,6 @@ def forest_partial(
         options = _options(query, schedule, config, kv_heads, head_dim, lse=True) | {"DIVIDED": False}
         _merge(slots, schedule, workspace, other, (out, lse), options, other=other is not None)
     return out, lse
-
-
-def _checked_other(other: tuple[Tensor, Tensor], query: Tensor, shape: tuple[int, ...]) -> torch.dtype:
-    """The dtype of a partial of further keys, whose shapes are checked."""
-    out, lse = other
-    dtype = query.dtype if out.dtype == query.dtype else torch.float32
-    check_table("other[0]", out, shape, dtype)
-    check_table("other[1]", lse, shape[:-1], torch.float32)
-    return dtype
 
 
 def _options(

@@ -1,6 +1,7 @@
-"""Argument checks of `forest_decode`, which raise ValueError against out-of-bounds accesses and division by zero.
+"""Argument checks of `forest_decode` and `forest_partial`.
 
-Addresses and the contents of device tensors are not checked.
+They raise ValueError against out-of-bounds accesses and division by zero. Addresses and the contents of device tensors
+are not checked.
 """
 
 from __future__ import annotations
@@ -42,6 +43,60 @@ def check_table(name: str, table: Tensor, shape: tuple[int, ...], dtype: torch.d
     """Check shape, dtype and contiguity of a table."""
     if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
         raise ValueError(f"{name} must be {_in_words(shape, dtype)}, got {_found(table)}")
+
+
+def check_step_tables(rows: int, nodes: Tensor, suffix: Tensor, slots: Tensor, lengths: Tensor) -> None:
+    """Check the tables of nodes and suffixes, which every step has."""
+    check_table("nodes", nodes, (3, *nodes.shape[1:2]), torch.int64)
+    check_table("suffix", suffix, (4,), torch.int64)
+    check_table("slots", slots, (rows,), torch.int32)
+    check_table("lengths", lengths, (3, rows) if lengths.dim() > 1 else (rows,), torch.int32)
+
+
+def check_optional_tables(
+    shape: tuple[int, ...],
+    sinks: Tensor | None,
+    biases: Tensor | None,
+    origins: Tensor | None,
+    other: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Check the tables that a step may have, whose result is of this shape, and a partial of further keys."""
+    rows, heads, _, _ = shape
+    if sinks is not None:
+        check_table("sinks", sinks, (heads,), torch.float32)
+    if origins is not None:
+        check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
+    if biases is not None:
+        check_table("biases", biases, (heads, *biases.shape[1:2]), torch.float32)
+    if other is not None:
+        check_table("other[0]", other[0], shape, torch.float32)
+        check_table("other[1]", other[1], shape[:-1], torch.float32)
+
+
+def check_combination(
+    *,
+    divided: bool,
+    soft_cap: float | None,
+    window: int | None,
+    biases: Tensor | None,
+    other: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Check that a step has nothing that counts distances where keys are elsewhere, or biases beside a soft cap."""
+    if biases is not None and (divided or other is not None or soft_cap is not None or not biases.shape[1]):
+        raise ValueError("biases by distance need whole suffixes, all keys here, no soft cap and at least one bias")
+    if window is not None and divided:
+        raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
+    if window is not None and other is not None:
+        raise ValueError(f"a window of {window} tokens cannot count the keys behind `other`; give it no window")
+
+
+def other_dtype(other: tuple[Tensor, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.dtype:
+    """The dtype of a partial of further keys, fp32 or that of the query, whose shapes are checked."""
+    out, lse = other
+    found = dtype if out.dtype == dtype else torch.float32
+    check_table("other[0]", out, shape, found)
+    check_table("other[1]", lse, shape[:-1], torch.float32)
+    return found
 
 
 def check_schedule(schedule: Schedule, config: Config, rows: int) -> None:
