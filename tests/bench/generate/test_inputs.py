@@ -11,12 +11,12 @@ from hf_fastdecode.bench.generate.calls import caller, load
 from hf_fastdecode.bench.generate.cases import GenerateCase, PromptTree
 from hf_fastdecode.bench.generate.check import check_way, logits_error, small_case
 from hf_fastdecode.bench.generate.inputs.shapes import INPUT_SHAPES, given_of
-from hf_fastdecode.bench.generate.measure import GenerateBench
 from hf_fastdecode.bench.generate.ways import find_way, using
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.errors import InputError
 
-CPU = torch.device("cpu")
+from .tiny_case import CPU
+
 SAMPLES, NEW = 5, 9
 CASES = {
     shape: GenerateCase(shape, one.context, SAMPLES, NEW, "float32")
@@ -26,11 +26,6 @@ CASES = {
 OF_DECODERS = {"tiny-whisper": 4, "tiny-t5": 1, "tiny-qwen3-vl": 120}
 """Tokens of prompts."""
 PER_TOKEN = 2 * 2 * 128 * 4  # of encoder-decoders: K and V, layers, width, bytes
-
-
-@pytest.fixture(scope="module")
-def bench():
-    return GenerateBench(CPU, repeats=1)
 
 
 @pytest.fixture(scope="module")
