@@ -29,14 +29,15 @@ app = typer.Typer(
     context_settings=HELP_NAMES,
 )
 
-app.add_typer(bench, name="bench")
-app.add_typer(evaluations, name="eval")
+# In the order of the help.
+app.command()(demo)
+app.command()(generate)
 app.command("inspect", cls=ManyValues)(inspect)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 app.command("serve", context_settings=PASS_ON)(serve)
-app.command()(demo)
-app.command()(generate)
+app.add_typer(bench, name="bench")
+app.add_typer(evaluations, name="eval")
 
 
 def _show_version(asked: bool) -> None:

@@ -114,9 +114,12 @@ def convert_checkpoint(
 
         hf-fastdecode convert-checkpoint embedded --dtype bfloat16 --dry-run
         hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-slim --verify
-        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-mine --calibration mine.txt --tolerance 1
-        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-int8 --cache-dtype int8
-        hf-fastdecode convert-checkpoint whisper whisper-slim --calibration said.safetensors --transcript said.txt
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-mine \\
+            --calibration mine.txt --tolerance 1
+        hf-fastdecode convert-checkpoint lmsys/vicuna-7b-v1.5 vicuna-int8 \\
+            --cache-dtype int8
+        hf-fastdecode convert-checkpoint whisper whisper-slim \\
+            --calibration said.safetensors --transcript said.txt
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
     check_dtype(dtype)

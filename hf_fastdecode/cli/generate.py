@@ -78,8 +78,10 @@ def generate(
     Examples:
 
         hf-fastdecode generate --task-id 127 --shots 10 --n 16 --explain
-        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json > all.jsonl
-        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 --dtype bfloat16 --mode compile
+        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json \\
+            > all.jsonl
+        hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 \\
+            --dtype bfloat16 --mode compile
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
     """
     sampling = drawing.sampling()

@@ -65,8 +65,8 @@ Checkpoints = Annotated[list[str] | None, typer.Option(help="A checkpoint's fold
 Trees = Annotated[
     list[str] | None,
     typer.Option(
-        help="SHARED+PROBLEMSxOWNxSAMPLES, repeatable: tokens that all share, then problems with tokens of their own "
-        "and samples of each, such as 2400+8x512x128.",
+        help="Such as 2400+8x512x128, repeatable: tokens that all share, then how many problems, the tokens of each "
+        "one's own, and its samples.",
         show_default="none",
     ),
 ]

@@ -47,8 +47,10 @@ def lm_eval(context: typer.Context) -> None:
 
     Examples:
 
-        hf-fastdecode lm-eval --model_args pretrained=MODEL --tasks gsm8k --batch_size 16
-        hf-fastdecode lm-eval --tasks TASK --include_path FOLDER --batch_size 16 --log_samples --output_path results
+        hf-fastdecode lm-eval --model_args pretrained=MODEL --tasks gsm8k \\
+            --batch_size 16
+        hf-fastdecode lm-eval --tasks TASK --include_path FOLDER --batch_size 16 \\
+            --log_samples --output_path results
         hf-fastdecode lm-eval ls tasks
     """
     check_installed()

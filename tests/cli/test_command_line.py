@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise, takewhile
 
 import pytest
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_fastdecode
@@ -37,6 +39,28 @@ def test_help_teaches(command):
     assert "Examples" in result.stdout
     assert f"hf-fastdecode {command}" in result.stdout
     assert "default" in result.stdout
+
+
+def commands(group=None, words=()):
+    """The words of every command, groups included."""
+    group = get_command(app) if group is None else group
+    yield words
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*words, name))
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_help_fits_in_80_columns(words, monkeypatch):
+    """No word is cut, and an example that takes several lines can be pasted."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(*words, "--help").stdout
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    examples = takewhile(lambda line: line[:2] in ("", "  "), shown.partition("Examples:")[2].splitlines())
+    lines = [line.strip() for line in examples if line.strip()]
+    assert len(lines) >= shown.count("Examples:")
+    for before, line in pairwise(["", *lines]):
+        assert line.split()[0] in ("hf-fastdecode", "torchrun", "accelerate", "cat") or before.endswith("\\"), line
 
 
 def test_version():

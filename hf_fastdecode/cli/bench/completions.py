@@ -57,9 +57,12 @@ def completions(
     Examples:
 
         hf-fastdecode bench completions
-        hf-fastdecode bench completions --shape 8b-gqa --point 512x4 --marks 64,2048,8192,32768 --way compile --plot
-        hf-fastdecode bench completions --shape 7b-mha --point 2048x16 --marks 2048,6144 --way compile
-        hf-fastdecode bench completions --shape 7b-mha --tree 64+8x32768x1 --marks 32,96 --way graph --way slim-k
+        hf-fastdecode bench completions --shape 8b-gqa --point 512x4 \\
+            --marks 64,2048,8192,32768 --way compile --plot
+        hf-fastdecode bench completions --shape 7b-mha --point 2048x16 \\
+            --marks 2048,6144 --way compile
+        hf-fastdecode bench completions --shape 7b-mha --tree 64+8x32768x1 \\
+            --marks 32,96 --way graph --way slim-k
 
     The last one has eight prompts that have 64 tokens in common, with one sample of each.
     """

@@ -54,7 +54,8 @@ def first_calls(
     Examples:
 
         hf-fastdecode bench first-calls
-        hf-fastdecode bench first-calls --shape 7b-mha --point 2048x16 --way shared --caches cold
+        hf-fastdecode bench first-calls --shape 7b-mha --point 2048x16 \\
+            --way shared --caches cold
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
     check_ways(ways, [name for name in WAYS if name not in _LEFT_OUT])

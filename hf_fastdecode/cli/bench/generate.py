@@ -101,14 +101,21 @@ def generate(
     Examples:
 
         hf-fastdecode bench generate
-        hf-fastdecode bench generate --shape 7b-mha --point 2048x16 --point 8192x128 --plot
-        hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf --point 8192x32 --way stock --way compile
-        hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 --new-tokens 256 --finish 16 --way shared
-        hf-fastdecode bench generate --shape 8b-gqa --point 1024x1024 --new-tokens 768 --finish-mean 100 \
-            --way graph --way graph+max_rows=256
-        hf-fastdecode bench generate --shape whisper-large-v3 --point 1500x16 --way stock --way shared
-        hf-fastdecode bench generate --shape qwen3-vl-2b --point 1126x32 --way stock --way shared
-        hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 --way graph --way graph+min_shared_tokens=801
+        hf-fastdecode bench generate --shape 7b-mha --point 2048x16 \\
+            --point 8192x128 --plot
+        hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf \\
+            --point 8192x32 --way stock --way compile
+        hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 \\
+            --new-tokens 256 --finish 16 --way shared
+        hf-fastdecode bench generate --shape 8b-gqa --point 1024x1024 \\
+            --new-tokens 768 --finish-mean 100 --way graph \\
+            --way graph+max_rows=256
+        hf-fastdecode bench generate --shape whisper-large-v3 --point 1500x16 \\
+            --way stock --way shared
+        hf-fastdecode bench generate --shape qwen3-vl-2b --point 1126x32 \\
+            --way stock --way shared
+        hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 \\
+            --way graph --way graph+min_shared_tokens=801
 
     The one with `--finish-mean` compares rows that all begin at once with rows that wait for places of finished ones;
     the last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.

@@ -85,7 +85,8 @@ def ops(
 
         hf-fastdecode bench ops
         hf-fastdecode bench ops --set h200 --plot --out runs/ops-h200.csv
-        hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours --way recipe
+        hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours \\
+            --way recipe
         hf-fastdecode bench ops --set two-level --set ragged --list
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
@@ -189,7 +190,8 @@ def slim(
     Examples:
 
         hf-fastdecode bench slim
-        hf-fastdecode bench slim --only n1- --way slim-k --config tile=32,stages=4 --config clusters=8
+        hf-fastdecode bench slim --only n1- --way slim-k --config tile=32,stages=4 \\
+            --config clusters=8
     """
     ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
     ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]

@@ -113,11 +113,14 @@ def parallel(
 
         torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps --point 262144x1 --way sequence
+        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps \\
+            --point 262144x1 --way sequence
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps --point 65536x1 --fill prefill
+        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps \\
+            --point 65536x1 --fill prefill
 
-        torchrun --nproc-per-node 4 -m hf_fastdecode bench parallel --kind attention --shape 7b-mha --point 196608x16
+        torchrun --nproc-per-node 4 -m hf_fastdecode bench parallel \\
+            --kind attention --shape 7b-mha --point 196608x16
 
         hf-fastdecode bench parallel --simulate --infiniband 100,5
     """

@@ -46,7 +46,8 @@ def profile(
     Examples:
 
         hf-fastdecode bench profile --shape 7b-mha --point 2048x1 --point 8192x128
-        hf-fastdecode bench profile --shape 7b-mha --tree 1+16x511x8 --way stock --way shared
+        hf-fastdecode bench profile --shape 7b-mha --tree 1+16x511x8 --way stock \\
+            --way shared
     """
     ways = list(dict.fromkeys(way or ("shared",)))
     check_ways(ways, [name for name in WAYS if name != "generate_batch"])

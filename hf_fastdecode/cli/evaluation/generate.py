@@ -86,7 +86,8 @@ def generate(
 
         hf-fastdecode eval generate --limit 20 --n 8
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
-        accelerate launch -m hf_fastdecode eval generate --model MODEL --task humaneval
+        accelerate launch -m hf_fastdecode eval generate --model MODEL \\
+            --task humaneval
     """
     part = launched_shard(model.device) if shard is None else Shard.parse(shard)
     folder = run_folder(out, tasks.task, model.model)

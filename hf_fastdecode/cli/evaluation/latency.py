@@ -42,7 +42,8 @@ def latency(
     Examples:
 
         hf-fastdecode eval latency --n 1,8,32
-        hf-fastdecode eval latency --model shape:7b-mha --task mbpp --n 1,16,256 --mode graph,compile --out runs/7b
+        hf-fastdecode eval latency --model shape:7b-mha --task mbpp --n 1,16,256 \\
+            --mode graph,compile --out runs/7b
     """
     modes = split_values(mode)
     for one in modes:

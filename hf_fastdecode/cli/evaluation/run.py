@@ -50,7 +50,8 @@ def run(
 
         hf-fastdecode eval run
         hf-fastdecode eval run --limit 20 --n 1,8 --latency 1
-        hf-fastdecode eval run --model MODEL --task mbpp --n 1,4,16,64 --out runs/mbpp
+        hf-fastdecode eval run --model MODEL --task mbpp --n 1,4,16,64 \\
+            --out runs/mbpp
     """
     reporting.check()
     options = Options(tasks, model, prompts, draw, decoding)
@@ -89,7 +90,10 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
     reporting: ReportOptions,
     n: Annotated[
-        str | None, typer.Option(help="Numbers of samples to show.", show_default="powers of two, and those timed")
+        str | None,
+        typer.Option(
+            help="Numbers of samples to show, commas between.", show_default="powers of two, and those timed"
+        ),
     ] = None,
     rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Rank samples by their log-probabilities.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of Monte Carlo estimates.", min=0)] = 0,

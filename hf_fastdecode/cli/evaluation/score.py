@@ -55,7 +55,8 @@ def score(
     Examples:
 
         hf-fastdecode eval score runs/mbpp
-        hf-fastdecode eval score samples.jsonl --task mbpp --data mbpp.jsonl --out results.jsonl
+        hf-fastdecode eval score samples.jsonl --task mbpp --data mbpp.jsonl \\
+            --out results.jsonl
         hf-fastdecode eval score generations.json --task mbpp --split test
     """
     most = None if n is None else parse_counts("n", n)[-1]

@@ -33,6 +33,8 @@ def export(
 ) -> None:
     """Write samples in the form of another tool: human-eval, mxeval, EvalPlus or bigcode-evaluation-harness.
 
+    `human-eval` and `mxeval` hold completions, `evalplus` and `bigcode` whole programs, `own` log-probabilities too.
+
     Examples:
 
         hf-fastdecode eval export runs/mbpp --form evalplus --out samples.jsonl

@@ -87,8 +87,10 @@ def hier(
     Examples:
 
         hf-fastdecode eval workloads hier
-        hf-fastdecode eval workloads hier --task mbpp --data mbpp.jsonl --points 8x16,16x32 --new-tokens 64
-        hf-fastdecode eval workloads hier --model shape:7b-mha --points 8x64,8x128 --new-tokens 128
+        hf-fastdecode eval workloads hier --task mbpp --data mbpp.jsonl \\
+            --points 8x16,16x32 --new-tokens 64
+        hf-fastdecode eval workloads hier --model shape:7b-mha --points 8x64,8x128 \\
+            --new-tokens 128
     """
     wanted = parse_points(points)
     chosen = check_choice("level", level or LEVELS, LEVELS)
@@ -159,8 +161,10 @@ def longqa(
     Examples:
 
         hf-fastdecode eval workloads longqa
-        hf-fastdecode eval workloads longqa --model MODEL --document book.txt --tokens 20000 --questions 1,16,256
-        hf-fastdecode eval workloads longqa --model shape:8b-gqa --tokens 20000 --questions 64,512 --new-tokens 64
+        hf-fastdecode eval workloads longqa --model MODEL --document book.txt \\
+            --tokens 20000 --questions 1,16,256
+        hf-fastdecode eval workloads longqa --model shape:8b-gqa --tokens 20000 \\
+            --questions 64,512 --new-tokens 64
     """
     wanted = parse_counts("questions", questions)
     chosen = check_choice("way", way or WAYS, WAYS)

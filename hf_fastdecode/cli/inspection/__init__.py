@@ -72,7 +72,8 @@ def inspect(
 
         hf-fastdecode inspect embedded
         hf-fastdecode inspect meta-llama/Llama-3.1-8B --context 2048 8192 --n 16 128
-        hf-fastdecode inspect lmsys/vicuna-7b-v1.5 openai/whisper-tiny --dtype float16 --batch 1 64
+        hf-fastdecode inspect lmsys/vicuna-7b-v1.5 openai/whisper-tiny \\
+            --dtype float16 --batch 1 64
         hf-fastdecode inspect path/to/config.json --dtype bfloat16 --json
     """
     contexts, samples, batches = context or [], n or [16, 128], batch or [1, 64]
