@@ -195,6 +195,11 @@ class GenerateCase:
         del columns["tree"]
         return columns if self.tree is None else columns | {"shape": f"{self.shape}{TREE}{self.tree}"}
 
+    def call_columns(self) -> dict[str, Any]:
+        """Those of `columns` that cases about a call have, in which all rows run to the end."""
+        columns = self.columns()
+        return {name: columns[name] for name in ("shape", "context", "samples", "new_tokens", "dtype")}
+
 
 @dataclass(frozen=True)
 class CompletionCase:
@@ -220,9 +225,7 @@ class CompletionCase:
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
         first, last = self.span
-        names = ("shape", "context", "samples", "new_tokens", "dtype")
-        columns = self.call.columns()
-        return {name: columns[name] for name in names} | {"from_token": first, "to_token": last}
+        return self.call.call_columns() | {"from_token": first, "to_token": last}
 
 
 CACHES: dict[str, str] = {
@@ -241,9 +244,7 @@ class FirstCallsCase:
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
-        names = ("shape", "context", "samples", "new_tokens", "dtype")
-        columns = self.call.columns()
-        return {name: columns[name] for name in names} | {"caches": self.caches}
+        return self.call.call_columns() | {"caches": self.caches}
 
 
 KINDS: dict[str, str] = {
@@ -269,9 +270,7 @@ class ProfileCase:
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
-        names = ("shape", "context", "samples", "new_tokens", "dtype")
-        columns = self.call.columns()
-        return {name: columns[name] for name in names} | {"part": self.part}
+        return self.call.call_columns() | {"part": self.part}
 
 
 def spans(call: GenerateCase, marks: Sequence[int]) -> list[CompletionCase]:
