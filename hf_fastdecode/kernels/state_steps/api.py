@@ -91,28 +91,12 @@ def delta_rule(
             f"numbers of a key, got {[tuple(one.shape) for one in (query, key, value, decay, beta, states)]}"
         )
     block_k, block_v = _blocks(key_dim, value_dim)
-    return _launched(
-        kernel.delta_rule,
-        value.shape,
-        block_v,
-        (query, key, value, decay, beta, rates, biases, states),
-        (
-            *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
-            decay.stride(0),
-            beta.stride(0),
-            key_dim**-0.5,
-            L2_EPS,
-        ),
-        HEADS=heads,
-        GROUP=heads // key_heads,
-        K=key_dim,
-        V=value_dim,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        PROJECTED=gates is not None,
-    )
+    tensors = query, key, value, decay, beta, rates, biases, states
+    strides = *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], decay.stride(0), beta.stride(0)
+    sizes = {"HEADS": heads, "GROUP": heads // key_heads, "K": key_dim, "V": value_dim}
+    constants = sizes | {"BLOCK_K": block_k, "BLOCK_V": block_v, "PROJECTED": gates is not None}
+    numbers = *strides, key_dim**-0.5, L2_EPS
+    return _launched(kernel.delta_rule, value.shape, block_v, tensors, numbers, **constants)
 
 
 def scan(
@@ -156,19 +140,11 @@ def scan(
             f"skips and biases [heads], got {[tuple(one.shape) for one in (x, steps, inputs, outputs, states, rates)]}"
         )
     block_s, block_w = _blocks(size, width)
-    return _launched(
-        kernel.scan,
-        x.shape,
-        block_w,
-        (x, steps, rates, inputs, outputs, skips, biases, states),
-        (*x.stride()[:2], *steps.stride(), *inputs.stride()[:2], *outputs.stride()[:2]),
-        HEADS=heads,
-        GROUP=heads // groups,
-        WIDTH=width,
-        SIZE=size,
-        BLOCK_S=block_s,
-        BLOCK_W=block_w,
-    )
+    tensors = x, steps, rates, inputs, outputs, skips, biases, states
+    strides = *x.stride()[:2], *steps.stride(), *inputs.stride()[:2], *outputs.stride()[:2]
+    sizes = {"HEADS": heads, "GROUP": heads // groups, "WIDTH": width, "SIZE": size}
+    constants = sizes | {"BLOCK_S": block_s, "BLOCK_W": block_w}
+    return _launched(kernel.scan, x.shape, block_w, tensors, strides, **constants)
 
 
 def _launched(
