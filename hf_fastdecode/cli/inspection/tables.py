@@ -108,12 +108,14 @@ def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -
 
 def sharing_text(found: Sharing) -> RenderableType:
     """A model's shape, then a table over contexts and numbers of samples."""
+    latent = {store.kind is Kind.LATENT for store in found.sizes.stores}
+    stored = "K and V" if latent == {False} else "latents" if latent == {True} else "K and V, or latents"
     facts = Table.grid(padding=(0, 2))
     for label, value in (
         ("model", f"{found.model} ({found.model_type})"),
         *_attention_facts(found),
         *_window_fact(found),
-        ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, K and V, all layers)"),
+        ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, {stored}, all layers)"),
         ("longest row", f"{found.max_positions:,} tokens" if found.max_positions else "no bound in the config"),
         ("can share", {True: "yes", False: f"no: {found.reason}", None: f"unknown: {found.reason}"}[found.can_share]),
     ):
