@@ -29,12 +29,13 @@ _HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 _TEXT = {"max_position_embeddings": TABLE - 2}
 _SEAMLESS = {"hidden_size": 32, "speech_encoder_layers": 1, **_LAYERS, **_HEADS, **_TEXT}
 _SPEECH = {"input_feat_per_channel": 8, "conv_channels": 32, "max_target_positions": 60}
+_WAVES = {"conv_dim": (8,) * 7, "max_text_positions": 58}
 MODELS = {
     "M2M100ForConditionalGeneration": {"d_model": 32, **_LAYERS, **_HEADS, **_TEXT},
     "SeamlessM4TForTextToText": _SEAMLESS,
     "SeamlessM4Tv2ForTextToText": _SEAMLESS,
     "Speech2TextForConditionalGeneration": {"d_model": 32, **_LAYERS, **_HEADS, **_SPEECH},
-    "SpeechT5ForSpeechToText": {"hidden_size": 32, **_LAYERS, **_HEADS, "conv_dim": (8,) * 7, "max_text_positions": 58},
+    "SpeechT5ForSpeechToText": {"hidden_size": 32, **_LAYERS, **_HEADS, **_WAVES},
 }
 GROWING = list(MODELS)[:3]
 INPUTS = {"input_features": (2, 30, 8), "input_values": (2, 1500)}
