@@ -11,9 +11,9 @@ from transformers import AutoConfig, GenerationConfig
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE_LENGTH
 from hf_fastdecode.attention.active_passes import RowLengths, active
-from hf_fastdecode.attention.own_code import stand_ins_of
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.patches.architectures.m2m_100 import M2M_100_FAMILY
 
 from ..architectures.classes import class_named
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded
@@ -54,7 +54,7 @@ def tiny(name, **fields):
     torch.manual_seed(0)
     kind = class_named(name)
     tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-    given = {"vocab_size": VOCABULARY, **tokens, **MODELS[name], **fields}
+    given = {"vocab_size": VOCABULARY, **tokens, **MODELS.get(name, {}), **fields}
     model = kind(AutoConfig.for_model(kind.config_class.model_type, **given)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +153,8 @@ def test_padding_counts_where_the_table_ends(uncaptured):
 def test_positions_in_a_captured_step(name):
     """The stand-in finds what the class does, for every length and for tokens of padding; or it refuses."""
     module = table(tiny(name))
-    embed, own = stand_ins_of(type(module))["forward"], copy.deepcopy(module)
+    folder, kind = type(module).__module__.split(".")[2], type(module).__name__
+    embed, own = M2M_100_FAMILY[folder].stand_ins[kind]["forward"], copy.deepcopy(module)
     ids = torch.tensor([[5, 1, 6, 7], [1, 1, 8, 1]])
     for longest in (5, 9, 55):
         with active([], lengths := RowLengths(longest)):
@@ -162,8 +163,20 @@ def test_positions_in_a_captured_step(name):
                 assert torch.equal(found, own(ids, **{CACHE_LENGTH: length}))
         assert lengths.same_up_to >= longest
     if name not in GROWING:
-        with active([], RowLengths(61)), pytest.raises(Unsupported, match="those of 60 tokens, and does not grow"):
+        with active([], RowLengths(61)), pytest.raises(Unsupported, match="is for 60 tokens and does not grow"):
             embed(module, ids, **{CACHE_LENGTH: torch.tensor([3])})
+
+
+def test_experts_that_the_host_reads():
+    sparse = {**MODELS[GROWING[0]], "decoder_sparse_step": 1, "num_experts": 4}
+    model = tiny("NllbMoeForConditionalGeneration", **sparse)
+    assert any(type(module).__name__ == "NllbMoeSparseMLP" for module in model.get_decoder().modules())
+    call = inputs(model) | SAMPLING
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+        assert (report.path, report.mode_reason) == ("shared", "the host reads which experts a step's tokens take")
 
 
 def alike(left, right):
@@ -206,7 +219,7 @@ def test_tables_that_do_not_grow_are_not_captured(name):
     model = tiny(name).bfloat16().cuda()
     call = {key: _on_the_gpu(value, model) for key, value in inputs(model).items()} | SAMPLING
     with fd.enabled(model, mode="graph", min_saved_tokens=1):
-        with pytest.raises(ValueError, match="does not grow in steps; use mode='auto'"):
+        with pytest.raises(ValueError, match="is for 60 tokens and does not grow; use mode='auto'"):
             model.generate(**call | {"max_new_tokens": 61})
         model.generate(**call)
         assert fd.explain(model).last_call.mode == "graph"

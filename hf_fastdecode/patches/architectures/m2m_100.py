@@ -1,12 +1,12 @@
-"""Sinusoidal positions of M2M-100 and NLLB, SeamlessM4T, Speech2Text and SpeechT5, which follow from ids.
+"""M2M-100, NLLB, SeamlessM4T, Speech2Text and SpeechT5: sinusoidal positions that follow from a decoder's ids.
 
-A token's position counts those that are no padding in its pass, behind all that the cache holds; padding has one
-position, whose row of the table is zeros. In a captured step the cache's length is a tensor, with which these classes'
-own code makes positions; but it asks the host whether the table is long enough. Here the table is chosen once for a
-capture, by the longest row that its steps serve: the module's own, or a longer one where the class would make its
-table grow. Speech2Text and SpeechT5 let it grow for long passes alone, not behind a long cache.
+A pass counts its tokens from the length of the cache, but for those of padding, which all have one position, whose row
+of the table is zeros. In a captured step that length is a tensor. The classes' own code makes positions of it, but it
+asks on the host whether the table is long enough. Here the table is chosen once for each capture, by the longest row
+that its steps serve: the module's own, or a longer one where the class lets its table grow with the cache. Speech2Text
+and SpeechT5 do not; longer rows run eagerly, until they end or fail as in stock.
 
-NLLB-MoE's positions are alike.
+NLLB-MoE has such positions too, but is not captured.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def embed(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kw
     """Stands in for `forward` of the positions' embeddings: ``[rows, tokens, width]``.
 
     Args:
-        table_for: The table with positions for rows of up to so many tokens, ``[positions, width]``, or a shorter one.
+        table_for: The table of a module for rows of up to so many tokens, ``[positions, width]``.
 
     Raises:
-        Unsupported: Rows of a captured step outgrow the table.
+        Unsupported: Rows of a captured step may outgrow the table.
     """
     length = kwargs.get(CACHE_LENGTH, args[-1])
     if not isinstance(length, Tensor):
@@ -40,12 +40,12 @@ def embed(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kw
         return own
     table = kept_for_capture(id(module), partial(table_for, module))
     if outgrows(most := len(table) - module.padding_idx - 1):
-        raise Unsupported(f"its table of positions has those of {most} tokens, and does not grow in steps")
+        raise Unsupported(f"rows may outgrow its table of positions, which is for {most} tokens and does not grow")
     return F.embedding(module.create_position_ids_from_input_ids(args[0], module.padding_idx, length), table)
 
 
 def own_table(module: Any, tokens: int) -> Tensor:
-    """The module's table, however long."""
+    """The module's table, whatever its length."""
     table: Tensor = module.weights
     return table
 
