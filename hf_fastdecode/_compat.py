@@ -45,6 +45,9 @@ transformers 5.24 renamed ``past_key_values`` to ``cache``, and takes the old na
 the oldest supported.
 """
 
+CACHE_LENGTH: Final = f"{CACHE}_length"
+"""Name of the cache's length among the arguments of modules that embed positions; renamed with `CACHE`."""
+
 # Names under which a pass may be given its cache; where both are, the first one counts.
 _CACHE_NAMES: Final = ("cache", "past_key_values") if CACHE == "cache" else ("past_key_values",)
 

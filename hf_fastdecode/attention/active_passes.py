@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD
@@ -30,10 +31,12 @@ class RowLengths:
             dropped: layers then attend without a window.
         same_up_to: The smallest window that was dropped; None if none was. Rows of up to this length get the same
             computation, longer ones need the window (a captured step checks that).
+        tables: What stand-ins have made for rows of that length, by their keys, see `stand_in_calls.kept_for_capture`.
     """
 
     longest: int
     same_up_to: int | None = None
+    tables: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def keep_if_binding(self, window: int | None) -> int | None:
         """The window if it hides any token of the longest row; else None, with the window noted in `same_up_to`."""

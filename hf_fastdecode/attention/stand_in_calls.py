@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -100,3 +100,19 @@ def outgrows(length: int) -> bool:
     """Whether the longest row of the pass has more tokens, for stand-ins that compute something else then."""
     lengths = lengths_of_pass()
     return lengths is not None and lengths.keep_if_binding(length) is not None
+
+
+def kept_for_capture(key: Hashable, make: Callable[[int], Tensor]) -> Tensor:
+    """A table that a captured graph reads, and that is kept as long as the graph.
+
+    It may be too short for the longest row, see `outgrows`: a capture serves no rows that outgrow its tables.
+
+    Args:
+        key: Tells it from other tables of the capture.
+        make: Makes it, given the tokens of the longest row; called in the capture's first pass, which is not captured.
+    """
+    lengths = lengths_of_pass()
+    assert lengths is not None
+    if key not in lengths.tables:
+        lengths.tables[key] = make(lengths.longest)
+    return lengths.tables[key]

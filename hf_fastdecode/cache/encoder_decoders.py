@@ -18,11 +18,6 @@ ENCODER_DECODERS: Final = frozenset(
 """Model types whose decoders find the encoder's keys and values in transformers' `EncoderDecoderCache`, and hand them
 to an attention function, or have stand-ins that do. Each was compared with stock."""
 
-POSITIONS_FROM_IDS: Final = frozenset(
-    {"m2m_100", "nllb-moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5"}
-)
-"""Model types whose decoders derive positions from ids and make a table of them that grows, as no graph can."""
-
 OTHER_ENCODER_DECODERS: Final[Mapping[str, str]] = {
     "fsmt": "its decoder takes tokens before rows, and hides padding by masks of its own",
     "prophetnet": "its decoder predicts several tokens in streams, each with attention of its own",

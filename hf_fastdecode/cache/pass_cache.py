@@ -30,11 +30,17 @@ class PassCache(RowCache):
     stores: tuple[tuple[Store, ...], ...] | None
 
     def longest_row(self, queries: int) -> int:
-        """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound."""
+        """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound.
+
+        Padding of a decoder's prompts counts behind an encoder, where positions count it.
+        """
         room = max(0, (self.state.max_suffix or 0) - self.suffix_length)
         if self.state.packed:
             return max(item.position + item.span.length for item in self.state.packed) + room
-        return max(self.state.longest_row_bound + max(queries, room), self.state.longest_to_come)
+        longest = self.state.longest_row_bound
+        if self.inputs is not None:
+            longest = max(longest, self.get_seq_length())
+        return max(longest + max(queries, room), self.state.longest_to_come)
 
     def meet(self, layout: ModelLayout) -> None:
         """Make the layers of a model, or raise ValueError if the cache's are of a model with other layers."""

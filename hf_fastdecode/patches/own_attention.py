@@ -10,7 +10,7 @@ from typing import Final
 from ..attention.own_code import OwnCode, register
 from .architectures.bart import BART_FAMILY
 from .architectures.bert import BERT_FAMILY
-from .architectures.beside_encoder import LED, SPEECHT5
+from .architectures.beside_encoder import LED
 from .architectures.bloom import BLOOM
 from .architectures.diffllama import DIFFLLAMA
 from .architectures.doge import DOGE
@@ -22,6 +22,7 @@ from .architectures.jetmoe import JETMOE
 from .architectures.kosmos import KOSMOS_FAMILY
 from .architectures.latent_attention import latent_attention
 from .architectures.llama4 import LLAMA4
+from .architectures.m2m_100 import M2M_100_FAMILY
 from .architectures.minimax import MINIMAX
 from .architectures.mllama import MLLAMA
 from .architectures.mpt import MPT
@@ -67,6 +68,7 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     **BERT_FAMILY,
     **GPT2_ALIKE,
     **KOSMOS_FAMILY,
+    **M2M_100_FAMILY,
     "bloom": BLOOM,
     "diffllama": DIFFLLAMA,
     "doge": DOGE,
@@ -80,7 +82,6 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
     "mllama": MLLAMA,
     "mpt": MPT,
     "recurrent_gemma": RECURRENT_GEMMA,
-    "speecht5": SPEECHT5,
     **T5_FAMILY,
     "xlstm": XLSTM,
 }

@@ -14,7 +14,6 @@ from ...attention.forest import Forest
 from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.captured_states import CapturedStates
-from ...cache.encoder_decoders import POSITIONS_FROM_IDS
 from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
@@ -302,8 +301,6 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
         return reason
     if (code := own_code_of(type(model))) is not None and code.not_captured is not None:
         return code.not_captured
-    if layout.cross and layout.model_type in POSITIONS_FROM_IDS:
-        return "its positions are derived from ids, with a table that grows"
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"

@@ -52,4 +52,3 @@ def _heads(module: Any, projected: Tensor) -> Tensor:
 
 
 LED = OwnCode({"LEDDecoderAttention": {"forward": attend_and_return_cache}})
-SPEECHT5 = OwnCode({"SpeechT5Attention": {"forward": attend}})
