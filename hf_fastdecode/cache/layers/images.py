@@ -36,8 +36,8 @@ class ImageInputs(EncodedInputs):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """None: the pass that stores images is given them."""
-        return {}
+        """None in the pass that stores images, which is given them; later ones see what a prompt's last token does."""
+        return {} if self._group is not None else {self._name: None}
 
     @property
     def placeholders(self) -> dict[str, Any]:

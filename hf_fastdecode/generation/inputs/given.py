@@ -31,6 +31,12 @@ _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 """Arguments that say which tokens stand for images, which no token that follows a prompt does."""
 
 
+def image_mask_of(model: PreTrainedModel) -> str | None:
+    """The argument that says which images a token sees, if layers of the model's own attend to images."""
+    own = own_code_of(type(model))
+    return None if own is None else own.image_mask
+
+
 class GivenInputs:
     """The images, videos or audio of one call.
 
@@ -78,6 +84,15 @@ class GivenInputs:
             return dict(arguments)
         return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
 
+    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Those that transformers' loops update after each pass and hand to the next one, a row for each beam."""
+        mask = image_mask_of(model)
+        value = None if mask is None else self.arguments.get(mask)
+        if value is None or self._expand is None:
+            return {}
+        given: dict[str, Any] = {"expand_size": self.copies, "is_encoder_decoder": False, "input_ids": self.ids}
+        return self._expand(**given, **{str(mask): value})[1]
+
     def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
         """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
         name = next(iter(self.arguments))
@@ -105,8 +120,7 @@ class GivenInputs:
         forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
         known: tuple[str | None, ...] = _TOKEN_TYPES
-        if (own := own_code_of(type(model))) is not None:
-            known = (*known, own.image_mask)  # each token behind a prompt sees what its last one does
+        known = (*known, image_mask_of(model))  # each token behind a prompt sees what its last one does
         if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
             known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's
         for name, value in forwarded.items():

@@ -21,7 +21,6 @@ from ..call_context import CallContext
 from ..forward_pass import forget_offset
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import hold_before_encoding
-from ..inputs.seen import attends_to_images
 from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
@@ -75,8 +74,6 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
             raise Unsupported(_why_not_ours(model_state, model))
         if loop is not None and generation_config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
-        if loop is not None and call.inputs is not None and attends_to_images(model):
-            raise Unsupported(f"layers of its own attend to images, which the loop of {loop} passes to them")
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
