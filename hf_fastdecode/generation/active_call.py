@@ -43,8 +43,8 @@ class ActiveCall:
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
         scope: Ends with the call.
-        of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, which do not
-            decode.
+        of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
+            do not decode.
     """
 
     model: PreTrainedModel

@@ -122,9 +122,11 @@ class FirstPassPrompts:
             return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
         ids = arguments.get("input_ids")
-        if self.chunk is not None and self.loop != "custom_generate" and ids is not None and self.call.inputs is None:
+        if self.chunk is not None and self.loop != "custom_generate" and ids is not None:
             own = ("input_ids", "return_dict")
             others = {name: value for name, value in arguments.items() if name not in own} | {CACHE: cache}
+            if self.call.inputs is not None:  # which the method prepares by itself, for each chunk
+                others = self._before_prepared(cache)
             return prefill_of_transformers(self.call.model, ids, self.call.config, others)
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
@@ -270,18 +272,17 @@ class FirstPassPrompts:
 
     def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:
         """The pass's arguments with the images, videos or audio that stock would have given it."""
-        call = self.call
-        if call.inputs is None:
+        if self.call.inputs is None:
             return arguments
-        plain = {name: value for name, value in call.arguments.items() if name != CACHE}
-        prepared = call.model.prepare_inputs_for_generation(
-            arguments["input_ids"],
-            is_first_iteration=True,
-            **{CACHE: cache},
-            **plain | {"use_cache": True},
-            **call.inputs.expanded(),
+        given = self._before_prepared(cache)
+        return arguments | self.call.model.prepare_inputs_for_generation(
+            arguments["input_ids"], is_first_iteration=True, **given
         )
-        return arguments | prepared
+
+    def _before_prepared(self, cache: Cache) -> dict[str, Any]:
+        """The model arguments of the call, as transformers' loops have them in stock before they prepare a pass."""
+        assert self.call.inputs is not None
+        return self.call.arguments | self.call.inputs.expanded() | {"use_cache": True, CACHE: cache}
 
 
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
