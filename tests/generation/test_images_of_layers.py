@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -92,6 +92,24 @@ def test_no_call_continues_a_returned_cache(mllama, call):
         assert fd.explain(mllama).last_call.path == "shared"
         with pytest.raises(ValueError, match=r"holds images of the call that returned it.*leave"):
             mllama.generate(found.sequences, **{CACHE: found[CACHE]}, **call)
+
+
+def _doubled(given):
+    return {name: value.repeat_interleave(2, 0) for name, value in given.items()}
+
+
+def test_a_direct_pass_over_a_returned_cache(mllama):
+    given, call = prompts(0, 2), {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
+    logits = []
+    for shares in (False, True):
+        with fd.enabled(mllama, min_saved_tokens=1, mode="eager") if shares else nullcontext():
+            found = mllama.generate(**_doubled(given), **call)
+            mask = torch.cat([given["attention_mask"].repeat_interleave(2, 0), torch.ones(4, 3, dtype=torch.long)], 1)
+            seen = given["cross_attention_mask"].repeat_interleave(2, 0)[:, -1:].expand(-1, 23, -1, -1)
+            places = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -1:]}
+            step = mllama(found.sequences[:, -1:], cross_attention_mask=seen, **places, **{CACHE: found[CACHE]})
+            logits.append(step.logits)
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 def text_alone():
