@@ -40,13 +40,14 @@ def test_tokens_are_stocks_in_float32(cpu_model, given, call):
 def test_captured_samples_are_those_of_eager_steps(cpu_model):
     model, inputs = on_gpu(cpu_model, torch.bfloat16, ON_GPU["ragged"])
     call, drawn = CALLS["samples"] | {"num_return_sequences": 16}, []
-    for mode in ("eager", "graph", "graph"):  # which the third call replays
+    for mode in ("eager", "graph", "graph", "compile"):
         with fd.enabled(model, mode=mode, min_saved_tokens=1, sampler="hf"):
             drawn.append(seeded(lambda: model.generate(**inputs, **call)))
             report = fd.explain(model).last_call
             assert (report.path, report.mode) == ("shared", mode), report.mode_reason
     assert torch.equal(drawn[1], drawn[2])
-    assert (drawn[0] == drawn[1])[:, -24:].float().mean() > 0.9  # roundings differ
+    for other in drawn[1:]:
+        assert (drawn[0] == other)[:, -24:].float().mean() > 0.9  # roundings differ
 
 
 def test_captured_scores_of_beams(cpu_model):
@@ -56,7 +57,7 @@ def test_captured_scores_of_beams(cpu_model):
     scored = {"return_dict_in_generate": True, "output_scores": True}
     call = CALLS["beams"] | {"num_beams": beams, "num_return_sequences": beams} | scored
     errors = {}
-    for mode in ("eager", "graph"):
+    for mode in ("eager", "graph", "compile"):
         with fd.enabled(model, mode=mode, min_saved_tokens=1):
             out = model.generate(**inputs, **call)
             report = fd.explain(model).last_call
@@ -73,4 +74,4 @@ def test_captured_scores_of_beams(cpu_model):
             logits = exact(out.sequences, position_ids=positions, **given).logits[:, width - 1 : -1]
         right = logits.log_softmax(-1).gather(2, new[..., None])[..., 0].mean(1)
         errors[mode] = (out.sequences_scores.double() - right).square().mean().sqrt().item()
-    assert errors["graph"] <= 2 * errors["eager"]
+    assert max(errors["graph"], errors["compile"]) <= 2 * errors["eager"]
