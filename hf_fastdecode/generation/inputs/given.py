@@ -77,21 +77,17 @@ class GivenInputs:
 
     def expanded(self) -> dict[str, Any]:
         """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
-        arguments = self.arguments
-        if self._encode is not None:
-            arguments = _inputs_among(self._encode())
+        return self._of_all_rows(self.arguments if self._encode is None else _inputs_among(self._encode()))
+
+    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Those that transformers' loops update after each pass and hand to the next one, as stock passes them on."""
+        mask = image_mask_of(model)
+        return self._of_all_rows({mask: self.arguments[mask]}) if mask in self.arguments else {}
+
+    def _of_all_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if self._expand is None:
             return dict(arguments)
         return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
-
-    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Those that transformers' loops update after each pass and hand to the next one, a row for each beam."""
-        mask = image_mask_of(model)
-        value = None if mask is None else self.arguments.get(mask)
-        if value is None or self._expand is None:
-            return {}
-        given: dict[str, Any] = {"expand_size": self.copies, "is_encoder_decoder": False, "input_ids": self.ids}
-        return self._expand(**given, **{str(mask): value})[1]
 
     def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
         """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
