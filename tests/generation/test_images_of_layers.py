@@ -63,6 +63,15 @@ def test_beams(mllama, given, extra):
     assert sum(encoded) == len(given["input_ids"])
 
 
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
+def test_rows_that_repeat_a_prompt_with_its_images(mllama, call):
+    given = _doubled(prompts(0))
+    stock = seeded(lambda: mllama.generate(**given, **call))
+    with fd.enabled(mllama, min_saved_tokens=1), encoding(mllama) as encoded:
+        assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
+    assert encoded == [1]
+
+
 def test_beams_that_save_too_little(mllama):
     """Stock decodes, which extends the mask of images by what each step adds: row 0 sees one tile of two."""
     given = prompts(0, 2)

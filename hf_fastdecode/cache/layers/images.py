@@ -1,4 +1,4 @@
-"""Images that a decoder's own layers attend to (Mllama): keys and values once for all samples of a prompt.
+"""Images that a decoder's own layers attend to (Mllama): keys and values once for a prompt's samples and beams.
 
 Such layers lie between those that attend to tokens, and hold keys and values of images in their places of one cache.
 A prompt's pass computes them, by transformers' own attention, in which each token sees the images that a mask of the

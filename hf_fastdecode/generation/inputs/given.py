@@ -115,8 +115,8 @@ class GivenInputs:
         )
         forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
-        known: tuple[str | None, ...] = _TOKEN_TYPES
-        known = (*known, image_mask_of(model))  # each token behind a prompt sees what its last one does
+        # Each token behind a prompt sees the images that its last one does.
+        known: tuple[str | None, ...] = (*_TOKEN_TYPES, image_mask_of(model))
         if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
             known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's
         for name, value in forwarded.items():
