@@ -57,7 +57,21 @@ def prompts_with_images(
     for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
         if name in inspect.signature(type(model).forward).parameters:
             inputs[name] = (ids == place).int() * (2 if kind == "video" else 1)
+    if (tiles := inputs.get("aspect_ratio_mask")) is not None:
+        inputs["cross_attention_mask"] = _seen_by_tokens(ids == place, tiles)
     return inputs
+
+
+def _seen_by_tokens(images: Tensor, tiles: Tensor) -> Tensor:
+    """Which tiles ``[rows, tokens, 1, tiles]`` a token sees: those of its prompt's image, from that on.
+
+    Args:
+        images: ``[rows, tokens]`` bool, tokens that stand for an image.
+        tiles: ``[images, 1, tiles]``, those that are no padding.
+    """
+    if images.sum(1).tolist() != [1] * len(tiles):
+        raise LookupError("prompts of tiles have one image each")
+    return images.long().cumsum(1)[:, :, None, None] * tiles[:, None]
 
 
 def _frame(config: Any, kind: str) -> tuple[int | None, int | None]:
@@ -85,6 +99,8 @@ def _tokens(model: PreTrainedModel, kind: str, arguments: dict[str, Tensor], cou
         frames = arguments["feature_attention_mask"].sum(1)
         made: list[int] = model.model.audio_tower._get_feat_extract_output_lengths(frames)[1].tolist()
         return made
+    if "aspect_ratio_ids" in arguments:  # which layers of their own attend to
+        return [1] * count
     encode: Callable[..., Any] | None = getattr(model, f"get_{kind}_features", None)
     if encode is None:
         encode = getattr(model.model, f"get_{kind}_features")
@@ -132,6 +148,11 @@ def _image_forms(model: PreTrainedModel, images: Sequence[tuple[int, ...]]) -> I
     size = _first(vision, "image_size") or 4 * patch
     size = size if isinstance(size, int) else size[0]
     seeds = [_seeded(image)[2] for image in images]
+    if "aspect_ratio_ids" in takes:  # of one tile, and of two
+        shown = torch.arange(len(images))[:, None] % 2
+        tiles = torch.stack([_random((1, vision.max_num_tiles, channels, size, size), seed) for seed in seeds])
+        mask = (torch.arange(vision.max_num_tiles) <= shown[..., None]).long()
+        yield {"pixel_values": tiles, "aspect_ratio_ids": shown + 1, "aspect_ratio_mask": mask}
     sizes = {"image_sizes": torch.tensor([[size, size]] * len(images))} if "image_sizes" in takes else {}
     pixels = torch.stack([_random((channels, size, size), seed) for seed in seeds])
     for more in (sizes, {}) if sizes else ({},):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import signature
@@ -17,6 +18,18 @@ from .model_state import ModelState
 from .report import CallReport
 from .structure import Structure
 
+_of_prefill: ContextVar[bool] = ContextVar("hf_fastdecode_of_prefill", default=False)
+
+
+@contextmanager
+def calls_of_prefill() -> Iterator[None]:
+    """Context in which this thread's calls of `generate` are those of `prefill`, see `ActiveCall.of_prefill`."""
+    token = _of_prefill.set(True)
+    try:
+        yield
+    finally:
+        _of_prefill.reset(token)
+
 
 @dataclass
 class ActiveCall:
@@ -30,6 +43,8 @@ class ActiveCall:
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
         scope: Ends with the call.
+        of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
+            do not decode.
     """
 
     model: PreTrainedModel
@@ -42,6 +57,7 @@ class ActiveCall:
     inputs: GivenInputs | None = None
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
+    of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     def begin(self, *, may_hold: bool) -> None:
         """Begin one call of transformers' `generate`, which a user's or a class's own may make several times."""

@@ -99,6 +99,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LlavaOnevisionForConditionalGeneration": _TILES,
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
     "MiniCPM3ForCausalLM": {"scale_emb": 1, "dim_model_base": 64},
+    "MllamaForConditionalGeneration": {
+        "vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},  # of 64 numbers each
+    },
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MoshiForCausalLM": {"sliding_window": 512},  # by which its cache forgets tokens that its attention would read
     "MoshiForConditionalGeneration": {"audio_encoder_config": _CODEC, "depth_decoder_config": {"input_size": 64}},

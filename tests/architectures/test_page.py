@@ -33,6 +33,11 @@ def test_the_page_says_what_the_comparison_finds(name):
     assert listed()[name] == verdict_on(name).kind
 
 
+def test_images_that_layers_attend_to():
+    name = "MllamaForConditionalGeneration"
+    assert read()[name].inputs == verdict_on(name).inputs == "image"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -267,6 +267,22 @@ def test_a_generate_that_makes_several_calls(monkeypatch):
         assert fd.explain(model).last_call.path == "shared"
 
 
+@pytest.mark.parametrize(
+    "name", ["PaliGemmaForConditionalGeneration", "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration"]
+)
+def test_chunks_of_a_call_that_runs_stock(name):
+    """Those of transformers, which cut tokens off that see each other, or leave images out in some releases."""
+    model = tiny_model_of(name)
+    inputs = prompts_with_images(model, (5, (4, 4), 9), (3, (4, 4, 1), 12))
+    whole, chunks = run(model, inputs, "beams"), inputs | {"prefill_chunk_size": 9}
+    stock = run(model, chunks, "beams")
+    assert "Idefics3" in name or not torch.equal(stock, whole)
+    for least, expected in ((1, whole), (10_000, stock)):
+        with fd.enabled(model, min_saved_tokens=least):
+            assert torch.equal(run(model, chunks, "beams"), expected)
+            assert fd.explain(model).last_call.path == ("shared" if least == 1 else "stock")
+
+
 def test_hidden_states_with_images_run_stock(model):
     inputs = prompts_with_images(model, SEVERAL[0])
     asked = {"return_dict_in_generate": True, "output_hidden_states": True, "max_new_tokens": 3, "do_sample": False}

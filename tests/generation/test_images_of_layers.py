@@ -2,83 +2,125 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 
 from ..module_calls import before_calls
 from ..tiny_models import seeded
+from . import mllama_calls
+from .mllama_calls import BEAMS, SAMPLES, prompts
 from .uncaptured import on_the_cpu
-
-SAMPLES = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
-IMAGE = 118
 
 
 @pytest.fixture(scope="module")
 def mllama():
-    from transformers import MllamaConfig, MllamaForConditionalGeneration
-    from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
-
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    text = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 64, **heads}
-    text |= {"cross_attention_layers": [1], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_global_layers": 1, "num_attention_heads": 4}
-    vision |= {"intermediate_size": 32, "intermediate_layers_indices": [0, 1], "vision_output_dim": 96}
-    vision |= {"image_size": 28, "patch_size": 14, "max_num_tiles": 2}
-    vision["supported_aspect_ratios"] = [[1, 1], [1, 2], [2, 1]]
-    config = MllamaConfig(
-        vision_config=MllamaVisionConfig(**vision), text_config=MllamaTextConfig(**text), image_token_index=IMAGE
-    )
-    model = MllamaForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
-            else:  # the gates of layers that attend to images too, which begin at 0
-                parameter.uniform_(0.5, 1.0)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
+    return mllama_calls.mllama()
 
 
-def prompts(*padding, images=1):
-    """Prompts whose images have one tile and two by turns, each behind its padding."""
-    draw, rows, width = torch.Generator().manual_seed(1), len(padding), 20
-    ids, shown = torch.randint(3, 110, (rows, width), generator=draw), torch.ones(rows, width, dtype=torch.long)
-    sees = torch.zeros(rows, width, images, 2, dtype=torch.long)
-    for row, hidden in enumerate(padding):
-        ids[row, :hidden], shown[row, :hidden], ids[row, hidden + 2] = 0, 0, IMAGE
-        sees[row, hidden + 2 :, :, : 1 + row % 2] = 1
-    tiles = torch.arange(rows)[:, None].expand(-1, images) % 2
-    return {
-        "input_ids": ids,
-        "attention_mask": shown,
-        "pixel_values": torch.randn(rows, images, 2, 3, 28, 28, generator=draw),
-        "aspect_ratio_ids": tiles + 1,
-        "aspect_ratio_mask": torch.stack((torch.ones_like(tiles), tiles), -1),
-        "cross_attention_mask": sees,
-    }
+GIVEN = {"one": prompts(0), "ragged": prompts(0, 3, 1), "two-images": prompts(0, 0, images=2)}
+SCORES = {"return_dict_in_generate": True, "output_scores": True}
+
+
+@contextmanager
+def encoding(model):
+    """Collects how many prompts' images each pass of the vision tower encodes."""
+    encoded = []
+    with before_calls(model.model.vision_model, lambda args, kwargs: encoded.append(len(kwargs["pixel_values"]))):
+        yield encoded
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 2}])
-@pytest.mark.parametrize(
-    "given", [prompts(0), prompts(0, 3, 1), prompts(0, 0, images=2)], ids=["one", "ragged", "two-images"]
-)
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_samples(mllama, given, options):
     stock = seeded(lambda: mllama.generate(**given, **SAMPLES))
     other = seeded(lambda: mllama.generate(**given | {"pixel_values": -given["pixel_values"]}, **SAMPLES))
     assert not torch.equal(stock, other)
-    encoded = []
-    with (
-        fd.enabled(mllama, min_saved_tokens=1, **options),
-        before_calls(mllama.model.vision_model, lambda args, kwargs: encoded.append(len(kwargs["pixel_values"]))),
-    ):
+    with fd.enabled(mllama, min_saved_tokens=1, **options), encoding(mllama) as encoded:
         assert torch.equal(seeded(lambda: mllama.generate(**given, **SAMPLES)), stock)
         report = fd.explain(mllama).last_call
     assert (report.path, report.inputs) == ("shared", len(given["input_ids"]))
     assert sum(encoded) == len(given["input_ids"])
+
+
+@pytest.mark.parametrize("extra", [{}, {"do_sample": True, "top_k": 0}], ids=["search", "sample"])
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_beams(mllama, given, extra):
+    call = BEAMS | extra | SCORES
+    stock = seeded(lambda: mllama.generate(**given, **call))
+    with fd.enabled(mllama, min_saved_tokens=1), encoding(mllama) as encoded:
+        found = seeded(lambda: mllama.generate(**given, **call))
+        report = fd.explain(mllama).last_call
+    assert torch.equal(found.sequences, stock.sequences)
+    torch.testing.assert_close(found.sequences_scores, stock.sequences_scores)
+    assert (report.path, report.inputs) == ("shared", len(given["input_ids"]))
+    assert sum(encoded) == len(given["input_ids"])
+
+
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
+def test_rows_that_repeat_a_prompt_with_its_images(mllama, call):
+    given = _doubled(prompts(0))
+    stock = seeded(lambda: mllama.generate(**given, **call))
+    with fd.enabled(mllama, min_saved_tokens=1), encoding(mllama) as encoded:
+        assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
+    assert encoded == [1]
+
+
+def test_beams_that_save_too_little(mllama):
+    """Stock decodes, which extends the mask of images by what each step adds: row 0 sees one tile of two."""
+    given = prompts(0, 2)
+    stock = mllama.generate(**given, **BEAMS)
+    unmasked = {name: value for name, value in given.items() if name != "cross_attention_mask"}
+    assert not torch.equal(mllama.generate(**unmasked, **BEAMS), stock)
+    with fd.enabled(mllama, min_saved_tokens=10_000):
+        assert torch.equal(mllama.generate(**given, **BEAMS), stock)
+        assert "fewer than 10000" in fd.explain(mllama).last_call.reason
+
+
+def test_a_loop_with_a_method_of_the_users(mllama, monkeypatch):
+    given = prompts(0, 2)
+    stock = seeded(lambda: mllama.generate(**given, **SAMPLES))
+    update, steps = mllama._update_model_kwargs_for_generation, []
+    own = lambda *args, **kwargs: steps.append(args) or update(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(mllama, "_update_model_kwargs_for_generation", own, raising=False)
+    with fd.enabled(mllama, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: mllama.generate(**given, **SAMPLES)), stock)
+        assert fd.explain(mllama).last_call.path == "shared"
+    assert len(steps) == SAMPLES["max_new_tokens"]
+
+
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
+def test_no_call_continues_a_returned_cache(mllama, call):
+    given = prompts(0, 2)
+    with fd.enabled(mllama, min_saved_tokens=1):
+        found = seeded(lambda: mllama.generate(**given, **call | SCORES))
+        assert fd.explain(mllama).last_call.path == "shared"
+        with pytest.raises(ValueError, match=r"holds images of the call that returned it.*leave"):
+            mllama.generate(found.sequences, **{CACHE: found[CACHE]}, **call)
+
+
+def _doubled(given):
+    return {name: value.repeat_interleave(2, 0) for name, value in given.items()}
+
+
+def test_a_direct_pass_over_a_returned_cache(mllama):
+    given, call = prompts(0, 2), {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
+    logits = []
+    for shares in (False, True):
+        with fd.enabled(mllama, min_saved_tokens=1, mode="eager") if shares else nullcontext():
+            found = mllama.generate(**_doubled(given), **call)
+            mask = torch.cat([given["attention_mask"].repeat_interleave(2, 0), torch.ones(4, 3, dtype=torch.long)], 1)
+            seen = given["cross_attention_mask"].repeat_interleave(2, 0)[:, -1:].expand(-1, 23, -1, -1)
+            places = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -1:]}
+            step = mllama(found.sequences[:, -1:], cross_attention_mask=seen, **places, **{CACHE: found[CACHE]})
+            logits.append(step.logits)
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 def text_alone():
@@ -99,46 +141,31 @@ def test_prefill_takes_none(mllama):
         fd.prefill(mllama, prompts(0))
 
 
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        (
-            {"num_beams": 3, "do_sample": False, "top_k": None},
-            "which the loop of generation mode 'beam_search' passes",
-        ),
-        ({"return_dict_in_generate": True}, "which no kept cache holds"),
-    ],
-)
-def test_what_runs_stock(mllama, extra, reason):
-    given, call = prompts(0, 2), SAMPLES | extra
-
-    def run():
-        found = seeded(lambda: mllama.generate(**given, **call))
-        return found if isinstance(found, torch.Tensor) else found.sequences
-
-    stock = run()
-    with fd.enabled(mllama):
-        assert torch.equal(run(), stock)
-        assert reason in fd.explain(mllama).last_call.reason
-
-
-def test_a_prompt_that_ends_without_an_image(mllama):
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
+def test_a_prompt_that_ends_without_an_image(mllama, call):
     """What its tokens see of one differs from what tokens behind it do."""
     given = prompts(0, 2)
     given["cross_attention_mask"][1] = 0
-    stock = seeded(lambda: mllama.generate(**given, **SAMPLES))
+    stock = seeded(lambda: mllama.generate(**given, **call))
     with fd.enabled(mllama):
-        assert torch.equal(seeded(lambda: mllama.generate(**given, **SAMPLES)), stock)
+        assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
         assert "masked whole" in fd.explain(mllama).last_call.reason
 
 
 @on_the_cpu
-@pytest.mark.parametrize("given", [prompts(0, 3), text_alone()], ids=["images", "text"])
-def test_captured_steps(mllama, given, uncaptured):
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    [("graph", prompts(0, 3)), ("graph", text_alone()), ("compile", prompts(0))],
+    ids=["images", "text", "compiled"],
+)
+def test_captured_steps(mllama, mode, given, call, uncaptured):
     pytest.importorskip("triton")
-    call = SAMPLES | {"num_return_sequences": 2, "max_new_tokens": 4}
+    call = call | {"num_return_sequences": 2, "max_new_tokens": 4}
     stock = seeded(lambda: mllama.generate(**given, **call))
-    with fd.enabled(mllama, mode="graph", backend="triton"):
+    with fd.enabled(mllama, mode=mode, backend="triton"):
+        state_of(mllama).captures.compiled = CompiledLayers(backend="eager")
         assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
         report = fd.explain(mllama).last_call
-    assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
+    assert (report.path, report.mode) == ("shared", mode), report.mode_reason
+    assert "ran eagerly" not in report.mode_reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -61,6 +63,22 @@ def test_turns_about_the_same_images(name):
 def test_max_rows_bounds_no_kept_prompts(model):
     with fd.enabled(model, max_rows=1):
         assert fd.prefill(model, prompts_with_images(model, *SEVERAL[:2])).rows == 2
+
+
+def test_calls_of_other_threads_beside_prefill(model):
+    """They have the options of the model, and are its last ones."""
+    inputs = prompts_with_images(model, *SEVERAL[:2])
+    tower, calls = getattr(model.model, TOWERS.get(type(model).__name__, "visual")), []
+
+    def other():
+        run(model, {"input_ids": inputs["input_ids"][:, -9:]}, "samples")
+        return fd.explain(model).last_call
+
+    with fd.enabled(model, max_rows=2, min_saved_tokens=1), ThreadPoolExecutor(1) as pool:
+        with before_calls(tower, lambda *_: calls.append(pool.submit(other).result())):
+            assert fd.prefill(model, inputs).rows == 2
+        assert [call.rows_at_once for call in calls] == [2]
+        assert fd.explain(model).last_call is calls[0]
 
 
 def test_kept_images_are_those_of_the_call(model):

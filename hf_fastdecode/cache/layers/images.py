@@ -1,4 +1,4 @@
-"""Images that a decoder's own layers attend to (Mllama): keys and values once for all samples of a prompt.
+"""Images that a decoder's own layers attend to (Mllama): keys and values once for a prompt's samples and beams.
 
 Such layers lie between those that attend to tokens, and hold keys and values of images in their places of one cache.
 A prompt's pass computes them, by transformers' own attention, in which each token sees the images that a mask of the
@@ -36,8 +36,8 @@ class ImageInputs(EncodedInputs):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """None: the pass that stores images is given them."""
-        return {}
+        """None in the pass that stores images, which is given them; later ones see what a prompt's last token does."""
+        return {} if self._group is not None else {self._name: None}
 
     @property
     def placeholders(self) -> dict[str, Any]:

@@ -31,6 +31,12 @@ _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 """Arguments that say which tokens stand for images, which no token that follows a prompt does."""
 
 
+def image_mask_of(model: PreTrainedModel) -> str | None:
+    """The argument that says which images a token sees, if layers of the model's own attend to images."""
+    own = own_code_of(type(model))
+    return None if own is None else own.image_mask
+
+
 class GivenInputs:
     """The images, videos or audio of one call.
 
@@ -71,9 +77,14 @@ class GivenInputs:
 
     def expanded(self) -> dict[str, Any]:
         """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
-        arguments = self.arguments
-        if self._encode is not None:
-            arguments = _inputs_among(self._encode())
+        return self._of_all_rows(self.arguments if self._encode is None else _inputs_among(self._encode()))
+
+    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Those that transformers' loops update after each pass and hand to the next one, as stock passes them on."""
+        mask = image_mask_of(model)
+        return self._of_all_rows({mask: self.arguments[mask]}) if mask in self.arguments else {}
+
+    def _of_all_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if self._expand is None:
             return dict(arguments)
         return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
@@ -104,9 +115,8 @@ class GivenInputs:
         )
         forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
-        known: tuple[str | None, ...] = _TOKEN_TYPES
-        if (own := own_code_of(type(model))) is not None:
-            known = (*known, own.image_mask)  # each token behind a prompt sees what its last one does
+        # Each token behind a prompt sees the images that its last one does.
+        known: tuple[str | None, ...] = (*_TOKEN_TYPES, image_mask_of(model))
         if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
             known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's
         for name, value in forwarded.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from ..call_context import CallContext
 from ..forward_pass import forget_offset
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import hold_before_encoding
-from ..inputs.seen import attends_to_images
 from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
@@ -45,7 +45,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         active_call.context = None  # of an earlier try, which failed before it decoded
     if model_state.disable_pending and not loop_is_ours:
         return prepare()
-    model_state.last_call = report = CallReport()
+    report = _new_report(model_state, active_call)
     if active_call is not None and active_call.model is model:
         active_call.report = report
     given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
@@ -61,6 +61,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given
+        if active_call.of_prefill:
+            call.options = replace(call.options, max_rows=None)
         held = active_call.inputs
         call.inputs = None if held is None or held.says_nothing else held
         call.places_given = call.names.positions in given_tensors
@@ -75,8 +77,6 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
             raise Unsupported(_why_not_ours(model_state, model))
         if loop is not None and generation_config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
-        if loop is not None and call.inputs is not None and attends_to_images(model):
-            raise Unsupported(f"layers of its own attend to images, which the loop of {loop} passes to them")
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
@@ -132,7 +132,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             return output
         except BaseException as error:
             if call.report is None:  # failed before the path was chosen
-                model_state.last_call = call.report = CallReport()
+                call.report = _new_report(model_state, call)
             call.report.fail(error)
             raise
         finally:
@@ -140,6 +140,14 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
+    """A report, which is that of the model's last call unless `prefill` makes the call."""
+    report = CallReport()
+    if call is None or not call.of_prefill:
+        model_state.last_call = report
+    return report
 
 
 def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:

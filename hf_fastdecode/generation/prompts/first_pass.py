@@ -26,6 +26,7 @@ from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
 from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..inputs.encoded import find_inputs
+from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.loop_passes import capture_passes, choose_pass_mode
 from ..support.call import OWN_METHOD, check_arguments
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
@@ -121,9 +122,11 @@ class FirstPassPrompts:
             return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
         ids = arguments.get("input_ids")
-        if self.chunk is not None and self.loop != "custom_generate" and ids is not None and self.call.inputs is None:
+        if self.chunk is not None and self.loop != "custom_generate" and ids is not None:
             own = ("input_ids", "return_dict")
             others = {name: value for name, value in arguments.items() if name not in own} | {CACHE: cache}
+            if self.call.inputs is not None:  # which the method prepares by itself, for each chunk
+                others = self._before_prepared(cache)
             return prefill_of_transformers(self.call.model, ids, self.call.config, others)
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
@@ -204,8 +207,11 @@ class FirstPassPrompts:
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
         call, model = self.call, self.call.model
-        names, cross = call.names, bool(call.structure.layout.cross)
-        check_arguments(arguments, _KNOWN_ARGUMENTS | ({*names, ENCODER_OUTPUTS} if cross else set()))
+        names, cross, seen = call.names, bool(call.structure.layout.cross), mask_of_images(call)
+        others = {*names, ENCODER_OUTPUTS} if cross else set() if seen is None else {seen}
+        check_arguments(arguments, _KNOWN_ARGUMENTS | others)
+        if seen is not None and call.must_share:
+            raise Unsupported(UNCONTINUED)
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
         ids, embeddings = arguments.get(names.ids), None
@@ -238,8 +244,10 @@ class FirstPassPrompts:
             raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
         of_rows = None if inputs is None else inputs.of_rows
         numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
-        known = kept_ids(call, ids) if not text and (call.must_share or call.returns_cache) else ids
+        keeps_ids = not text and seen is None and (call.must_share or call.returns_cache)
+        known = kept_ids(call, ids) if keeps_ids else ids
         groups = group_prompts(known, mask, positions.ids if positions.differ else None, numbers)
+        inputs = inputs or images_of_layers(call, [group.count for group in groups])
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
         max_suffix, recompute = max(0, self.longest - width), width if hidden else wanted
         alike = tokens_say_all and not apart and inputs is None
@@ -249,8 +257,8 @@ class FirstPassPrompts:
             recompute=recompute,
             by_rows=by_rows,
             alike=alike,
-            images=None if text else ImageBeginnings(call, behind=False),
-            reuse=reuse or not text,
+            images=None if text or seen is not None else ImageBeginnings(call, behind=False),
+            reuse=reuse or not (text or seen is not None),
         )
         if inputs is not None:
             found.cache.inputs = inputs.inputs
@@ -259,23 +267,22 @@ class FirstPassPrompts:
             require_gain(call, found, plan, max_suffix)
         return _PlannedFirstPass(
             *(ids, mask, positions, padded, apart, by_rows, tokens_say_all),
-            *(embeddings, hidden, wanted, groups, found, plan, of_rows),
+            *(embeddings, hidden, wanted, groups, found, plan, None if inputs is None else inputs.of_rows),
         )
 
     def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:
         """The pass's arguments with the images, videos or audio that stock would have given it."""
-        call = self.call
-        if call.inputs is None:
+        if self.call.inputs is None:
             return arguments
-        plain = {name: value for name, value in call.arguments.items() if name != CACHE}
-        prepared = call.model.prepare_inputs_for_generation(
-            arguments["input_ids"],
-            is_first_iteration=True,
-            **{CACHE: cache},
-            **plain | {"use_cache": True},
-            **call.inputs.expanded(),
+        given = self._before_prepared(cache)
+        return arguments | self.call.model.prepare_inputs_for_generation(
+            arguments["input_ids"], is_first_iteration=True, **given
         )
-        return arguments | prepared
+
+    def _before_prepared(self, cache: Cache) -> dict[str, Any]:
+        """The model arguments of the call, as transformers' loops have them in stock before they prepare a pass."""
+        assert self.call.inputs is not None
+        return self.call.arguments | self.call.inputs.expanded() | {"use_cache": True, CACHE: cache}
 
 
 def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from inspect import signature
 from itertools import accumulate, groupby
 from typing import Any, Final, TypeGuard
@@ -15,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..._compat import CACHE
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
+from ..active_call import calls_of_prefill
 from ..forward_pass import places_tokens
 from ..identity import Fingerprint
 from ..inputs.given import PLAIN
@@ -110,10 +110,7 @@ def _prefill_text(
 def _prefill_with_images(
     inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
 ) -> SharedContextCache:
-    """Prefill prompts with images by a call of `generate` for one token, which prepares positions.
-
-    `max_rows` bounds the rows that decode, and is none of this call's.
-    """
+    """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
     for name in ("input_ids", "attention_mask"):
         value = inputs.get(name)
         if not isinstance(value, Tensor | None):
@@ -122,12 +119,9 @@ def _prefill_with_images(
                 "return_tensors='pt'"
             )
     config = GenerationConfig(**_ONE_TOKEN)
-    options, last_call = model_state.options, model_state.last_call
-    cache, model_state.options = SharedContextCache(backend=options.backend), replace(options, max_rows=None)
-    try:
+    cache = SharedContextCache(backend=model_state.options.backend)
+    with calls_of_prefill():
         kept = inner.generate(**inputs, **{CACHE: cache}, generation_config=config)[CACHE]
-    finally:
-        model_state.options, model_state.last_call = options, last_call
     kept.state.max_suffix = None
     kept.fingerprint, kept.protected_segments = Fingerprint(inner), len(kept.segment_tokens)
     return kept

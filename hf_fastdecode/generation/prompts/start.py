@@ -17,7 +17,7 @@ from ..call_context import CallContext, Positions
 from ..decoding.room import Logits, rows_that_fit
 from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..inputs.encoded import FoundInputs, find_inputs
-from ..inputs.seen import attends_to_images, images_of_layers
+from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
@@ -103,10 +103,11 @@ def _checked_prompts(
     longest = int(call.config.max_length)
     if not call.tokens_say_all:
         check_unkept(call, kept=call.returns_cache)
-        if call.inputs is not None and attends_to_images(call.model) and (call.must_share or call.returns_cache):
-            raise Unsupported("layers of their own attend to images, which no kept cache holds")
+        of_layers = mask_of_images(call) is not None
+        if of_layers and call.must_share:
+            raise Unsupported(UNCONTINUED)
         check_prompts(call.model, call.structure, ids, mask, longest=longest)
-        if call.input_rows is not None and (call.must_share or call.returns_cache):
+        if call.input_rows is not None and not of_layers and (call.must_share or call.returns_cache):
             ids = kept_ids(call, ids)
         planes = planar.ids if planar.ids is None or planar.differ else planar.ids[None]
         return group_prompts(ids, mask, planes, None if call.input_rows is None else call.input_rows.numbers()), False
@@ -158,10 +159,11 @@ def _planned(
 ) -> _Planned:
     max_suffix = int(call.config.max_length) - width
     by_rows = padded or call.by_rows
+    inputs = inputs or images_of_layers(call, [group.count for group in groups])
     alike = not padded and inputs is None and call.tokens_say_all
     images = (
         None
-        if call.inputs is None or attends_to_images(call.model)
+        if call.inputs is None or inputs is not None
         else ImageBeginnings(call, behind and call.structure.kept(_BEHIND, lambda: True))
     )
     found = find_shared(
@@ -175,8 +177,6 @@ def _planned(
     )
     if inputs is not None:
         found.cache.inputs = inputs.inputs
-    elif (seen := images_of_layers(call, len(groups))) is not None:
-        found.cache.inputs = seen
     found.cache.state.position_planes, found.cache.state.counts_tokens = (
         call.positions.planes,
         not call.positions.differ,
@@ -197,9 +197,6 @@ def _planned(
     plan = found.prompts.plan()
     require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
     inputs_of = None if inputs is None else inputs.of_rows
-    if inputs is None and found.cache.inputs is not None:  # a prompt's images are its own
-        counts = torch.tensor([group.count for group in groups], device="cpu")
-        inputs_of = torch.arange(len(groups), device="cpu").repeat_interleave(counts)
     return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
 
 

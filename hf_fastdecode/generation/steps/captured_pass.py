@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..._compat import CACHE
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
@@ -54,7 +55,7 @@ class OutputFields:
         for name, value in output.items():
             if name.startswith("encoder_"):  # which a step has as a placeholder
                 continue
-            if isinstance(value, Cache):
+            if isinstance(value, Cache) or name == CACHE:  # which may be a view of it
                 self._places[name] = None
             elif name in SET_BY_CALLS and (owner := _owner(model, name, value)) is not None:
                 self._places[name] = owner

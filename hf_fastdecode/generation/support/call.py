@@ -95,6 +95,8 @@ def check_call(
         raise Unsupported(
             "the cache of a model with an encoder is of the inputs of its call, so that no call continues it"
         )
+    if cache is not None and cache.inputs is not None:
+        raise Unsupported("the cache holds images of the call that returned it, so that no call continues it")
     check_arguments(arguments, _KNOWN_ARGUMENTS | ({*prompt_names(model), ENCODER_OUTPUTS} if cross else set()))
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
