@@ -14,7 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import EncodedInputs
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import captured_prefill
+from hf_fastdecode.generation.steps import captured_prefill, prefill_passes
 
 from ..patches.encoder_decoder_models import encoder_decoder
 from ..tiny_models import seeded
@@ -137,3 +137,74 @@ def test_a_returned_cache_keeps_its_inputs(bart, at_once):
         del first, cache, part
         assert torch.equal(generate(bart, **text(9, 2), **SAMPLES), stock[2])
         assert fd.explain(bart).last_call.captured_prefill_tokens == 4
+
+
+EAGER = {
+    "a mask over the input": {"attention_mask": torch.ones(1, 9, dtype=torch.long)},
+    "a padded prompt": {"decoder_attention_mask": torch.tensor([[0, 1, 1]])},
+    "a long prompt": {"decoder_input_ids": torch.arange(200)[None] % 50 + 3},
+}
+
+
+@on_the_cpu
+@pytest.mark.parametrize("given", EAGER.values(), ids=EAGER)
+def test_passes_that_run_eagerly(bart, given, at_once, monkeypatch):
+    monkeypatch.setattr(prefill_passes, "_MOST_BY_ROWS", 100)
+    call = text(9) | given | SAMPLES
+    stock = generate(bart, **call)
+    with fd.enabled(bart, **GRAPH):
+        assert torch.equal(generate(bart, **call), stock)
+        report = fd.explain(bart).last_call
+        assert (report.path, report.mode, report.captured_prefill_tokens) == ("shared", "graph", 0)
+        assert not report.prefill_reason
+        assert not state_of(bart).captures.by_rows.count
+
+
+@on_the_cpu
+def test_biases_by_distance_are_not_captured(at_once):
+    """As is found once; later calls do not try again."""
+    t5 = encoder_decoder("t5")
+    t5.generation_config.eos_token_id = None
+    stock = [generate(t5, **text(9, seed), **SAMPLES) for seed in range(2)]
+    with fd.enabled(t5, **GRAPH):
+        for seed, reason in enumerate(["attention of its prompts is more than causal", ""]):
+            assert torch.equal(generate(t5, **text(9, seed), **SAMPLES), stock[seed])
+            report = fd.explain(t5).last_call
+            assert (report.path, report.captured_prefill_tokens) == ("shared", 0)
+            assert report.prefill_reason == reason
+
+
+@on_the_cpu
+def test_inputs_in_groups_and_prompts_of_one_token(bart, at_once):
+    """Two inputs at once, whose memory the third one's group does not wait for: it runs eagerly, or by its own."""
+    inputs = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(4))
+    call = {"input_ids": inputs} | SAMPLES
+    stock = generate(bart, **call)
+    with fd.enabled(bart, max_prefill_tokens=18, **GRAPH):
+        for _ in range(2):
+            assert torch.equal(generate(bart, **call), stock)
+            assert fd.explain(bart).last_call.captured_prefill_tokens == 3
+        assert state_of(bart).captures.by_rows.count == 2  # of two inputs, and of one
+
+
+@on_the_cpu
+def test_captures_go_with_the_weights(bart, at_once):
+    model = copy.deepcopy(bart)
+    with fd.enabled(model, **GRAPH):
+        generate(model, **text(9), **SAMPLES)
+        with torch.no_grad():
+            weight = model.model.decoder.layers[0].encoder_attn.v_proj.weight
+            model.model.decoder.layers[0].encoder_attn.v_proj.weight = torch.nn.Parameter(-weight)
+        found = generate(model, **text(9), **SAMPLES)
+        assert fd.explain(model).last_call.captured_prefill_tokens == 4
+        assert state_of(model).captures.by_rows.count == 2
+    assert torch.equal(found, generate(model, **text(9), **SAMPLES))
+
+
+@on_the_cpu
+def test_a_capture_pays_from_the_second_pass_on(bart, uncaptured):
+    """Of one shape, in a forced mode."""
+    with fd.enabled(bart, **GRAPH):
+        for seed, length, captured in ((0, 9, 0), (1, 8, 0), (2, 9, 4), (3, 9, 4)):
+            generate(bart, **text(length, seed), **SAMPLES)
+            assert fd.explain(bart).last_call.captured_prefill_tokens == captured

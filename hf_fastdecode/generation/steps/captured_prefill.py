@@ -193,7 +193,7 @@ class CapturedPrefills(Generic[Captured]):
     """The captured prefill passes of one kind and model, part of its `Captures`.
 
     Args:
-        most: Most that are kept.
+        most: Most that are kept; as many as `_MOST_PASSES` when None.
 
     Attributes:
         count: Number of captures made.
@@ -203,7 +203,7 @@ class CapturedPrefills(Generic[Captured]):
             `prefill_ahead`.
     """
 
-    def __init__(self, most: int = _MOST_PASSES) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self._most, self.count = most, 0
         self.failures: dict[tuple[bool, bool], str] = {}
         self.asked: Hashable = None
@@ -235,7 +235,7 @@ class CapturedPrefills(Generic[Captured]):
     def keep(self, made: Captured) -> None:
         """Keep a new capture."""
         self._passes.append(made)
-        del self._passes[: -self._most]
+        del self._passes[: -(self._most or _MOST_PASSES)]
         self.count += 1
 
     def clear(self) -> None:
