@@ -23,7 +23,7 @@ from ..attention.partial import Partial
 from ..attention.placeholders import SharedKV
 from ..attention.torch_operators.padded_prefill import padded_causal_attention, separating_bias
 from ..errors import Unsupported
-from .captured import LayerOfACapture
+from .captured import CapturedInputs, LayerOfACapture
 from .layers.attention import SharedContextLayer
 from .shared import SharedContextCache
 from .state import PrefillItem
@@ -31,8 +31,6 @@ from .storage import TokenStorage
 
 _LEVELS = 8
 """Levels of nodes that the tables of every captured pass hold, as many as the prefix store keeps unmerged."""
-
-_OPERATORS = "each node once, causal attention by {}, merged with its context, captured"
 
 
 class ContextTables:
@@ -128,15 +126,20 @@ class CapturedPrefillCache(Cache):
         tables: Of the tokens' contexts, if any has one.
     """
 
+    _operators = "each node once, causal attention by {}, merged with its context, captured"
+
     def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
         self.position_planes, self._pass = cache.position_planes, _Pass(runs, tables)
-        self.inputs = None  # of an encoder-decoder, whose passes are not captured
+        self.inputs: CapturedInputs | None = None  # of an encoder-decoder, see `captured_rows`
         super().__init__(
             layers=[
-                _PrefillLayer(layer, self._pass) if isinstance(layer, SharedContextLayer) else layer
+                self._captured_layer(layer) if isinstance(layer, SharedContextLayer) else layer
                 for layer in cache.layers
             ]
         )
+
+    def _captured_layer(self, layer: SharedContextLayer) -> PrefillLayer:
+        return PrefillLayer(layer, self._pass)
 
     def begin(self) -> None:
         """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
@@ -175,7 +178,7 @@ class CapturedPrefillCache(Cache):
             layer.storage.write_nodes(spans, made)
         for layer in layers:
             layer.note(self._pass.scorings[layer.index])
-            layer.report("prefill", _OPERATORS.format(self._pass.by[layer.index]))
+            layer.report("prefill", self._operators.format(self._pass.by[layer.index]))
 
 
 class _Pass:
@@ -240,7 +243,9 @@ class _Pass:
         return self._intervals[window]
 
 
-class _PrefillLayer(LayerOfACapture):
+class PrefillLayer(LayerOfACapture):
+    """A layer of a captured pass over one row."""
+
     def __init__(self, layer: SharedContextLayer, in_pass: _Pass):
         super().__init__()
         self.index, self.storage, self.stored_window = layer.index, layer.storage.empty(), layer.store.window
@@ -255,7 +260,7 @@ class _PrefillLayer(LayerOfACapture):
 
 
 class _PaddedKV(SharedKV):
-    def __init__(self, layer: _PrefillLayer, parts: Segment):
+    def __init__(self, layer: PrefillLayer, parts: Segment):
         self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
         self.device = parts.keys.device
 

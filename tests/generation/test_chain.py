@@ -8,6 +8,8 @@ from transformers import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -67,12 +69,60 @@ def test_the_penalty_is_read_with_the_prompt_it_ignores():
 
 
 @pytest.mark.parametrize(
+    ("begin_index", "step"), [(6, 0), (7, 1), (5, -1)], ids=["first token", "after a forced one", "before the call"]
+)
+def test_suppressed_tokens_are_read_of_all_processors(begin_index, step):
+    """transformers 5.17 builds Whisper's a second time, beside those that it is given."""
+    at_begin = [SuppressTokensAtBeginLogitsProcessor(tokens, begin_index) for tokens in ([4, 5], [5])]
+    processors = [at_begin[0], SuppressTokensLogitsProcessor([3, 90]), SuppressTokensLogitsProcessor([7]), at_begin[1]]
+    chain = read_chain(LogitsProcessorList([*processors, TemperatureLogitsWarper(0.5)]), prompt_length=6)
+    assert chain.suppressed.tolist() == [3, 90, 7]
+    assert chain.suppressed_at_begin.tolist() == [4, 5, 5]
+    assert (chain.begin_step, chain.temperature) == (step, 0.5)
+
+
+SUPPRESSED = {"suppress_tokens": [3, 9, 50, 1000], "begin_suppress_tokens": [0, 9, 17]}
+
+
+@pytest.mark.parametrize("new", [0, 1], ids=["first token", "second token"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        SUPPRESSED | {"repetition_penalty": 1.4, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        SUPPRESSED | {"min_new_tokens": 4, "eos_token_id": 11},
+        {"suppress_tokens": [], "begin_suppress_tokens": [5]},
+        {"suppress_tokens": [5, 5]},
+    ],
+    ids=["all filters", "end tokens", "at the begin alone", "always alone"],
+)
+def test_the_distribution_is_that_of_the_processors(options, new):
+    """What the kernel is specified to draw from, and what generate's own processors leave."""
+    pytest.importorskip("triton")
+    from hf_fastdecode.kernels.sampling import reference
+    from hf_fastdecode.kernels.sampling.api import seen_tokens
+
+    processors = built_by_generate(do_sample=True, **options)
+    logits = torch.randn(7, 97, generator=torch.Generator().manual_seed(1)) * 3
+    ids = torch.arange(6).expand(7, -1) + 3
+    chain = read_chain(processors, prompt_length=6)
+    if isinstance(chain.prompt_ignore_length, torch.Tensor):  # of one row, which the built processors are of
+        logits, ids = logits[:1], ids[:1]
+    seen = seen_tokens(ids[:, 2:], 97)
+    settings = chain.settings("cpu", 97)
+    settings.update(step=new)
+    ids = torch.cat([ids, ids[:, -1:].expand(-1, new)], 1)
+    expected = processors(ids, logits.clone()).softmax(-1)
+    got = reference.distribution(logits, torch.arange(len(ids), dtype=torch.int32), settings, seen=seen)
+    assert torch.equal(got > 0, expected > 0)
+    torch.testing.assert_close(got.float(), expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"do_sample": True, "top_h": 0.4}, "TopHLogitsWarper"),
         ({"do_sample": True, "epsilon_cutoff": 0.01}, "EpsilonLogitsWarper"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"suppress_tokens": [3]}, "SuppressTokensLogitsProcessor"),
     ],
 )
 def test_others_are_named(options, name):
@@ -99,6 +149,14 @@ class Mine(TopPLogitsWarper):
         ([MinPLogitsWarper(0.1, min_tokens_to_keep=2)], "MinPLogitsWarper has min_tokens_to_keep=2"),
         ([TypicalLogitsWarper(0.1, min_tokens_to_keep=2)], "TypicalLogitsWarper has min_tokens_to_keep=2"),
         (
+            [SuppressTokensAtBeginLogitsProcessor([3], 6), SuppressTokensAtBeginLogitsProcessor([3], 7)],
+            "SuppressTokensAtBeginLogitsProcessor has begin_index=7, and another one has another",
+        ),
+        (
+            [TemperatureLogitsWarper(0.8), SuppressTokensLogitsProcessor([3])],
+            "SuppressTokensLogitsProcessor comes after Temp",
+        ),
+        (
             [MinLengthLogitsProcessor(9, 3), MinNewTokensLengthLogitsProcessor(6, 2, 4)],
             "MinNewTokensLengthLogitsProcessor means other end tokens",
         ),
@@ -117,10 +175,12 @@ def test_top_k_keeps_what_its_constructor_made_of_it():
 def test_a_chain_makes_its_settings():
     pytest.importorskip("triton")
     chain = Chain(temperature=0.5, top_k=9, repetition_penalty=1.2, min_new_tokens=4, eos_token_ids=(2, 3))
-    settings = chain.settings("cpu", seed=11)
+    settings = chain.settings("cpu", 97, seed=11)
     assert settings.temperature == 0.5
     assert settings.top_k == 9
     assert settings.seed == 11
     assert settings.eos_ids.tolist() == [2, 3]
-    assert settings.features == {"top_k": True, "typical_p": False, "repetition_penalty": True, "min_new_tokens": True}
+    asked = {"top_k", "repetition_penalty", "min_new_tokens"}
+    assert {name for name, used in settings.features.items() if used} == asked
+    assert settings.suppressed is None
     assert not settings.greedy

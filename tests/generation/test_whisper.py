@@ -6,11 +6,15 @@ import copy
 
 import pytest
 import torch
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers import LogitsProcessor, WhisperConfig, WhisperForConditionalGeneration
 
 import hf_fastdecode as fd
 
 from ..tiny_models import seeded
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the model lies on the CPU: kernels are interpreted"
+)
 
 _SIZES = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
 _SIZES |= {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 16}
@@ -59,7 +63,7 @@ def recordings(frames, seed=0):
     return torch.randn(2, 16, frames, generator=torch.Generator().manual_seed(seed))
 
 
-def both(model, **arguments):
+def both(model, sampler="auto", **arguments):
     """Stock's output and ours, with the numbers of rows that the encoder ran and the last report."""
     settings, counted = copy.deepcopy(model.generation_config), []
 
@@ -69,7 +73,7 @@ def both(model, **arguments):
 
     try:
         stock, conv = run(), model.model.encoder.conv1
-        with fd.enabled(model, min_saved_tokens=1), pytest.MonkeyPatch.context() as patch:
+        with fd.enabled(model, min_saved_tokens=1, sampler=sampler), pytest.MonkeyPatch.context() as patch:
             forward = conv._conv_forward
             patch.setattr(conv, "_conv_forward", lambda x, *rest: counted.append(len(x)) or forward(x, *rest))
             output = run()
@@ -101,6 +105,69 @@ def test_long_recordings(model, arguments):
     mask[1, 150:] = 0
     arguments = arguments | {"return_timestamps": True, "condition_on_prev_tokens": True, "attention_mask": mask}
     stock, output, _, _ = both(model, input_features=recordings(200), **arguments)
+    assert torch.equal(output, stock)
+
+
+SUPPRESSED = {"suppress_tokens": [100, 7, *range(107, 1700)], "begin_suppress_tokens": [220, *range(20, 90)]}
+
+
+@pytest.fixture
+def suppressing(model):
+    settings = copy.deepcopy(model.generation_config)
+    for name, value in SUPPRESSED.items():
+        setattr(model.generation_config, name, value)
+    yield model
+    model.generation_config = settings
+
+
+@interpreted
+def test_the_sampling_kernel_suppresses_tokens(suppressing, monkeypatch):
+    """It draws what its specification says, from the distribution that stock's processors leave."""
+    pytest.importorskip("triton")
+    from hf_fastdecode.kernels.sampling import api, reference
+
+    arguments = {"input_features": recordings(60), "max_new_tokens": 4} | SAMPLES | {"top_p": 0.9}
+    settings, drawn, left, kernel = copy.deepcopy(suppressing.generation_config), [], [], api.sample
+
+    def compared(logits, row_ids, asked, **given):
+        tokens, logprobs = kernel(logits, row_ids, asked, **given)
+        if len(row_ids) == 6:  # not the skipped row of the launch that compiles
+            columns = api.choose_config(logits.shape[1]).columns
+            assert torch.equal(tokens, reference.sample(logits, row_ids, asked, columns=columns)[0])
+            drawn.append(tokens)
+            left.append(reference.distribution(logits, row_ids, asked))
+        return tokens, logprobs
+
+    monkeypatch.setattr(api, "sample", compared)
+    with fd.enabled(suppressing, min_saved_tokens=1, sampler="fast"):
+        output = seeded(lambda: suppressing.generate(**arguments))
+        report = fd.explain(suppressing).last_call
+        assert (report.path, report.sampler) == ("shared", "fast"), report.reason
+    assert torch.equal(output, torch.stack(drawn, 1))
+
+    class Forced(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            step = input_ids.shape[1] - 4
+            torch.testing.assert_close(scores.softmax(-1), left[step].float(), rtol=1e-4, atol=1e-6)
+            steps.append(step)
+            return torch.full_like(scores, -torch.inf).scatter(1, drawn[step][:, None], 0.0)
+
+    steps, suppressing.generation_config, build = [], settings, suppressing._get_logits_processor
+    monkeypatch.setattr(
+        suppressing,
+        "_get_logits_processor",
+        lambda *args, **given: type(built := build(*args, **given))([*built, Forced()]),
+    )
+    assert torch.equal(suppressing.generate(**arguments), output)
+    assert steps == [0, 1, 2, 3]
+
+
+@interpreted
+def test_greedy_tokens_of_the_sampling_kernel_are_stocks(suppressing):
+    pytest.importorskip("triton")
+    arguments = {"input_features": recordings(60)[[0, 0, 1]], "max_new_tokens": 6, "language": "en"}
+    stock, output, _, report = both(suppressing, sampler="fast", **arguments)
+    assert (report.path, report.sampler) == ("shared", "fast"), report.sampler_reason
     assert torch.equal(output, stock)
 
 

@@ -91,7 +91,8 @@ class SamplingBench:
         from ...kernels.sampling import api  # needs Triton
 
         sets, processors = self._logits(case), processors_of(case)
-        settings = read_chain(processors, prompt_length=1).settings(self.device, greedy=case.greedy)
+        chain = read_chain(processors, prompt_length=1)
+        settings = chain.settings(self.device, sets[0].shape[1], greedy=case.greedy)
         row_ids = torch.arange(case.rows, dtype=torch.int32, device=self.device)
         found: dict[str, Any] = {}
         if self.check:

@@ -14,19 +14,19 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.autocast import cast
-from ...attention.forest import Forest, Node, Path, Span
+from ...attention.forest import Forest, Path, Span
 from ...attention.kv import Scoring, Segment
 from ...attention.placeholders import CrossKV
-from ...attention.torch_operators.decode_ops import as_batch, nodes_attention
+from ...attention.torch_operators.alike_inputs import AlikeInputs, attend_alike
+from ...attention.torch_operators.decode_ops import nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
 
@@ -68,11 +68,12 @@ class EncodedInputs:
         self.spans: tuple[Span, ...] = ()
         self._group: tuple[int, int] | None = None  # the inputs whose keys and values the current pass stores
         self._groups = 0
+        self._leases: tuple[object, ...] = ()
         self._shown: Tensor | None = None  # the mask that the group's spans are of
         self._places: Tensor | None = None  # of shown tokens, counted input by input; None if all are
         self._begins: dict[Begin, int] = {}
         self._latest: tuple[Forest, Forest] | None = None
-        self._read: dict[int, tuple[Forest, list[_AlikeInputs]]] = {}  # by layer
+        self._read: dict[int, tuple[Forest, list[AlikeInputs]]] = {}  # by layer
         self._of_pass: tuple[Sequence[PrefillItem], Forest] | None = None
 
     @contextmanager
@@ -112,6 +113,11 @@ class EncodedInputs:
         return (
             dict(self._arguments) | {ENCODER_OUTPUTS: part} | ({} if mask is None else {"attention_mask": mask[own]})
         )
+
+    @property
+    def stores_next(self) -> bool:
+        """Whether the next pass stores what it computes of its inputs."""
+        return self._group is not None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -160,6 +166,19 @@ class EncodedInputs:
             parts = (part.index_select(1, self._places.to(part.device)) for part in parts)
         self.segments.setdefault(layer, {})[self._groups] = Segment(*(part.contiguous() for part in parts))
 
+    def store_captured(self, segments: Mapping[int, Segment], lease: object) -> None:
+        """Keep all layers' keys and values of the group's inputs, whose tokens are all shown, in others' memory.
+
+        Args:
+            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each.
+            lease: What says that the memory is read, for as long as it is held.
+        """
+        first, stop = self._group or (0, 0)
+        self._show(None, stop - first, self.tokens)
+        for layer, segment in segments.items():
+            self.segments.setdefault(layer, {})[self._groups] = segment
+        self._leases = (*self._leases, lease)
+
     def _show(self, mask: Tensor | None, count: int, tokens: int) -> None:
         lengths = [tokens] * count
         if mask is not None and mask.shape != (count, tokens):
@@ -199,7 +218,7 @@ class EncodedInputs:
         def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
             forest, backend = self.forest_of_pass(state), state.torch_backend
             if scoring.softcap is None and backend == "auto":
-                outs = [_attend_alike(query[one.rows], *one.stored, scoring.scale) for one in self._by(forest, layer)]
+                outs = [attend_alike(query[one.rows], *one.stored, scoring.scale) for one in self._by(forest, layer)]
                 return outs[0] if len(outs) == 1 else torch.cat(outs)
             options: dict[str, Any] = {"softcap": scoring.softcap, "backend": backend}
             part = nodes_attention(query, forest, self.segments[layer], scoring.scale, **options)
@@ -214,12 +233,12 @@ class EncodedInputs:
     def see(self, arguments: Mapping[str, Any]) -> None:
         """Read, of the arguments of a pass, what says which tokens see an input; none does here."""
 
-    def _by(self, forest: Forest, layer: int) -> list[_AlikeInputs]:
+    def _by(self, forest: Forest, layer: int) -> list[AlikeInputs]:
         """The layer's inputs as rows read them; the same for the same forest, since all steps ask for them."""
         known = self._read.get(layer)
         if known is None or known[0] is not forest:
             segments = self.segments[layer]
-            found = [_AlikeInputs.of(segments[nodes[0].span.segment], nodes) for nodes in forest.batches[0]]
+            found = [AlikeInputs.of(segments[nodes[0].span.segment], nodes) for nodes in forest.batches[0]]
             self._read[layer] = known = forest, found
         return known[1]
 
@@ -256,34 +275,6 @@ class StoredInputs:
     @property
     def version(self) -> object:
         return self.segments
-
-
-class _AlikeInputs(NamedTuple):
-    """Inputs of one length, each read by as many neighbouring rows: ``[inputs, kv_heads, tokens, head_dim]``."""
-
-    rows: slice
-    stored: Segment
-
-    @classmethod
-    def of(cls, segment: Segment, nodes: Sequence[Node]) -> _AlikeInputs:
-        rows = slice(nodes[0].row_start, nodes[-1].row_stop)
-        return cls(rows, Segment(*(as_batch(part, nodes) for part in segment)))
-
-
-def _attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of ``[rows, heads, queries, head_dim]`` to alike inputs; returns ``[rows, queries, heads, head_dim]``.
-
-    All queries of an input are those of one sequence, which reads it once. Nothing is merged, so that no log-sum-exp
-    is needed.
-    """
-    rows, heads, queries, head_dim = query.shape
-    inputs, kv_heads = keys.shape[:2]
-    per_kv_head = heads // kv_heads
-    packed = query.reshape(inputs, rows // inputs, kv_heads, per_kv_head * queries, head_dim).transpose(1, 2)
-    out = F.scaled_dot_product_attention(packed.flatten(2, 3), keys, values, scale=scale)
-    width = values.shape[-1]
-    by_head = out.reshape(inputs, kv_heads, rows // inputs, per_kv_head, queries, width)
-    return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, width)
 
 
 Attend = Callable[[int, Tensor, Scoring], Tensor]

@@ -15,6 +15,8 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -26,11 +28,13 @@ from ...errors import Unsupported
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.sampling.api import Settings
 
-# The order in which generate builds them; the two that suppress end tokens may come in either order.
+# The order in which generate builds them; those that suppress tokens may come in any order, and several times.
 _ORDER = {
     RepetitionPenaltyLogitsProcessor: 0,
     MinLengthLogitsProcessor: 1,
     MinNewTokensLengthLogitsProcessor: 1,
+    SuppressTokensLogitsProcessor: 1,
+    SuppressTokensAtBeginLogitsProcessor: 1,
     TemperatureLogitsWarper: 2,
     TopKLogitsWarper: 3,
     TopPLogitsWarper: 4,
@@ -38,6 +42,8 @@ _ORDER = {
     TypicalLogitsWarper: 6,
     LogitNormalization: 7,
 }
+
+_SUPPRESSING = (SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,9 @@ class Chain:
         prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
         min_new_tokens: Minimum new tokens before an end token is allowed.
         eos_token_ids: The end tokens suppressed until then.
+        suppressed: ``[any]``: tokens that are never drawn, or None. They stay on the device, which is not waited for.
+        suppressed_at_begin: ``[any]``: tokens that are not drawn at step `begin_step`, or None.
+        begin_step: That step, by the tokens drawn before it; -1 if it is no step of the call.
     """
 
     temperature: float = 1.0
@@ -59,11 +68,19 @@ class Chain:
     prompt_ignore_length: int | Tensor | None = None
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    suppressed: Tensor | None = None
+    suppressed_at_begin: Tensor | None = None
+    begin_step: int = -1
 
-    def settings(self, device: torch.device | str, *, greedy: bool = False, seed: int = 0) -> Settings:
-        """Kernel settings for this chain; `greedy` takes the largest processed logit instead of sampling."""
-        from ...kernels.sampling.api import Settings  # imports Triton, which reading a chain does not need
+    def settings(self, device: torch.device | str, vocab: int, *, greedy: bool = False, seed: int = 0) -> Settings:
+        """Kernel settings for this chain and logits of a vocabulary.
 
+        `greedy` takes the largest processed logit instead of sampling.
+        """
+        from ...kernels.sampling.api import Settings, suppressed_tokens  # Triton, which reading a chain does not need
+
+        suppresses = self.suppressed is not None or self.suppressed_at_begin is not None
+        marks = suppressed_tokens(self.suppressed, self.suppressed_at_begin, vocab, device) if suppresses else None
         return Settings(
             device,
             greedy=greedy,
@@ -71,6 +88,7 @@ class Chain:
             typical=self.typical_p < 1,
             penalty=self.repetition_penalty != 1,
             eos_token_ids=self.eos_token_ids,
+            suppressed=marks,
             values={
                 "temperature": self.temperature,
                 "top_k": self.top_k,
@@ -79,6 +97,7 @@ class Chain:
                 "typical_p": self.typical_p,
                 "repetition_penalty": self.repetition_penalty,
                 "min_new_tokens": self.min_new_tokens,
+                "begin_step": self.begin_step,
                 "seed": seed,
             },
         )
@@ -99,7 +118,8 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
         kind, name = type(processor), type(processor).__name__
         if kind not in _ORDER:
             raise Unsupported(f"{name} is not among the processors that the kernel applies")
-        if last is not None and (_ORDER[kind] < _ORDER[type(last)] or kind is type(last)):
+        again = kind is type(last) and kind not in _SUPPRESSING
+        if last is not None and (_ORDER[kind] < _ORDER[type(last)] or again):
             raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
         last = processor
         if getattr(processor, "filter_value", -math.inf) != -math.inf:
@@ -120,6 +140,14 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
                 least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
             values["min_new_tokens"] = max(0, least, values.get("min_new_tokens", 0))
             values["eos_token_ids"] = eos
+        elif kind is SuppressTokensLogitsProcessor:
+            values["suppressed"] = _with(values.get("suppressed"), processor.suppress_tokens)
+        elif kind is SuppressTokensAtBeginLogitsProcessor:
+            begin = max(-1, processor.begin_index - prompt_length)
+            if begin != values.get("begin_step", begin):
+                raise Unsupported(f"{name} has begin_index={processor.begin_index}, and another one has another")
+            tokens = _with(values.get("suppressed_at_begin"), processor.begin_suppress_tokens)
+            values["suppressed_at_begin"], values["begin_step"] = tokens, begin
         elif kind is RepetitionPenaltyLogitsProcessor:
             values["repetition_penalty"] = processor.penalty
             values["prompt_ignore_length"] = processor.prompt_ignore_length
@@ -135,3 +163,7 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
             values["typical_p"] = processor.mass
         # LogitNormalization changes no probability.
     return Chain(**values)
+
+
+def _with(known: Tensor | None, more: Tensor) -> Tensor:
+    return more if known is None else torch.cat([known, more.to(known)])

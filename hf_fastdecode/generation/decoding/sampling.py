@@ -192,7 +192,7 @@ class FastSampler:
         from ...kernels.sampling.api import sample, seen_tokens  # needs Triton
 
         self._sample = sample
-        self._settings = chain.settings(logits.device, greedy=not do_sample)
+        self._settings = chain.settings(logits.device, logits.shape[1], greedy=not do_sample)
         self._seen: Tensor | None = None
         if chain.repetition_penalty != 1:
             ignored = chain.prompt_ignore_length
@@ -269,7 +269,8 @@ def compile_sampler(
     with suppress(Unsupported):
         chain = _chain(processors, config, prompts, logits)
         seen = torch.empty(1, (logits.shape[1] + 31) // 32, dtype=torch.int32, device=logits.device)
-        _sample_nothing(logits, chain.settings(logits.device, greedy=not config.do_sample), seen)
+        settings = chain.settings(logits.device, logits.shape[1], greedy=not config.do_sample)
+        _sample_nothing(logits, settings, seen)
 
 
 def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ from .packed import PrefillPass, stacked
 from .pass_memory import ImagePasses, tokens_that_fit
 from .pass_parts import Form, passes, passes_by_input, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
+
+
+class CapturedRowPasses(Protocol):
+    """Runs passes by captured graphs, see `RowPasses`."""
+
+    def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
+        """Prefill the cache's current items; the model's output, or None to run the pass eagerly."""
+        ...
 
 
 class Rows(NamedTuple):
@@ -148,6 +156,7 @@ def row_passes(
     *,
     keep: int,
     max_tokens: int,
+    captured: CapturedRowPasses | None = None,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
     """Compute the plan's nodes into the cache, pass by pass, then set its forest.
@@ -160,6 +169,7 @@ def row_passes(
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row, and the whole
             prompt of it unless layers continue from states.
+        captured: Runs passes by captured graphs where it can.
     """
     cache.add_segment(plan.new_tokens)
     device, width, images = input_device(model), rows.inputs.shape[1], rows.images is not None
@@ -194,7 +204,11 @@ def row_passes(
         counting = nullcontext() if room is None or not part.have_images else room.counting(real.numel())
         by_stock = part.images is not None and not items[0].context  # whose attention reads nothing stored
         with storing, counting, cache.prefilling(items, real.to(device), tensors=by_stock):
-            output = _pass(model, cache, part, device, arguments, features)
+            output = None
+            if captured is not None and mask is None and part.images is None:
+                output = captured(cache, part.inputs, part.position_ids, keep)
+            if output is None:
+                output = _pass(model, cache, part, device, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
         for one in run:
@@ -303,9 +317,10 @@ def prefill_rows(
     layout: ModelLayout,
     *,
     max_tokens: int,
+    captured: CapturedRowPasses | None = None,
 ) -> Tensor:
     """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
     known: dict[int | None, Tensor] = {}
-    for done in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens):
+    for done in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens, captured=captured):
         known |= zip(done.wanted, done.logits, strict=True)
     return stacked(model, [known[end] for end in plan.ends])

@@ -27,7 +27,7 @@ from ..call_context import CallContext, Positions, reduced
 from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..inputs.encoded import find_inputs
 from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
-from ..steps.loop_passes import capture_passes, choose_pass_mode
+from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes, hold_captures
 from ..support.call import OWN_METHOD, check_arguments
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
@@ -149,6 +149,7 @@ class FirstPassPrompts:
         if not users:
             with call.ranks.together():
                 require_gain(call, found, plan, max_suffix)
+        held, watches = hold_captures(call), users or self.loop.startswith(OWN_METHOD)
         unused = [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]
         if (most := call.options.max_rows) is not None and most < len(ids):
             unused.append(f"max_rows={most}")
@@ -174,7 +175,8 @@ class FirstPassPrompts:
                 given = call.arguments.get(call.names.positions)
             distinct = Rows.of(inputs, mask, given, planned.inputs_of, call.input_rows).distinct(groups)
             layout = call.structure.layout
-            passes = list(row_passes(model, cache, plan, distinct, layout, keep=wanted, max_tokens=limit))
+            rows_of = partial(row_passes, model, cache, plan, distinct, layout, keep=wanted, max_tokens=limit)
+            passes = list(rows_of(captured=first_passes(call) if held and not watches else None))
             try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -201,8 +203,9 @@ class FirstPassPrompts:
             fields["hidden_states"] = tuple(
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
             )
-        reorders = call.config.num_beams is not None and call.config.num_beams > 1
-        capture_passes(call, cache, reorders=reorders, watches=users or self.loop.startswith(OWN_METHOD))
+        if held:
+            reorders = call.config.num_beams is not None and call.config.num_beams > 1
+            capture_passes(call, cache, reorders=reorders, watches=watches)
         return kind(**fields)
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:

@@ -230,7 +230,7 @@ def _begin(call: CallContext, passes: CallPasses, planned: _Planned, input_ids: 
             positions = after.to(input_ids.device).expand(len(input_ids)).contiguous()
         rows = Rows.of(input_ids, call.mask, places, inputs_of, call.input_rows)
         distinct, layout = rows.distinct(found.prompts.groups), call.structure.layout
-        logits = prefill_rows(model, cache, plan, distinct, layout, max_tokens=limit)
+        logits = prefill_rows(model, cache, plan, distinct, layout, max_tokens=limit, captured=passes.by_rows)
         try_step(call, cache, rows)
         merge_returned(call, cache)
         return Start(cache, logits.index_select(0, group_of_row.to(logits.device)), positions, input_ids[:, width:])

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -180,8 +180,20 @@ class CapturedPrefill:
         return torch.from_numpy(inputs)
 
 
-class CapturedPrefills:
-    """The captured prefill passes of one model, part of its `Captures`.
+class _Captured(Protocol):
+    @property
+    def shape(self) -> Hashable: ...
+    def fits(self, forest: Forest | None, longest: int) -> bool: ...
+
+
+Captured = TypeVar("Captured", bound=_Captured)
+
+
+class CapturedPrefills(Generic[Captured]):
+    """The captured prefill passes of one kind and model, part of its `Captures`.
+
+    Args:
+        most: Most that are kept; as many as `_MOST_PASSES` when None.
 
     Attributes:
         count: Number of captures made.
@@ -191,15 +203,15 @@ class CapturedPrefills:
             `prefill_ahead`.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, most: int | None = None) -> None:
+        self._most, self.count = most, 0
         self.failures: dict[tuple[bool, bool], str] = {}
         self.asked: Hashable = None
         self.again: tuple[PrefillShape, Hashable] | None = None
-        self._passes: list[CapturedPrefill] = []  # least recently used first
-        self._eager = Counter[PrefillShape]()
+        self._passes: list[Captured] = []  # least recently used first
+        self._eager = Counter[Hashable]()
 
-    def find(self, shape: PrefillShape, forest: Forest | None, longest: int) -> CapturedPrefill | None:
+    def find(self, shape: Hashable, forest: Forest | None, longest: int) -> Captured | None:
         """The captured pass of this shape that fits the new tokens, if there is one."""
         for index, one in enumerate(self._passes):
             if one.shape == shape and one.fits(forest, longest):
@@ -207,7 +219,11 @@ class CapturedPrefills:
                 return one
         return None
 
-    def pays(self, shape: PrefillShape, *, forced: bool) -> bool:
+    def holds(self, shape: Hashable) -> bool:
+        """Whether there is a captured pass of this shape, whatever it fits."""
+        return any(one.shape == shape for one in self._passes)
+
+    def pays(self, shape: Hashable, *, forced: bool) -> bool:
         """Whether to capture the current pass, to which no captured one fits.
 
         Captures of a shape that are made in vain, for others that do not fit them, become rarer.
@@ -216,10 +232,10 @@ class CapturedPrefills:
         times, rest = divmod(self._eager[shape], _PASSES_THAT_PAY_A_CAPTURE[forced])
         return not rest and times.bit_count() == 1
 
-    def keep(self, made: CapturedPrefill) -> None:
+    def keep(self, made: Captured) -> None:
         """Keep a new capture."""
         self._passes.append(made)
-        del self._passes[:-_MOST_PASSES]
+        del self._passes[: -(self._most or _MOST_PASSES)]
         self.count += 1
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.forest import Forest
 from ...attention.own_code import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.captured_states import CapturedStates
@@ -24,13 +23,18 @@ from ..model_walk import ModelWalk
 from ..structure import Known, Structure
 from .call_lock import CallLock, LockHolder
 from .capture_memory import free_memory, free_workspaces, used_memory
-from .captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape, size_for
+from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, size_for
+from .captured_rows import CapturedRows
 from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
 from .prefill_ahead import PrefillAhead, Scope
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
+
+
+_MOST_BY_ROWS = 4
+"""The same of first passes with an encoder, which have memory for the keys and values of their inputs."""
 
 
 class Captures:
@@ -43,6 +47,7 @@ class Captures:
     Attributes:
         ahead: The prefill pass that this call has begun.
         prefills: The captured prefill passes.
+        by_rows: Captured first passes of decoders with an encoder.
         count: Number of steps captured.
         steps_asked: Steps requested by the model's calls so far, including the current one.
     """
@@ -51,7 +56,8 @@ class Captures:
         self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
         self.compiled = CompiledLayers()
-        self.prefills = CapturedPrefills()
+        self.prefills = CapturedPrefills[CapturedPrefill]()
+        self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS)
         self.count = 0
         self.steps_asked = 0
         self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
@@ -87,7 +93,7 @@ class Captures:
     @property
     def made(self) -> int:
         """Number of captures made, of every kind."""
-        return self.count + self.prefills.count
+        return self.count + self.prefills.count + self.by_rows.count
 
     def find(
         self,
@@ -151,20 +157,13 @@ class Captures:
             self._states.release()
 
     def capture_prefill(
-        self,
-        model: PreTrainedModel,
-        shape: PrefillShape,
-        cache: SharedContextCache,
-        forest: Forest | None,
-        longest: int,
-        structure: Structure,
-    ) -> CapturedPrefill:
-        """Capture a prefill pass over the cache's current items, and keep it; see `CapturedPrefill`."""
+        self, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], device: torch.device
+    ) -> Captured:
+        """Capture a prefill pass, which `make` does in the memory pool that it is given, and keep it."""
         self.join_ahead()
         with torch.inference_mode(False), torch.no_grad():
-            pool = self._pool_on(model.device)
-            made = CapturedPrefill(model, shape, cache, forest, longest, structure, pool)
-        self.prefills.keep(made)
+            made = make(self._pool_on(device))
+        kept.keep(made)
         return made
 
     def _pool_on(self, device: torch.device) -> Any:
@@ -274,6 +273,7 @@ class Captures:
         """Reset the recorded failures."""
         self._failure = self._free_then = self.own_nodes_failure = self.compile_failure = None
         self.prefills.failures.clear()
+        self.by_rows.failures.clear()
         self.pass_failures = {}
 
     def clear(self) -> None:
@@ -282,6 +282,7 @@ class Captures:
         self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
         self._known = self._states = None
         self.prefills.clear()
+        self.by_rows.clear()
         self.retry()
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .captures import capture_reason
 from .cuda_graph import CaptureOptions
 from .modes import cannot_run, choose_mode, fused_rows, holding_captures
 from .pass_agreement import PassAgreement
+from .prefill_passes import RowPasses
 from .runners import report_captured
 
 _QUERIES = (1, 4, MAX_QUERIES)
@@ -299,11 +301,24 @@ def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     return choose_mode(call, new_tokens)
 
 
-def capture_passes(call: CallContext, cache: SharedContextCache, *, reorders: bool, watches: bool) -> None:
-    """Let later passes over a cache be captured until the call's end, in the call's mode; see `CapturedPasses`."""
+def hold_captures(call: CallContext) -> bool:
+    """Hold the model's captures until the call's end, if its mode needs them; whether it does."""
     if call.mode == "eager":
-        return
+        return False
     assert call.scope is not None  # see `choose_pass_mode`
-    if call.scope.enter(holding_captures(call)):
-        cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
-        call.scope.callback(passes.end, cache)
+    return bool(call.scope.enter(holding_captures(call)))
+
+
+def first_passes(call: CallContext) -> RowPasses | None:
+    """Runs passes of a loop's first one by captured graphs, in a call that holds the model's captures, if it may."""
+    if call.ranks.count > 1:
+        return None
+    return RowPasses(call, partial(call.state.captures.refresh, call.model, call.structure))
+
+
+def capture_passes(call: CallContext, cache: SharedContextCache, *, reorders: bool, watches: bool) -> None:
+    """Let later passes over a cache be captured until the call's end, which holds the model's captures; see
+    `CapturedPasses`."""
+    assert call.scope is not None
+    cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
+    call.scope.callback(passes.end, cache)

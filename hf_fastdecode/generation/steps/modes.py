@@ -23,7 +23,7 @@ from .call_lock import LockHolder
 from .captures import capture_reason, reason_of_call
 from .compiled_layers import decoder_layers
 from .expansion import expand_nodes
-from .prefill_passes import PrefillPasses
+from .prefill_passes import PrefillPasses, RowPasses
 from .projections import has_projections
 from .runners import CapturedSteps, EagerSteps, Steps
 
@@ -36,10 +36,12 @@ class CallPasses(NamedTuple):
     Attributes:
         make_steps: Creates the runner of a batch's decode steps.
         prefill: Runs prefill passes by captured graphs; None if they all run eagerly.
+        by_rows: The same of first passes of decoders with an encoder.
     """
 
     make_steps: StepsMaker
     prefill: PrefillPasses | None = None
+    by_rows: RowPasses | None = None
 
 
 # Break-even step counts of capturing and of compiling, summed over the calls of a model (H200, 7B).
@@ -188,7 +190,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
                 # Which sizes are captured when is not agreed on between processes.
                 prefill = PrefillPasses(call, refresh, fused_tokens) if call.ranks.count == 1 else None
-                yield CallPasses(captured, prefill)
+                yield CallPasses(captured, prefill, RowPasses(call, refresh) if call.ranks.count == 1 else None)
                 if call.returns_cache:
                     captures.release_states()
             else:

@@ -1,26 +1,37 @@
-"""Runs the packed prefill passes of a call by captured graphs, where there are some or a capture pays."""
+"""Runs the prefill passes of a call by captured graphs, where there are some or a capture pays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
 from ...cache.captured_prefill import context_forest, takes_captured_passes
+from ...cache.captured_rows import takes_captured_rows
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import ran_out_of_memory
 from ..call_context import CallContext
 from .captured_prefill import CapturedPrefill, PrefillShape
+from .captured_rows import CapturedRows, RowShape
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
 with multi-head attention on 40 GB."""
 
 
+_MOST_BY_ROWS = 256
+"""Maximum tokens of prompts in a captured pass by rows: beyond, kernels run for longer than launching them takes."""
+
+
 class PrefillPasses:
-    """Captured prefill of one call, which holds the lock of the model's captures.
+    """Captured packed prefill of one call, which holds the lock of the model's captures.
 
     Args:
         refresh: Drops captures that the model's state has outdated.
@@ -44,9 +55,11 @@ class PrefillPasses:
         shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
         if shape is None or (shape.several, shape.contexts) in call.state.captures.prefills.failures:
             return None
-        if not self._takes_little_memory(shape.tokens):
+        layout = call.structure.layout
+        numbers = sum(store.numbers * layers for store, layers in layout.distinct.items())
+        if not _takes_little_memory(call.model, shape.tokens * numbers):
             return None
-        cache.meet(call.structure.layout)
+        cache.meet(layout)
         longest = cache.longest_row(len(tokens))
         if not takes_captured_passes(cache, items, call.model.dtype, call.model.device, longest):
             return None
@@ -67,15 +80,6 @@ class PrefillPasses:
         call.report.observe(cache)
         return logits
 
-    def _takes_little_memory(self, tokens: int) -> bool:
-        """Whether the buffers of `tokens` tokens, which stay allocated, take a small share of the device's memory."""
-        model, layout = self._call.model, self._call.structure.layout
-        if model.device.type != "cuda":
-            return True
-        numbers = sum(store.numbers * layers for store, layers in layout.distinct.items())
-        total = torch.cuda.get_device_properties(model.device).total_memory
-        return tokens * numbers * model.dtype.itemsize <= total / _MEMORY_PER_BUFFERS
-
     def _find(
         self, shape: PrefillShape, cache: SharedContextCache, forest: Forest | None, longest: int
     ) -> CapturedPrefill | None:
@@ -86,7 +90,8 @@ class PrefillPasses:
         if found is not None or not captures.prefills.pays(shape, forced=forced):
             return found
         try:
-            return captures.capture_prefill(call.model, shape, cache, forest, longest, call.structure)
+            make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
+            return captures.capture_prefill(captures.prefills, make, call.model.device)
         except Exception as error:  # out of memory, or an operation not allowed during capture
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if not ran_out_of_memory(error):
@@ -94,3 +99,81 @@ class PrefillPasses:
         call.report.prefill_reason = reason
         call.state.log_once(f"prefill of this model runs eagerly: its passes cannot be captured ({reason})")
         return None
+
+
+class RowPasses:
+    """Captured first passes of one call, which holds the lock of the model's captures.
+
+    Args:
+        refresh: Drops captures that the model's state has outdated.
+    """
+
+    def __init__(self, call: CallContext, refresh: Callable[[], None]):
+        self._call, self._refresh = call, refresh
+
+    def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
+        """Prefill the cache's current items by a captured pass.
+
+        Args:
+            ids: ``[rows, width]`` int64, none of which is padding.
+            places: ``[rows or 1, width]`` int64: their positions.
+            wanted: Last positions of each row to return logits for.
+
+        Returns:
+            The model's output, with logits ``[rows, wanted, vocabulary]`` alone; None if the pass is to run eagerly,
+            to which nothing has been done then.
+        """
+        call = self._call
+        layout, passes = call.structure.layout, call.state.captures.by_rows
+        if ids.dim() != 2 or ids.numel() > _MOST_BY_ROWS or passes.failures:
+            return None
+        cache.meet(layout)
+        if not takes_captured_rows(cache, layout):
+            return None
+        assert cache.inputs is not None
+        hidden = cache.inputs.arguments[ENCODER_OUTPUTS][0]
+        if (hidden.dtype, hidden.device) != (call.model.dtype, call.model.device):
+            return None
+        numbers = sum(store.numbers for store in layout.cross.values())
+        if not _takes_little_memory(call.model, hidden.shape[0] * hidden.shape[1] * numbers):
+            return None
+        self._refresh()
+        rows, width = ids.shape
+        shape = RowShape(rows, width, hidden.shape[1])
+        captured = self._find(shape, cache)
+        if captured is None:
+            return None
+        output = captured(cache, ids, places, wanted)
+        cache.state.met = ref(call.model)
+        call.report.captured_prefill_tokens += ids.numel()
+        call.report.observe(cache)
+        return output
+
+    def _find(self, shape: RowShape, cache: SharedContextCache) -> CapturedRows | None:
+        """The captured pass of this shape; captured now where that pays and does not fail.
+
+        Where another cache reads its memory, there is none, and no second one is made.
+        """
+        call, captures, longest = self._call, self._call.state.captures, cache.longest_row(shape.width)
+        found = captures.by_rows.find(shape, None, longest)
+        forced = call.options.needs_capture is not None
+        if found is not None or captures.by_rows.holds(shape) or not captures.by_rows.pays(shape, forced=forced):
+            return found
+        make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
+        try:
+            return captures.capture_prefill(captures.by_rows, make, call.model.device)
+        except Exception as error:  # out of memory, or an operation not allowed during capture
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if not ran_out_of_memory(error):
+                captures.by_rows.failures[True, False] = reason
+        call.report.prefill_reason = reason
+        call.state.log_once(f"prefill of this model runs eagerly: its passes cannot be captured ({reason})")
+        return None
+
+
+def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
+    """Whether a captured pass's buffers of so many numbers, which stay allocated, are a small share of the memory."""
+    if model.device.type != "cuda":
+        return True
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    return numbers * model.dtype.itemsize <= total / _MEMORY_PER_BUFFERS

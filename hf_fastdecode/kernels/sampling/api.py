@@ -16,7 +16,7 @@ from ..failures import Kernel, launching
 from .row_kernel import sample_rows
 
 _FLOATS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
-_INTEGERS = {"top_k": 0, "seed": 0, "step": 0, "min_new_tokens": 0, "pad_token_id": 0}
+_INTEGERS = {"top_k": 0, "seed": 0, "step": 0, "min_new_tokens": 0, "pad_token_id": 0, "begin_step": -1}
 _BOUNDS = {
     "temperature": (lambda x: x > 0, "above 0; for greedy decoding create Settings(greedy=True)"),
     "top_p": (lambda x: 0 <= x <= 1, "within [0, 1]"),
@@ -26,6 +26,7 @@ _BOUNDS = {
     "top_k": (lambda x: x >= 0, "at least 0, which turns it off"),
     "min_new_tokens": (lambda x: x >= 0, "at least 0"),
     "step": (lambda x: x >= 0, "at least 0"),
+    "begin_step": (lambda x: x >= -1, "at least 0, or -1 for none"),
 }
 
 
@@ -34,7 +35,8 @@ class Settings:
 
     Each number is a 0-dimensional view on the device, to be read or changed in place on any stream that is ordered
     before the launch: ``temperature``, ``top_p``, ``min_p``, ``typical_p``, ``repetition_penalty`` (fp32), ``top_k``,
-    ``seed``, ``step`` (tokens drawn so far; the caller counts), ``min_new_tokens`` and ``pad_token_id`` (int64).
+    ``seed``, ``step`` (tokens drawn so far; the caller counts), ``min_new_tokens``, ``pad_token_id`` and
+    ``begin_step`` (int64).
 
     Args:
         device: Device of the logits.
@@ -43,6 +45,8 @@ class Settings:
         typical: Whether ``typical_p`` may be below 1.
         penalty: Whether ``repetition_penalty`` may be other than 1.
         eos_token_ids: Tokens not to be drawn while ``step < min_new_tokens``.
+        suppressed: ``[2, vocabulary]`` int8 on the device, see `suppressed_tokens`: tokens not to be drawn at any
+            step, and at step ``begin_step``. Settings with it are for logits of this vocabulary.
         values: Numbers by name, as for `update`; the others have no effect.
     """
 
@@ -56,6 +60,7 @@ class Settings:
     step: Tensor
     min_new_tokens: Tensor
     pad_token_id: Tensor
+    begin_step: Tensor
 
     def __init__(
         self,
@@ -66,11 +71,14 @@ class Settings:
         typical: bool = False,
         penalty: bool = False,
         eos_token_ids: list[int] | tuple[int, ...] = (),
+        suppressed: Tensor | None = None,
         values: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.greedy = greedy
         self.features = {"top_k": top_k, "typical_p": typical, "repetition_penalty": penalty}
         self.features["min_new_tokens"] = bool(eos_token_ids)
+        self.features["begin_step"] = suppressed is not None
+        self.suppressed = suppressed
         self.eos_ids = _on(device, eos_token_ids or (-1,), torch.int64)
         self.eos_count = len(eos_token_ids)
         self._check(values)
@@ -126,12 +134,13 @@ class Form(NamedTuple):
     tile: int
     plain: bool  # logits are compared before division by the temperature
     empty_bits: int  # trailing zero bits of a plain logit in fp32
-    changed: bool  # by penalty or suppression
+    changed: bool  # by penalty or suppression, of end tokens or others
     greedy: bool
     top_k: bool
     typical: bool
     penalty: bool
     eos: int
+    suppression: bool
 
 
 @dataclass(frozen=True)
@@ -173,9 +182,9 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row after transformers' temperature, top-k, top-p, min-p and typical-p.
 
-    Filters and their order are those of ``generate``: repetition penalty, suppression of end tokens, temperature,
-    top-k, top-p, min-p, typical-p, each on what the one before left. Ties are kept as there: top-k and typical-p keep
-    all tokens that tie with the last; of tokens that tie at the edge of top-p, the last by index stay, as in a stable
+    Filters and their order are those of ``generate``: repetition penalty, suppression of tokens, temperature, top-k,
+    top-p, min-p, typical-p, each on what the one before left. Ties are kept as there: top-k and typical-p keep all
+    tokens that tie with the last; of tokens that tie at the edge of top-p, the last by index stay, as in a stable
     sort. A row's draw depends only on its logits, the settings, ``seed``, ``step`` and its row id; results are
     bitwise reproducible. Nothing synchronises with the host.
 
@@ -226,6 +235,12 @@ def sample(
     words = (vocab + 31) // 32
     if penalty and (seen is None or seen.dtype != torch.int32 or seen.shape[1] != words or seen.stride(1) != 1):
         raise ValueError(f"the repetition penalty needs seen [row ids, {words}] int32: use seen_tokens(...)")
+    suppressed = settings.suppressed
+    if suppressed is not None and (suppressed.shape != (2, vocab) or not suppressed.is_contiguous()):
+        raise ValueError(
+            f"the settings suppress tokens of a vocabulary of {suppressed.shape[-1]}, and the logits have {vocab}: "
+            "use suppressed_tokens(...) with that size"
+        )
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if tokens is None else tokens
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device) if logprobs is None else logprobs
     if rows == 0:
@@ -240,12 +255,13 @@ def sample(
         tile=config.tile,
         plain=plain,
         empty_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0) if plain else 0,
-        changed=penalty or settings.eos_count > 0,
+        changed=penalty or settings.eos_count > 0 or suppressed is not None,
         greedy=greedy,
         top_k=settings.features["top_k"] and not greedy,
         typical=typical,
         penalty=penalty,
         eos=settings.eos_count,
+        suppression=suppressed is not None,
     )
     scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
     with launching(Kernel.SAMPLING, logits.device):
@@ -258,6 +274,7 @@ def sample(
             settings.integers,
             settings.step if steps is None else steps,
             settings.eos_ids,
+            row_ids if suppressed is None else suppressed,
             seen if penalty else row_ids,
             scratch,
             tokens,
@@ -293,3 +310,25 @@ def seen_tokens(ids: Tensor, vocab: int, keep: Tensor | None = None) -> Tensor:
     for bit in range(32):
         result |= bits[:, :, bit].int() << bit
     return result
+
+
+def suppressed_tokens(
+    always: Tensor | None, at_begin: Tensor | None, vocab: int, device: torch.device | str
+) -> Tensor:
+    """Marks of tokens not to be drawn, for `Settings`; made without waiting for the device.
+
+    Args:
+        always: ``[any]``: tokens not to be drawn at any step; those beyond the vocabulary are left out.
+        at_begin: The same, of one step.
+        vocab: Size of the vocabulary.
+        device: Device of the logits.
+
+    Returns:
+        ``[2, vocab]`` int8: 1 for tokens of `always`, and for tokens of either.
+    """
+    marks = torch.zeros(2, vocab + 1, dtype=torch.int8, device=device)  # the last for tokens beyond the vocabulary
+    for ids, rows in ((always, marks), (at_begin, marks[1:])):
+        if ids is not None:
+            tokens = ids.to(device=device, dtype=torch.int64)  # an empty list became one of floats
+            rows.index_fill_(1, tokens.where((tokens >= 0) & (tokens < vocab), vocab), 1)
+    return marks[:, :vocab].contiguous()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def processed_logits(
     logits: Tensor, row_ids: Tensor, settings: Settings, seen: Tensor | None = None, steps: Tensor | None = None
 ) -> Tensor:
-    """Logits ``[rows, vocab]`` in fp64 after repetition penalty, suppression of end tokens and temperature."""
+    """Logits ``[rows, vocab]`` in fp64 after repetition penalty, suppression of tokens and temperature."""
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     token = torch.arange(logits.shape[1], device=logits.device)
     if settings.features["repetition_penalty"] and seen is not None:
@@ -24,6 +24,9 @@ def processed_logits(
     if settings.eos_count:
         early = _steps(row_ids, settings, steps) < settings.min_new_tokens
         values = values.masked_fill(early[:, None] & torch.isin(token, settings.eos_ids), -torch.inf)
+    if settings.suppressed is not None:
+        at_begin = (_steps(row_ids, settings, steps) == settings.begin_step).long()
+        values = values.masked_fill(settings.suppressed[at_begin] != 0, -torch.inf)
     return values if settings.greedy else values / settings.temperature.double()
 
 

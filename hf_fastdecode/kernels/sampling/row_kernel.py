@@ -241,9 +241,10 @@ def sample_rows(
     logits,  # [rows, vocab]
     row_ids,  # [rows] int32: -1 to skip the row
     numbers,  # [5] fp32: temperature, top_p, min_p, typical_p, repetition penalty
-    integers,  # [5] int64: top_k, seed, step, min_new_tokens, pad token
+    integers,  # [6] int64: top_k, seed, step, min_new_tokens, pad token, begin step
     steps,  # int64: tokens drawn so far, of every row (step_stride 0) or of each (1)
     eos_ids,  # [eos] int64
+    suppressed,  # [2, vocab] int8: not 0 for tokens never drawn, and for those not drawn at the begin step
     seen,  # [row ids, words] int32: bit t % 32 of word t // 32 is set when the row has token t
     scratch,  # [rows, tile] int32
     tokens,  # [rows] int64
@@ -276,10 +277,13 @@ def sample_rows(
         seed = tl.load(integers + 1)
         step = tl.load(steps + row * step_stride)
         early = step < tl.load(integers + 3)
+        barred = suppressed
+        if FORM.suppression:
+            barred += tl.where(step == tl.load(integers + 5), VOCAB, 0)
         inverse_temperature = 1.0 / temperature
         factor = inverse_temperature * LOG2E
         marks = seen + row_id.to(tl.int64) * seen_stride
-        source = (logits + row.to(tl.int64) * row_stride, marks, eos_ids, early, penalty, 1.0 / penalty)
+        source = (logits + row.to(tl.int64) * row_stride, marks, eos_ids, early, barred, penalty, 1.0 / penalty)
 
         column_max, mass, raw_column_max, raw_mass, best_chunk = scan(source, factor, FORM)
         row_max = tl.max(column_max, 0)

@@ -17,7 +17,7 @@ MOMENT = tl.constexpr(2)
 @triton.jit
 def read(source, token, valid, FORM: tl.constexpr):
     """Raw logits, and logits after penalty and suppression, in fp32."""
-    logits, seen, eos_ids, early, penalty, inverse_penalty = source
+    logits, seen, eos_ids, early, suppressed, penalty, inverse_penalty = source
     if valid is None:
         given = tl.load(logits + token).to(tl.float32)
     else:
@@ -35,6 +35,12 @@ def read(source, token, valid, FORM: tl.constexpr):
         eos: tl.constexpr = FORM.eos
         for index in tl.static_range(eos):
             value = tl.where((token == tl.load(eos_ids + index)) & early, LOW, value)
+    if FORM.suppression:
+        if valid is None:
+            mark = tl.load(suppressed + token)
+        else:
+            mark = tl.load(suppressed + token, mask=valid, other=0)
+        value = tl.where(mark != 0, LOW, value)
     return raw, value
 
 

@@ -26,9 +26,9 @@ def draw_everything() -> None:
     """A token from vocabularies of all sizes, with every feature of the sampling kernel."""
     switches = product((1000, 32_000, 151_936), (torch.bfloat16, torch.float16, torch.float32), *[(False, True)] * 5)
     for vocabulary, dtype, greedy, top_k, typical, penalty, ends in switches:
-        settings = Settings(
-            "cpu", greedy=greedy, top_k=top_k, typical=typical, penalty=penalty, eos_token_ids=[1, 2] * ends
-        )
+        marks = torch.empty(2, vocabulary, dtype=torch.int8, device=CUDA) if ends else None
+        features = {"top_k": top_k, "typical": typical, "penalty": penalty}
+        settings = Settings("cpu", greedy=greedy, eos_token_ids=[1, 2] * ends, suppressed=marks, **features)
         logits = torch.empty(3, vocabulary, dtype=dtype, device=CUDA)
         seen = torch.empty(3, (vocabulary + 31) // 32, dtype=torch.int32, device=CUDA)
         sample(logits, torch.empty(3, dtype=torch.int32, device=CUDA), settings, seen=seen)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.sampling import reference
-from hf_fastdecode.kernels.sampling.api import Config, Settings, sample, seen_tokens
+from hf_fastdecode.kernels.sampling.api import Config, Settings, sample, seen_tokens, suppressed_tokens
 
 from .cases import CHAINS, assert_drawn_from, ids_of, name_of, processed_by_transformers, settings_for
 
@@ -187,6 +187,64 @@ def test_end_tokens_wait_for_min_new_tokens(greedy):
         assert bool(((tokens == 5) | (tokens == 66)).all()) == (step >= 2)
 
 
+SUPPRESSION = {
+    "greedy": None,
+    "plain": {},
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 10},
+    "typical": {"typical_p": 0.7},
+}
+
+
+@pytest.mark.parametrize("numbers", SUPPRESSION.values(), ids=SUPPRESSION)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_suppressed_tokens_are_not_drawn(numbers, dtype):
+    """The likeliest ones, at every step and at one; whole columns of the row are among them."""
+    logits = random_logits(6, 150, dtype=dtype)
+    always, at_begin = torch.tensor([5, *range(32, 160)]), torch.tensor([2, 7])
+    logits[:, [5, 40]] += 20
+    logits[:, 7] += 15
+    marks = suppressed_tokens(always, at_begin, 150, DEVICE)
+    given = {"top_k": "top_k" in (numbers or {}), "typical": "typical_p" in (numbers or {}), "suppressed": marks}
+    settings = Settings(DEVICE, greedy=numbers is None, **given)
+    settings.update(begin_step=1, temperature=0.8, **(numbers or {}))
+    for step in range(3):
+        settings.update(step=step)
+        tokens = assert_specified(logits, settings)
+        assert not torch.isin(tokens.cpu(), always).any()
+        assert bool((tokens == 7).all()) == (step != 1)
+    steps = torch.tensor([0, 1, 2, 1, 2**33 + 1, 0], device=DEVICE)
+    tokens = assert_specified(logits, settings, steps=steps)
+    assert ((tokens != 7) == (steps == 1)).all()
+
+
+def test_suppression_with_a_penalty_and_end_tokens():
+    logits = random_logits(5, 70)
+    logits[:, [5, 6, 7]] += 20
+    settings = Settings(
+        DEVICE, penalty=True, eos_token_ids=[5], suppressed=suppressed_tokens(torch.tensor([6]), None, 70, DEVICE)
+    )
+    settings.update(min_new_tokens=2, repetition_penalty=1e6)
+    seen = seen_tokens(torch.full((5, 1), 7, device=DEVICE), 70)
+    for step in range(3):
+        settings.update(step=step)
+        tokens = assert_specified(logits, settings, seen=seen)
+        assert bool((tokens == 5).all()) == (step == 2)
+
+
+def test_where_all_tokens_are_suppressed_none_is_drawn():
+    settings = Settings(DEVICE, suppressed=suppressed_tokens(torch.arange(60), None, 60, DEVICE))
+    tokens, logprobs = sample(random_logits(2, 60), ids_of(2, DEVICE), settings, config=SMALL)
+    assert tokens.tolist() == [0, 0]
+    assert logprobs.isnan().all()
+
+
+def test_marks_leave_out_tokens_beyond_the_vocabulary():
+    marks = suppressed_tokens(torch.tensor([1, -1, 4]), torch.tensor([]), 4, "cpu")
+    assert marks.tolist() == [[0, 1, 0, 0]] * 2
+    assert suppressed_tokens(None, torch.tensor([3, 90]), 4, "cpu").tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
+
+
 @pytest.mark.parametrize("numbers", [{}, {"top_p": 0.8}, {"top_k": 10}, {"typical_p": 0.7}], ids=name_of)
 @pytest.mark.parametrize("removed", [-torch.inf, torch.nan], ids=["inf", "nan"])
 def test_removed_logits_are_never_drawn(numbers, removed):
@@ -274,6 +332,9 @@ def test_sample_refuses_what_does_not_fit():
             sample(torch.zeros(shape), ids_of(2), settings)
     with pytest.raises(ValueError, match=r"needs seen \[row ids, 2\] int32"):
         sample(logits, ids_of(2), settings)
+    suppressing = Settings("cpu", suppressed=suppressed_tokens(None, None, 41, "cpu"))
+    with pytest.raises(ValueError, match="suppress tokens of a vocabulary of 41, and the logits have 40"):
+        sample(logits, ids_of(2), suppressing)
     with pytest.raises(ValueError, match=r"fp32, bf16 or fp16, got torch\.float64"):
         sample(logits.double(), ids_of(2), settings)
     with pytest.raises(ValueError, match=r"row_ids must be \[2\] int32, contiguous, got \[3\]"):
