@@ -19,6 +19,7 @@ from ..attention.torch_operators.alike_inputs import attend_alike
 from ..errors import Unsupported
 from .captured import CapturedInputs
 from .captured_prefill import CapturedPrefillCache, PrefillLayer
+from .layers.attention import SharedContextLayer
 from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
 from .layout.model import ModelLayout
 from .shared import SharedContextCache
@@ -57,7 +58,7 @@ class CapturedRowsCache(CapturedPrefillCache):
         assert cache.inputs is not None
         self.inputs = self._inputs = _InputsOfAPass(self, cache.inputs, hidden, _buffers(layout, rows, hidden))
 
-    def _captured_layer(self, layer: Any) -> PrefillLayer:
+    def _captured_layer(self, layer: SharedContextLayer) -> PrefillLayer:
         return _RowsLayer(layer, self._pass)
 
     @property

@@ -101,6 +101,7 @@ class EncodedInputs:
             self.segments[layer] = {0: Segment(*(torch.cat(parts, 1) for parts in zip(*groups.values(), strict=True)))}
         self.spans = tuple(Span(0, starts[span.segment] + span.start, span.length) for span in self.spans)
         self._latest, self._of_pass, self._read = None, None, {}
+        self._leases = ()  # these are copies
 
     @property
     def arguments(self) -> dict[str, Any]:
