@@ -254,8 +254,8 @@ class FirstPassPrompts:
             raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
         of_rows = None if inputs is None else inputs.of_rows
         numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
-        keeps_ids = not text and seen is None and (call.must_share or call.returns_cache)
-        known = kept_ids(call, ids) if keeps_ids else ids
+        images = None if text or seen is not None else ImageBeginnings(call, behind=False)
+        known = kept_ids(call, ids) if images is not None and (call.must_share or call.returns_cache) else ids
         groups = group_prompts(known, mask, positions.ids if positions.differ else None, numbers)
         inputs = inputs or images_of_layers(call, [group.count for group in groups])
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
@@ -267,8 +267,8 @@ class FirstPassPrompts:
             recompute=recompute,
             by_rows=by_rows,
             alike=alike,
-            images=None if text or seen is not None else ImageBeginnings(call, behind=False),
-            reuse=reuse or not (text or seen is not None),
+            images=images,
+            reuse=reuse or images is not None,
         )
         if inputs is not None:
             found.cache.inputs = inputs.inputs
