@@ -90,8 +90,8 @@ class _InputsOfAPass(CapturedInputs):
 
     Attributes:
         segments: The buffers, by layer.
-        lease: What who reads them holds; None before.
-        layers: Those with keys and values of inputs: none, so that all project them.
+        lease: To the object that the latest reader's inputs hold; None before the first.
+        layers: Layers that need not project the encoder's output: none in this pass.
     """
 
     layers = ()
