@@ -9,6 +9,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.model_state import state_of
 
+from ..architectures.classes import tiny_model_of
 from ..patches.encoder_decoder_models import encoder_decoder
 from ..patches.slim_models import TEXT
 from ..tiny_models import ragged_prompts, seeded
@@ -70,6 +71,25 @@ def test_biases_by_distance(t5, arguments, uncaptured):
         assert torch.equal(seeded(lambda: t5.generate(**inputs, **arguments)), stock)
         report = fd.explain(t5).last_call
         assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
+
+
+@on_the_cpu
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_positions_that_start_at_the_length_of_the_cache(arguments, uncaptured):
+    """LED makes them of a number on the host; one capture serves prompts of all lengths."""
+    led = tiny_model_of("LEDForConditionalGeneration")
+    led.generation_config.eos_token_id = led.generation_config.forced_eos_token_id = None
+    with torch.no_grad():
+        led.get_decoder().embed_positions.weight.normal_(std=0.5)
+    calls = [ragged_prompts(9) | arguments | {"decoder_input_ids": torch.full((1, width), 7)} for width in (2, 5)]
+    stock = [seeded(lambda call=call: led.generate(**call)) for call in calls]
+    with fd.enabled(led, mode="graph", backend="triton", min_saved_tokens=1):
+        for call, expected in zip(calls, stock, strict=True):
+            assert torch.equal(seeded(lambda call=call: led.generate(**call)), expected)
+            report = fd.explain(led).last_call
+            assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
+            assert "ran eagerly" not in report.mode_reason
+        assert state_of(led).captures.count == 1
 
 
 @on_the_cpu

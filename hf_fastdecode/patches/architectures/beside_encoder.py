@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import EncoderDecoderCache
 
-from ..._compat import cache_in, takes_old_name
+from ..._compat import CACHE_LENGTH, cache_in, takes_old_name
 from ...attention.own_code import OwnCode
 from ...attention.stand_in_calls import attend_encoded, attend_shared
 from ...errors import Unsupported
@@ -46,9 +48,18 @@ def attend_and_return_cache(module: Any, *args: Any, **kwargs: Any) -> tuple[Ten
     return out, weights, cache_in(kwargs)
 
 
+def embed_slots(module: Any, shape: torch.Size, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for `LEDLearnedPositionalEmbedding.forward` where the cache's length is a tensor, as in a capture."""
+    length = kwargs.get(CACHE_LENGTH, args[0] if args else 0)
+    return F.embedding(length + torch.arange(shape[1], device=module.weight.device), module.weight)
+
+
 def _heads(module: Any, projected: Tensor) -> Tensor:
     """``[rows, heads, tokens, head_dim]``."""
     return projected.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
 
 
-LED = OwnCode({"LEDDecoderAttention": {"forward": attend_and_return_cache}})
+LED = OwnCode(
+    {"LEDDecoderAttention": {"forward": attend_and_return_cache}},
+    in_captures={"LEDLearnedPositionalEmbedding": {"forward": embed_slots}},
+)
