@@ -19,7 +19,8 @@ from ..attention.torch_operators.alike_inputs import attend_alike
 from ..errors import Unsupported
 from .captured import CapturedInputs
 from .captured_prefill import CapturedPrefillCache, PrefillLayer
-from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
+from .layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from .layers.cross_view import CrossView
 from .layout.model import ModelLayout
 from .shared import SharedContextCache
 from .storage import TokenStorage
