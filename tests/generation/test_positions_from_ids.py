@@ -154,10 +154,7 @@ def fixed_loop(found):
     """A loop of the user's, of several tokens at a time, padding among them: it keeps all logits."""
 
     def run(model, input_ids, **given):
-        generator, more = (
-            torch.Generator().manual_seed(5),
-            {CACHE: given[CACHE], ENCODER_OUTPUTS: given[ENCODER_OUTPUTS]},
-        )
+        generator, more = torch.Generator().manual_seed(5), {name: given[name] for name in (CACHE, ENCODER_OUTPUTS)}
         for tokens in (0, 1, 3, 1, 2, 4, 1):
             drawn = torch.randint(1, 6, (len(input_ids), tokens), generator=generator)
             fed = drawn if tokens else input_ids
@@ -211,6 +208,21 @@ def test_experts_that_the_host_reads():
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         report = fd.explain(model).last_call
         assert (report.path, report.mode_reason) == ("shared", "the host reads which experts a step's tokens take")
+
+
+@pytest.mark.parametrize("share", [0.25, -1.0])
+def test_experts_that_leave_tokens_out(share):
+    """What a row computes depends on the other rows then: these are not run once, nor are their inputs."""
+    sparse = {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 4, "expert_capacity": 4}
+    fields = {**MODELS[GROWING[0]], **sparse, "moe_eval_capacity_token_fraction": share}
+    model = tiny("NllbMoeForConditionalGeneration", **fields)
+    for call in (inputs(model) | SAMPLING, inputs(model) | CALLS["beams"]):
+        stock = seeded(lambda: model.generate(**call))
+        with fd.enabled(model, min_saved_tokens=1):
+            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+            report = fd.explain(model).last_call
+            assert report.path == "stock"
+            assert "beyond a capacity that all rows of a pass have together" in report.reason
 
 
 def alike(left, right):
