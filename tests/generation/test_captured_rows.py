@@ -188,6 +188,21 @@ def test_inputs_in_groups_and_prompts_of_one_token(bart, at_once):
 
 
 @on_the_cpu
+def test_a_returned_cache_of_several_groups_holds_copies(bart, at_once):
+    """So that passes are replayed while it lives."""
+    inputs = [torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    stock = [generate(bart, input_ids=ids, **SAMPLES) for ids in inputs]
+    returned = []
+    with fd.enabled(bart, max_prefill_tokens=18, **GRAPH):
+        for ids, expected in zip(inputs, stock, strict=True):
+            returned.append(generate(bart, input_ids=ids, return_dict_in_generate=True, **SAMPLES))
+            assert torch.equal(returned[-1].sequences, expected)
+            assert fd.explain(bart).last_call.captured_prefill_tokens == 3
+    first, second = (one[CACHE].inputs.segments[1][0].keys for one in returned)
+    assert not torch.equal(first, second)
+
+
+@on_the_cpu
 def test_captures_go_with_the_weights(bart, at_once):
     model = copy.deepcopy(bart)
     with fd.enabled(model, **GRAPH):

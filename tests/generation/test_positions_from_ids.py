@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from weakref import ref
 
 import pytest
 import torch
@@ -180,12 +181,15 @@ def test_several_tokens_at_a_time(name, uncaptured):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def stand_in(module):
+    return M2M_100_FAMILY[type(module).__module__.split(".")[2]].in_captures[type(module).__name__]["forward"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_in_a_captured_step(name):
     """The stand-in finds what the class does, for every length and for tokens of padding; or it refuses."""
     module = table(tiny(name))
-    folder, kind = type(module).__module__.split(".")[2], type(module).__name__
-    embed, own = M2M_100_FAMILY[folder].stand_ins[kind]["forward"], copy.deepcopy(module)
+    embed, own = stand_in(module), copy.deepcopy(module)
     ids = torch.tensor([[5, 1, 6, 7], [1, 1, 8, 1]])
     for longest in (5, 9, 55):
         with active([], lengths := RowLengths(longest)):
@@ -196,6 +200,33 @@ def test_positions_in_a_captured_step(name):
     if name not in GROWING:
         with active([], RowLengths(61)), pytest.raises(Unsupported, match="is for 60 tokens and does not grow"):
             embed(module, ids, **{CACHE_LENGTH: torch.tensor([3])})
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_captured_first_pass_keeps_the_table_that_it_reads(name):
+    """Rows of another thread, which run eagerly, may replace it meanwhile."""
+    module, ids = table(tiny(name)), torch.tensor([[5, 1, 6, 7]])
+    with active([], lengths := RowLengths(5)):
+        stand_in(module)(module, ids, **{CACHE_LENGTH: 0})
+    read = ref(module.weights)
+    module(ids, **{CACHE_LENGTH: 3 * TABLE})
+    assert len(module.weights) > TABLE
+    assert read() is not None
+    del lengths
+    assert read() is None
+
+
+def test_a_forward_of_another_library_on_the_positions():
+    """Of a model that accelerate has split, say: nothing is captured, and steps share all the same."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny(GROWING[0])
+    call = inputs(model) | SAMPLING
+    stock = seeded(lambda: model.generate(**call))
+    hooks.add_hook_to_module(table(model), hooks.ModelHook())
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+        assert (report.path, report.mode) == ("shared", "eager"), report.reason
 
 
 def test_experts_that_the_host_reads():

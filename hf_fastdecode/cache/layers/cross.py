@@ -99,6 +99,7 @@ class EncodedInputs:
             self.segments[layer] = {0: Segment(*(torch.cat(parts, 1) for parts in zip(*groups.values(), strict=True)))}
         self.spans = tuple(Span(0, starts[span.segment] + span.start, span.length) for span in self.spans)
         self._latest, self._of_pass, self._read = None, None, {}
+        self._leases = ()  # these are copies
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -165,11 +166,11 @@ class EncodedInputs:
         self.segments.setdefault(layer, {})[self._groups] = Segment(*(part.contiguous() for part in parts))
 
     def store_captured(self, segments: Mapping[int, Segment], lease: object) -> None:
-        """Keep all layers' keys and values of the group's inputs, whose tokens are all shown, in others' memory.
+        """Read all layers' keys and values of the group's inputs where they are, in the buffers of a captured pass.
 
         Args:
-            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each.
-            lease: What says that the memory is read, for as long as it is held.
+            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each, of inputs without hidden tokens.
+            lease: Held for as long as the buffers are read: the pass is not replayed while it lives.
         """
         first, stop = self._group or (0, 0)
         self._show(None, stop - first, self.tokens)
