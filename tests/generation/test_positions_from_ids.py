@@ -242,18 +242,19 @@ def test_experts_that_the_host_reads():
 
 
 @pytest.mark.parametrize("share", [0.25, -1.0])
-def test_experts_that_leave_tokens_out(share):
+@pytest.mark.parametrize("arguments", [SAMPLING, CALLS["beams"]], ids=["samples", "beams"])
+def test_experts_that_leave_tokens_out(arguments, share):
     """What a row computes depends on the other rows then: these are not run once, nor are their inputs."""
     sparse = {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 4, "expert_capacity": 4}
     fields = {**MODELS[GROWING[0]], **sparse, "moe_eval_capacity_token_fraction": share}
     model = tiny("NllbMoeForConditionalGeneration", **fields)
-    for call in (inputs(model) | SAMPLING, inputs(model) | CALLS["beams"]):
-        stock = seeded(lambda: model.generate(**call))
-        with fd.enabled(model, min_saved_tokens=1):
-            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-            report = fd.explain(model).last_call
-            assert report.path == "stock"
-            assert "beyond a capacity that all rows of a pass have together" in report.reason
+    call = inputs(model) | arguments
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+        assert report.path == "stock"
+        assert "beyond a capacity that all rows of a pass have together" in report.reason
 
 
 def alike(left, right):
