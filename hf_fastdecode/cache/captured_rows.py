@@ -20,7 +20,8 @@ from ..errors import Unsupported
 from .captured import CapturedInputs
 from .captured_prefill import CapturedPrefillCache, PrefillLayer
 from .layers.attention import SharedContextLayer
-from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
+from .layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from .layers.cross_view import CrossView
 from .layout.model import ModelLayout
 from .shared import SharedContextCache
 from .storage import TokenStorage

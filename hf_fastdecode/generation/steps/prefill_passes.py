@@ -25,7 +25,7 @@ _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
 with multi-head attention on 40 GB."""
 
-_MOST_BY_ROWS = 256
+_MOST_TOKENS_BY_ROWS = 256
 """Maximum tokens of prompts in a captured pass by rows: beyond, kernels run for longer than launching them takes."""
 
 
@@ -116,7 +116,7 @@ class RowPasses:
         """
         call = self._call
         layout, passes = call.structure.layout, call.state.captures.by_rows
-        if ids.dim() != 2 or ids.numel() > _MOST_BY_ROWS or passes.failures:
+        if ids.dim() != 2 or ids.numel() > _MOST_TOKENS_BY_ROWS or passes.failures:
             return None
         cache.meet(layout)
         if not takes_captured_rows(cache, layout):
