@@ -44,6 +44,14 @@ class FoundInputs(NamedTuple):
     inputs: EncodedInputs
     of_rows: Tensor
 
+    def require_for(self, prompts: int) -> None:
+        """Raise `Unsupported` unless there is one for each of so many rows of prompts.
+
+        Whisper repeats its features for samples, and not a decoder's prompts.
+        """
+        if len(self.of_rows) != prompts:
+            raise Unsupported(f"a decoder's prompts have {prompts} rows, and its encoder's output {len(self.of_rows)}")
+
 
 def find_inputs(arguments: Mapping[str, Any]) -> FoundInputs | None:
     """Compare neighbouring rows' encoder outputs and attention masks; None without an encoder.

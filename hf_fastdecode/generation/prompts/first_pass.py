@@ -227,6 +227,8 @@ class FirstPassPrompts:
         given = positions if text else Positions(None)
         check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments) if cross else None
+        if inputs is not None:
+            inputs.require_for(len(ids))
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         if counts and not text:
             raise Unsupported("without position_ids, models count those behind images by themselves")

@@ -116,10 +116,7 @@ def _checked_prompts(
     if places_tokens(call.model):
         raise Unsupported("the model derives positions from the ids of whole prompts")
     if inputs is not None:
-        if len(inputs.of_rows) != len(ids):  # Whisper repeats its features, and not a decoder's prompts
-            raise Unsupported(
-                f"a decoder's prompts have {len(ids)} rows, and its encoder's output {len(inputs.of_rows)}"
-            )
+        inputs.require_for(len(ids))
         require_counted(call.model, mask, planar)
         return group_prompts(ids, mask, inputs=inputs.of_rows), padded
     if padded and call.returns_cache:
