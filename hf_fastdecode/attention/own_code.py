@@ -43,6 +43,7 @@ class OwnCode:
 
     Attributes:
         stand_ins: Class name -> method name -> method.
+        in_captures: The same of methods that run in captured passes alone; the architecture's own run in eager ones.
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
             to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
@@ -68,6 +69,7 @@ class OwnCode:
     """
 
     stand_ins: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
+    in_captures: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
     reads_masks: bool = False
     takes_no_positions: bool = False
     counts_padding: bool = False
@@ -105,7 +107,13 @@ def own_code_of(kind: type) -> OwnCode | None:
     return None
 
 
-def stand_ins_of(kind: type) -> Mapping[str, Method]:
-    """Methods that stand in for those of a module's class; not for those of classes derived from it."""
+def stand_ins_of(kind: type, *, in_captures: bool = False) -> Mapping[str, Method]:
+    """Methods that stand in for those of a module's class; not for those of classes derived from it.
+
+    Args:
+        in_captures: Those of captured passes alone in place of those of all passes.
+    """
     code = own_code_of(kind) if kind.__module__.startswith(_HOME) else None
-    return {} if code is None else code.stand_ins.get(kind.__name__, {})
+    if code is None:
+        return {}
+    return (code.in_captures if in_captures else code.stand_ins).get(kind.__name__, {})

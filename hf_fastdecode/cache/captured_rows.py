@@ -19,7 +19,9 @@ from ..attention.torch_operators.alike_inputs import attend_alike
 from ..errors import Unsupported
 from .captured import CapturedInputs
 from .captured_prefill import CapturedPrefillCache, PrefillLayer
-from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
+from .layers.attention import SharedContextLayer
+from .layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from .layers.cross_view import CrossView
 from .layout.model import ModelLayout
 from .shared import SharedContextCache
 from .storage import TokenStorage
@@ -57,7 +59,7 @@ class CapturedRowsCache(CapturedPrefillCache):
         assert cache.inputs is not None
         self.inputs = self._inputs = _InputsOfAPass(self, cache.inputs, hidden, _buffers(layout, rows, hidden))
 
-    def _captured_layer(self, layer: Any) -> PrefillLayer:
+    def _captured_layer(self, layer: SharedContextLayer) -> PrefillLayer:
         return _RowsLayer(layer, self._pass)
 
     @property
@@ -89,8 +91,8 @@ class _InputsOfAPass(CapturedInputs):
 
     Attributes:
         segments: The buffers, by layer.
-        lease: What who reads them holds; None before.
-        layers: Those with keys and values of inputs: none, so that all project them.
+        lease: To the object that the latest reader's inputs hold; None before the first.
+        layers: Layers that need not project the encoder's output: none in this pass.
     """
 
     layers = ()

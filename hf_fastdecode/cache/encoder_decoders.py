@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from transformers import PreTrainedConfig
+
 ENCODER_DECODERS: Final = frozenset(
     {
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "m2m_100", "marian", "mbart", "mvp"),
@@ -24,3 +26,17 @@ OTHER_ENCODER_DECODERS: Final[Mapping[str, str]] = {
     "t5gemma2": "its decoder attends to its own tokens and to the encoder's in one softmax",
 }
 """Why others run stock."""
+
+LEAVES_TOKENS_OUT: Final = "its experts leave out tokens beyond a capacity that all rows of a pass have together"
+"""Why a model runs stock for which `leaves_tokens_out` is true."""
+
+
+def leaves_tokens_out(config: PreTrainedConfig) -> bool:
+    """Whether what a row computes depends on the other rows of its pass, so that a row run once is not what stock has.
+
+    NLLB-MoE's experts take so large a share of a pass's tokens, and by default all of them.
+    """
+    if config.model_type != "nllb-moe":
+        return False
+    share: float = config.moe_eval_capacity_token_fraction
+    return share < 1  # from 0 down, the capacity is one of its own

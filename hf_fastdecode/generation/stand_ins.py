@@ -1,4 +1,4 @@
-"""Installs the methods that stand in for attention code of an architecture's own, see `attention.own_code`."""
+"""Installs the methods that stand in for code of an architecture's own, see `attention.own_code`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Found(NamedTuple):
     method: Method
 
 
-def find_stand_ins(modules: Sequence[nn.Module]) -> list[Found]:
-    """The methods of a model's modules that have stand-ins.
+def find_stand_ins(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
+    """The methods of a model's modules that have stand-ins, in all passes or in captured ones alone.
 
     Raises Unsupported for a class derived from one with stand-ins: what it changes, they would leave out.
     """
-    kinds = {kind: stand_ins_of(kind) for kind in set(map(type, modules))}
+    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
     for kind in kinds:
-        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base)), None)
+        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
         if base is not None and not kind.__module__.startswith(_KNOWN):
             raise Unsupported(
                 f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "

@@ -97,6 +97,12 @@ class Structure:
         """Methods that run in the place of attention code of the architecture's own."""
         return StandIns(self.walk.modules, self.kept("stand-ins", lambda: find_stand_ins(self.walk.modules)))
 
+    @cached_property
+    def captured_stand_ins(self) -> StandIns:
+        """The same of captured passes alone."""
+        found = self.kept("captured stand-ins", lambda: find_stand_ins(self.walk.modules, in_captures=True))
+        return StandIns(self.walk.modules, found)
+
     @property
     def text_config(self) -> PreTrainedConfig:
         """The config of the decoder; of a model with an encoder mostly a copy, which takes time to make."""
@@ -128,7 +134,7 @@ class Structure:
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        for name in ("walk", "fused", "stand_ins"):  # made again for passes after the call
+        for name in ("walk", "fused", "stand_ins", "captured_stand_ins"):  # made again for passes after the call
             vars(self).pop(name, None)
 
     @contextmanager

@@ -16,7 +16,7 @@ from hf_fastdecode.cache.layers.cross import EncodedInputs
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill, prefill_passes
 
-from ..patches.encoder_decoder_models import encoder_decoder
+from ..patches.encoder_decoder_models import encoder_decoder, encoder_decoder_pair, read_by
 from ..tiny_models import seeded
 from .uncaptured import on_the_cpu
 
@@ -162,7 +162,7 @@ EAGER = {
 @on_the_cpu
 @pytest.mark.parametrize("given", EAGER.values(), ids=EAGER)
 def test_passes_that_run_eagerly(bart, given, at_once, monkeypatch):
-    monkeypatch.setattr(prefill_passes, "_MOST_BY_ROWS", 100)
+    monkeypatch.setattr(prefill_passes, "_MOST_TOKENS_BY_ROWS", 100)
     call = text(9) | given | SAMPLES
     stock = generate(bart, **call)
     with fd.enabled(bart, **GRAPH):
@@ -201,6 +201,21 @@ def test_inputs_in_groups_and_prompts_of_one_token(bart, at_once):
 
 
 @on_the_cpu
+def test_a_returned_cache_of_several_groups_holds_copies(bart, at_once):
+    """So that passes are replayed while it lives."""
+    inputs = [torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    stock = [generate(bart, input_ids=ids, **SAMPLES) for ids in inputs]
+    returned = []
+    with fd.enabled(bart, max_prefill_tokens=18, **GRAPH):
+        for ids, expected in zip(inputs, stock, strict=True):
+            returned.append(generate(bart, input_ids=ids, return_dict_in_generate=True, **SAMPLES))
+            assert torch.equal(returned[-1].sequences, expected)
+            assert fd.explain(bart).last_call.captured_prefill_tokens == 3
+    first, second = (one[CACHE].inputs.segments[1][0].keys for one in returned)
+    assert not torch.equal(first, second)
+
+
+@on_the_cpu
 def test_captures_go_with_the_weights(bart, at_once):
     model = copy.deepcopy(bart)
     with fd.enabled(model, **GRAPH):
@@ -221,3 +236,18 @@ def test_a_capture_pays_from_the_second_pass_on(bart, uncaptured):
         for seed, length, captured in ((0, 9, 0), (1, 8, 0), (2, 9, 4), (3, 9, 4)):
             generate(bart, **text(length, seed), **SAMPLES)
             assert fd.explain(bart).last_call.captured_prefill_tokens == captured
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["whisper", "bart"])
+def test_slim_layers(name, at_once):
+    """Which cross-attention of rows that share an input reads as keys and values."""
+    _, slim = encoder_decoder_pair(name, "mixed")
+    call = {key: part[:1] for key, part in read_by(slim).items() if key != "attention_mask"} | SAMPLES
+    call |= {} if name == "whisper" else {"decoder_input_ids": torch.tensor([[3, 11, 12]])}
+    stock = generate(slim, **call)
+    with fd.enabled(slim, **GRAPH):
+        for _ in range(2):
+            assert torch.equal(generate(slim, **call), stock)
+            report = fd.explain(slim).last_call
+            assert report.captured_prefill_tokens == (1 if name == "whisper" else 3), report.prefill_reason

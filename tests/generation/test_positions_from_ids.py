@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from weakref import ref
 
 import pytest
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, GenerationConfig
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import CACHE_LENGTH
+from hf_fastdecode._compat import CACHE, CACHE_LENGTH
 from hf_fastdecode.attention.active_passes import RowLengths, active
+from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.patches.architectures.m2m_100 import M2M_100_FAMILY
@@ -149,12 +151,45 @@ def test_padding_counts_where_the_table_ends(uncaptured):
     check(model, first, second, captures=[1, 2])
 
 
+def fixed_loop(found):
+    """A loop of the user's, of several tokens at a time, padding among them: it keeps all logits."""
+
+    def run(model, input_ids, **given):
+        generator, more = torch.Generator().manual_seed(5), {name: given[name] for name in (CACHE, ENCODER_OUTPUTS)}
+        for tokens in (0, 1, 3, 1, 2, 4, 1):
+            drawn = torch.randint(1, 6, (len(input_ids), tokens), generator=generator)
+            fed = drawn if tokens else input_ids
+            found.append(model(decoder_input_ids=fed, attention_mask=given.get("attention_mask"), **more).logits)
+        return input_ids
+
+    return run
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", [GROWING[0], "Speech2TextForConditionalGeneration"])
+def test_several_tokens_at_a_time(name, uncaptured):
+    model, stock, found = tiny(name), [], []
+    call = {key: value.repeat_interleave(2, 0) for key, value in inputs(model).items()} | {"max_new_tokens": 16}
+    own = EncoderDecoderCache(*(DynamicCache(config=model.config) for _ in range(2)))
+    copy.deepcopy(model).generate(**call, custom_generate=fixed_loop(stock), **{CACHE: own})
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
+        model.generate(**call, custom_generate=fixed_loop(found))
+        report = fd.explain(model).last_call
+        assert (report.path, report.mode, report.captures) == ("shared", "graph", 2), report.mode_reason
+        assert "ran eagerly" not in report.mode_reason
+    for one, other in zip(found, stock, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def stand_in(module):
+    return M2M_100_FAMILY[type(module).__module__.split(".")[2]].in_captures[type(module).__name__]["forward"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_in_a_captured_step(name):
     """The stand-in finds what the class does, for every length and for tokens of padding; or it refuses."""
     module = table(tiny(name))
-    folder, kind = type(module).__module__.split(".")[2], type(module).__name__
-    embed, own = M2M_100_FAMILY[folder].stand_ins[kind]["forward"], copy.deepcopy(module)
+    embed, own = stand_in(module), copy.deepcopy(module)
     ids = torch.tensor([[5, 1, 6, 7], [1, 1, 8, 1]])
     for longest in (5, 9, 55):
         with active([], lengths := RowLengths(longest)):
@@ -167,6 +202,33 @@ def test_positions_in_a_captured_step(name):
             embed(module, ids, **{CACHE_LENGTH: torch.tensor([3])})
 
 
+@pytest.mark.parametrize("name", GROWING)
+def test_a_captured_first_pass_keeps_the_table_that_it_reads(name):
+    """Rows of another thread, which run eagerly, may replace it meanwhile."""
+    module, ids = table(tiny(name)), torch.tensor([[5, 1, 6, 7]])
+    with active([], lengths := RowLengths(5)):
+        stand_in(module)(module, ids, **{CACHE_LENGTH: 0})
+    read = ref(module.weights)
+    module(ids, **{CACHE_LENGTH: 3 * TABLE})
+    assert len(module.weights) > TABLE
+    assert read() is not None
+    del lengths
+    assert read() is None
+
+
+def test_a_forward_of_another_library_on_the_positions():
+    """Of a model that accelerate has split, say: nothing is captured, and steps share all the same."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny(GROWING[0])
+    call = inputs(model) | SAMPLING
+    stock = seeded(lambda: model.generate(**call))
+    hooks.add_hook_to_module(table(model), hooks.ModelHook())
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+        assert (report.path, report.mode) == ("shared", "eager"), report.reason
+
+
 def test_experts_that_the_host_reads():
     sparse = {**MODELS[GROWING[0]], "decoder_sparse_step": 1, "num_experts": 4}
     model = tiny("NllbMoeForConditionalGeneration", **sparse)
@@ -177,6 +239,22 @@ def test_experts_that_the_host_reads():
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         report = fd.explain(model).last_call
         assert (report.path, report.mode_reason) == ("shared", "the host reads which experts a step's tokens take")
+
+
+@pytest.mark.parametrize("share", [0.25, -1.0])
+@pytest.mark.parametrize("arguments", [SAMPLING, CALLS["beams"]], ids=["samples", "beams"])
+def test_experts_that_leave_tokens_out(arguments, share):
+    """What a row computes depends on the other rows then: these are not run once, nor are their inputs."""
+    sparse = {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 4, "expert_capacity": 4}
+    fields = {**MODELS[GROWING[0]], **sparse, "moe_eval_capacity_token_fraction": share}
+    model = tiny("NllbMoeForConditionalGeneration", **fields)
+    call = inputs(model) | arguments
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        report = fd.explain(model).last_call
+        assert report.path == "stock"
+        assert "beyond a capacity that all rows of a pass have together" in report.reason
 
 
 def alike(left, right):

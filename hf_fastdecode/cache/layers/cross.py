@@ -9,26 +9,24 @@ since all layers behind the first cross-attention compute with the encoder's out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache
 
-from ...attention.autocast import cast
 from ...attention.forest import Forest, Path, Span
 from ...attention.kv import Scoring, Segment
-from ...attention.placeholders import CrossKV
 from ...attention.torch_operators.alike_inputs import AlikeInputs, attend_alike
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
+from .cross_view import Attend, CrossView, HasInputs
 
 ENCODER_OUTPUTS: Final = "encoder_outputs"
 """Name of the encoder's output among model arguments."""
@@ -101,6 +99,7 @@ class EncodedInputs:
             self.segments[layer] = {0: Segment(*(torch.cat(parts, 1) for parts in zip(*groups.values(), strict=True)))}
         self.spans = tuple(Span(0, starts[span.segment] + span.start, span.length) for span in self.spans)
         self._latest, self._of_pass, self._read = None, None, {}
+        self._leases = ()  # these are copies
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -167,11 +166,11 @@ class EncodedInputs:
         self.segments.setdefault(layer, {})[self._groups] = Segment(*(part.contiguous() for part in parts))
 
     def store_captured(self, segments: Mapping[int, Segment], lease: object) -> None:
-        """Keep all layers' keys and values of the group's inputs, whose tokens are all shown, in others' memory.
+        """Read all layers' keys and values of the group's inputs where they are, in the buffers of a captured pass.
 
         Args:
-            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each.
-            lease: What says that the memory is read, for as long as it is held.
+            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each, of inputs without hidden tokens.
+            lease: Held for as long as the buffers are read: the pass is not replayed while it lives.
         """
         first, stop = self._group or (0, 0)
         self._show(None, stop - first, self.tokens)
@@ -275,86 +274,3 @@ class StoredInputs:
     @property
     def version(self) -> object:
         return self.segments
-
-
-Attend = Callable[[int, Tensor, Scoring], Tensor]
-"""Attends a layer's queries ``[rows, heads, queries, head_dim]``; returns ``[rows, queries, heads, head_dim]``."""
-
-
-class HasInputs(Protocol):
-    """What a view asks of inputs: the layers that hold theirs, how long one is, and room for those of a new layer."""
-
-    tokens: int
-
-    @property
-    def layers(self) -> Sequence[int]: ...
-    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None: ...
-
-
-class CrossView(EncoderDecoderCache):
-    """What a decoder with cross-attention takes as its cache: a cache of its own tokens, and the inputs' layers."""
-
-    def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
-        self.self_attention_cache = cache
-        self.cross_attention_cache = _CrossCache(inputs, attend, len(cache.layers))
-        self.is_updated = dict.fromkeys(inputs.layers, True)
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse tokens of code that expects the cache of a decoder alone."""
-        raise Unsupported("its attention code does not tell its own tokens from those of an encoder")
-
-
-class _CrossCache(Cache):
-    def __init__(self, inputs: HasInputs, attend: Attend, layers: int):
-        super().__init__(layers=[_CrossLayer(inputs, attend, index) for index in range(layers)])
-
-
-class _CrossLayer(CacheLayerMixin):
-    """Hands out handles in the place of keys and values, also to models that read these as attributes."""
-
-    is_sliding = False
-
-    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
-        super().__init__()
-        self.keys = self.values = StoredKV(inputs, attend, index)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No-op: there is nothing to allocate."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
-        """Take keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each."""
-        handle = _New(self.keys, cast(key_states), cast(value_states))
-        return handle, handle
-
-    def get_seq_length(self) -> int:
-        return self.keys.inputs.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length(), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class StoredKV(CrossKV):
-    """What stands for a layer's keys, and for its values, of an input that is stored."""
-
-    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
-        self.inputs, self._attend, self.index = inputs, attend, index
-
-    def show(self, mask: Tensor | None) -> None:
-        """No-op: the mask was needed to store them."""
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._attend(self.index, query, scoring)
-
-
-class _New(CrossKV):
-    def __init__(self, stored: StoredKV, keys: Tensor, values: Tensor):
-        self._stored, self._keys, self._values, self.device = stored, keys, values, keys.device
-
-    def show(self, mask: Tensor | None) -> None:
-        self._stored.inputs.store(self._stored.index, self._keys, self._values, mask)
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._stored.attend(query, scoring)

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ...attention.placeholders import CrossKV
-from .cross import Attend, EncodedInputs, HasInputs, StoredKV
+from .cross import EncodedInputs
+from .cross_view import Attend, HasInputs, StoredKV
 
 
 class ImageInputs(EncodedInputs):

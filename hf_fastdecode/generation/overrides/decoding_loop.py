@@ -74,7 +74,7 @@ def decode(
     if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
         active_call.give_back(model_kwargs)
     elif active_call is not None and active_call.inputs is not None:
-        model_kwargs |= active_call.inputs.of_each_pass(model)  # which a first pass that runs stock makes needed
+        model_kwargs |= active_call.inputs.of_each_pass(model)  # needed if the first pass runs stock after all
     mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
 from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
-from ...cache.encoder_decoders import ENCODER_DECODERS
+from ...cache.encoder_decoders import ENCODER_DECODERS, leaves_tokens_out
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
@@ -215,6 +215,7 @@ def encode(
     original = model_state.methods.original(model, ENCODE)
     encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
     alone = model_state.disable_pending or model.training  # noise of training differs from row to row
+    alone = alone or leaves_tokens_out(model.config)
     if encodes and not alone and in_several_processes():  # each of which runs the passes of the others
         alone = structure_of_call(model_state, model).gathers_parameters
     if not encodes or alone:

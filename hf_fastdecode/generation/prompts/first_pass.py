@@ -9,6 +9,7 @@ the model would have returned for all rows. Later passes use the cache like any 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from ..call_context import CallContext, Positions, reduced
 from ..forward_pass import counts_padding, counts_positions, places_tokens
 from ..inputs.encoded import find_inputs
 from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
-from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes, hold_captures
+from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
+from ..steps.modes import holding_captures
 from ..support.call import OWN_METHOD, check_arguments
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
@@ -112,9 +114,11 @@ class FirstPassPrompts:
         Raises ValueError if the caller's cache cannot be used.
         """
         cache.first_pass = None
-        output = None
-        with self.call.or_stock():
-            output = self._prefill(cache, arguments)
+        output, scope = None, self.call.scope
+        with self.call.or_stock(), ExitStack() as held:
+            output = self._prefill(cache, arguments, held)
+            if scope is not None:  # else the mode is eager, and nothing is held
+                scope.enter(held.pop_all())
         if output is not None:
             return output
         self.enter_stock()
@@ -131,11 +135,13 @@ class FirstPassPrompts:
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
     def enter_stock(self) -> None:
-        """Have the loop go on as in stock."""
+        """Have the loop go on as in stock, where other calls may use the model's captures."""
+        self.call.state.captures.end_ahead(self.call.scope)
         self.call.config.prefill_chunk_size = self.chunk
         self.call.ranks.watch.enter_foreign_loop()
 
-    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any]) -> Any:
+    def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any], held: ExitStack) -> Any:
+        """The first pass's output; `held` then has what is held until the call's end."""
         call, model, report = self.call, self.call.model, self.call.report
         users, reason = self.loop == "custom_generate", f"{self.loop} uses another decoding loop"
         planned = planned_alike(call, partial(self._planned, arguments))
@@ -149,7 +155,8 @@ class FirstPassPrompts:
         if not users:
             with call.ranks.together():
                 require_gain(call, found, plan, max_suffix)
-        held, watches = hold_captures(call), users or self.loop.startswith(OWN_METHOD)
+        holds = held.enter_context(holding_captures(call))
+        watches = users or self.loop.startswith(OWN_METHOD)
         unused = [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]
         if (most := call.options.max_rows) is not None and most < len(ids):
             unused.append(f"max_rows={most}")
@@ -176,7 +183,7 @@ class FirstPassPrompts:
             distinct = Rows.of(inputs, mask, given, planned.inputs_of, call.input_rows).distinct(groups)
             layout = call.structure.layout
             rows_of = partial(row_passes, model, cache, plan, distinct, layout, keep=wanted, max_tokens=limit)
-            passes = list(rows_of(captured=first_passes(call) if held and not watches else None))
+            passes = list(rows_of(captured=first_passes(call) if holds and not watches else None))
             try_step(call, cache, distinct)
         else:
             tokens = sorted(set(places[places >= 0].tolist()))
@@ -203,9 +210,9 @@ class FirstPassPrompts:
             fields["hidden_states"] = tuple(
                 _expand_to_rows(torch.cat([part[0] for part in parts]), every, every >= 0, rows) for parts in states
             )
-        if held:
+        if holds:
             reorders = call.config.num_beams is not None and call.config.num_beams > 1
-            capture_passes(call, cache, reorders=reorders, watches=watches)
+            capture_passes(call, cache, held, reorders=reorders, watches=watches)
         return kind(**fields)
 
     def _planned(self, arguments: dict[str, Any]) -> _PlannedFirstPass:
@@ -249,8 +256,8 @@ class FirstPassPrompts:
             raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
         of_rows = None if inputs is None else inputs.of_rows
         numbers = of_rows if call.input_rows is None else call.input_rows.numbers()
-        keeps_ids = not text and seen is None and (call.must_share or call.returns_cache)
-        known = kept_ids(call, ids) if keeps_ids else ids
+        images = None if text or seen is not None else ImageBeginnings(call, behind=False)
+        known = kept_ids(call, ids) if images is not None and (call.must_share or call.returns_cache) else ids
         groups = group_prompts(known, mask, positions.ids if positions.differ else None, numbers)
         inputs = inputs or images_of_layers(call, [group.count for group in groups])
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), width)
@@ -262,8 +269,8 @@ class FirstPassPrompts:
             recompute=recompute,
             by_rows=by_rows,
             alike=alike,
-            images=None if text or seen is not None else ImageBeginnings(call, behind=False),
-            reuse=reuse or not (text or seen is not None),
+            images=images,
+            reuse=reuse or images is not None,
         )
         if inputs is not None:
             found.cache.inputs = inputs.inputs

@@ -68,10 +68,8 @@ class CapturedRows:
             view.begin()
             output = forward_pass(model, view, places, **arguments)
             kinds[:] = [type(output)]
-            return (
-                output.logits.contiguous(),
-                *view.take(),
-            )  # of all tokens: what is wanted differs from loop to loop
+            logits = output.logits.contiguous()  # of all tokens: what is wanted differs from loop to loop
+            return logits, *view.take()
 
         rows = shape.rows * shape.width
         ours = partial(pass_context, model, structure, self.lengths, rows=rows, fused_rows=0)

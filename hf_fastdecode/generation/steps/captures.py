@@ -32,7 +32,6 @@ from .prefill_ahead import PrefillAhead, Scope
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
 
-
 _MOST_BY_ROWS = 4
 """The same of first passes with an encoder, which have memory for the keys and values of their inputs."""
 

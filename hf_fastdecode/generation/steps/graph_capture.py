@@ -41,6 +41,7 @@ def pass_context(
     modules.
     """
     with ExitStack() as stack:
+        stack.enter_context(structure.captured_stand_ins.installed())
         if fused_rows:
             stack.enter_context(fusing_products())
         if compiled is not None:

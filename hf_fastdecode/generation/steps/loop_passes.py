@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Hashable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..support.call import is_nothing
 from .captured_pass import CapturedPass
 from .captures import capture_reason
 from .cuda_graph import CaptureOptions
-from .modes import cannot_run, choose_mode, fused_rows, holding_captures
+from .modes import cannot_run, choose_mode, fused_rows
 from .pass_agreement import PassAgreement
 from .prefill_passes import RowPasses
 from .runners import report_captured
@@ -301,14 +302,6 @@ def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     return choose_mode(call, new_tokens)
 
 
-def hold_captures(call: CallContext) -> bool:
-    """Hold the model's captures until the call's end, if its mode needs them; whether it does."""
-    if call.mode == "eager":
-        return False
-    assert call.scope is not None  # see `choose_pass_mode`
-    return bool(call.scope.enter(holding_captures(call)))
-
-
 def first_passes(call: CallContext) -> RowPasses | None:
     """Runs passes of a loop's first one by captured graphs, in a call that holds the model's captures, if it may."""
     if call.ranks.count > 1:
@@ -316,9 +309,9 @@ def first_passes(call: CallContext) -> RowPasses | None:
     return RowPasses(call, partial(call.state.captures.refresh, call.model, call.structure))
 
 
-def capture_passes(call: CallContext, cache: SharedContextCache, *, reorders: bool, watches: bool) -> None:
-    """Let later passes over a cache be captured until the call's end, which holds the model's captures; see
-    `CapturedPasses`."""
-    assert call.scope is not None
+def capture_passes(
+    call: CallContext, cache: SharedContextCache, held: ExitStack, *, reorders: bool, watches: bool
+) -> None:
+    """Let later passes over a cache be captured for as long as `held` has the captures, see `CapturedPasses`."""
     cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
-    call.scope.callback(passes.end, cache)
+    held.callback(passes.end, cache)

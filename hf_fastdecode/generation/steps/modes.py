@@ -187,10 +187,12 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     try:
         with holding_captures(call) as held:
             if held:
-                fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
-                # Which sizes are captured when is not agreed on between processes.
-                prefill = PrefillPasses(call, refresh, fused_tokens) if call.ranks.count == 1 else None
-                yield CallPasses(captured, prefill, RowPasses(call, refresh) if call.ranks.count == 1 else None)
+                passes = CallPasses(captured)
+                if call.ranks.count == 1:  # which sizes are captured when is not agreed on between processes
+                    fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
+                    prefill = PrefillPasses(call, refresh, fused_tokens)
+                    passes = passes._replace(prefill=prefill, by_rows=RowPasses(call, refresh))
+                yield passes
                 if call.returns_cache:
                     captures.release_states()
             else:

@@ -18,15 +18,14 @@ from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import ran_out_of_memory
 from ..call_context import CallContext
-from .captured_prefill import CapturedPrefill, PrefillShape
+from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, PrefillShape
 from .captured_rows import CapturedRows, RowShape
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
 with multi-head attention on 40 GB."""
 
-
-_MOST_BY_ROWS = 256
+_MOST_TOKENS_BY_ROWS = 256
 """Maximum tokens of prompts in a captured pass by rows: beyond, kernels run for longer than launching them takes."""
 
 
@@ -89,16 +88,8 @@ class PrefillPasses:
         forced = call.options.needs_capture is not None
         if found is not None or not captures.prefills.pays(shape, forced=forced):
             return found
-        try:
-            make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
-            return captures.capture_prefill(captures.prefills, make, call.model.device)
-        except Exception as error:  # out of memory, or an operation not allowed during capture
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if not ran_out_of_memory(error):
-                captures.prefills.failures[shape.several, shape.contexts] = reason
-        call.report.prefill_reason = reason
-        call.state.log_once(f"prefill of this model runs eagerly: its passes cannot be captured ({reason})")
-        return None
+        make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
+        return _captured(call, captures.prefills, make, (shape.several, shape.contexts))
 
 
 class RowPasses:
@@ -125,7 +116,7 @@ class RowPasses:
         """
         call = self._call
         layout, passes = call.structure.layout, call.state.captures.by_rows
-        if ids.dim() != 2 or ids.numel() > _MOST_BY_ROWS or passes.failures:
+        if ids.dim() != 2 or ids.numel() > _MOST_TOKENS_BY_ROWS or passes.failures:
             return None
         cache.meet(layout)
         if not takes_captured_rows(cache, layout):
@@ -160,15 +151,28 @@ class RowPasses:
         if found is not None or captures.by_rows.holds(shape) or not captures.by_rows.pays(shape, forced=forced):
             return found
         make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
-        try:
-            return captures.capture_prefill(captures.by_rows, make, call.model.device)
-        except Exception as error:  # out of memory, or an operation not allowed during capture
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if not ran_out_of_memory(error):
-                captures.by_rows.failures[True, False] = reason
-        call.report.prefill_reason = reason
-        call.state.log_once(f"prefill of this model runs eagerly: its passes cannot be captured ({reason})")
-        return None
+        return _captured(call, captures.by_rows, make, (True, False))
+
+
+def _captured(
+    call: CallContext, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], takes: tuple[bool, bool]
+) -> Captured | None:
+    """Capture a pass and keep it; None where that fails, with the reason in the report.
+
+    Args:
+        make: Captures it, in the memory pool that it is given.
+        takes: Whether it takes several runs of tokens, and contexts; such passes are not tried again after a failure
+            that is not for lack of memory.
+    """
+    try:
+        return call.state.captures.capture_prefill(kept, make, call.model.device)
+    except Exception as error:  # out of memory, or an operation not allowed during capture
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if not ran_out_of_memory(error):
+            kept.failures[takes] = reason
+    call.report.prefill_reason = reason
+    call.state.log_once(f"prefill of this model runs eagerly: its passes cannot be captured ({reason})")
+    return None
 
 
 def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:

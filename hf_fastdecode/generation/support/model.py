@@ -12,7 +12,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..._compat import CACHE, AnyDropout
 from ...attention.active_passes import ATTENTION_NAME
 from ...attention.own_code import own_code_of
-from ...cache.encoder_decoders import ENCODER_DECODERS, OTHER_ENCODER_DECODERS
+from ...cache.encoder_decoders import (
+    ENCODER_DECODERS,
+    LEAVES_TOKENS_OUT,
+    OTHER_ENCODER_DECODERS,
+    leaves_tokens_out,
+)
 from ...cache.layout.model import ModelLayout
 from ...cache.layout.stores import PER_TOKEN, Kind
 from ...cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
@@ -83,6 +88,8 @@ def _check_encoder_decoder(model: PreTrainedModel, layout: ModelLayout) -> None:
     if kind not in ENCODER_DECODERS:
         other = f"the decoder of {kind} is not among those that share what an encoder puts out"
         raise Unsupported(OTHER_ENCODER_DECODERS.get(kind, other))
+    if leaves_tokens_out(model.config):
+        raise Unsupported(LEAVES_TOKENS_OUT)
     if not takes_shared_cache(model):
         raise Unsupported(f"{name}.forward takes no {CACHE}")
     if any({store.kind for store in stores} - PER_TOKEN - {Kind.CROSS} for stores in layout.layers):

@@ -26,7 +26,7 @@ from . import beside_encoder
 
 
 def embed(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands in for `forward` of the positions' embeddings: ``[rows, tokens, width]``.
+    """Stands in for `forward` of the positions' embeddings in captured passes: ``[rows, tokens, width]``.
 
     Args:
         table_for: The table of a module for rows of up to so many tokens, ``[positions, width]``.
@@ -35,8 +35,10 @@ def embed(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kw
         Unsupported: Rows of a captured step may outgrow the table.
     """
     length = kwargs.get(CACHE_LENGTH, args[-1])
-    if not isinstance(length, Tensor):
+    if not isinstance(length, Tensor):  # in a pass over prompts
         own: Tensor = type(module).forward(module, *args, **kwargs)
+        # The graph reads that table, in whose place an eager pass of another thread may put a longer one.
+        kept_for_capture((id(module), "prompts"), partial(own_table, module))
         return own
     table = kept_for_capture(id(module), partial(table_for, module))
     if outgrows(most := len(table) - module.padding_idx - 1):
@@ -64,7 +66,7 @@ _GROWING, _FIXED = partial(embed, long_table), partial(embed, own_table)
 
 
 def _of(name: str, method: Method, **more: Any) -> OwnCode:
-    return OwnCode({f"{name}SinusoidalPositionalEmbedding": {"forward": method}}, **more)
+    return OwnCode(in_captures={f"{name}SinusoidalPositionalEmbedding": {"forward": method}}, **more)
 
 
 M2M_100_FAMILY = {
@@ -73,11 +75,6 @@ M2M_100_FAMILY = {
     "seamless_m4t": _of("SeamlessM4T", _GROWING),
     "seamless_m4t_v2": _of("SeamlessM4Tv2", _GROWING),
     "speech_to_text": _of("Speech2Text", _FIXED),
-    "speecht5": OwnCode(
-        {
-            "SpeechT5Attention": {"forward": beside_encoder.attend},
-            "SpeechT5SinusoidalPositionalEmbedding": {"forward": _FIXED},
-        }
-    ),
+    "speecht5": _of("SpeechT5", _FIXED, stand_ins={"SpeechT5Attention": {"forward": beside_encoder.attend}}),
 }
 """By folder of ``transformers.models``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LogitsProcessorList
 from transformers.utils import ModelOutput
 
 import hf_fastdecode as fd
@@ -14,6 +14,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.prompts import first_pass
 from hf_fastdecode.generation.steps import cuda_graph, loop_passes, modes
 from hf_fastdecode.generation.steps.captured_pass import CapturedPass, OutputFields
 from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
@@ -217,6 +218,28 @@ def test_the_lock_is_released_and_the_cache_left_alone_when_a_loop_raises():
             model.generate(**TWICE, custom_generate=loop([1, fail], []), max_new_tokens=4)
         assert kept[0].later_passes is None
         assert state_of(model).captures.lock.holder is None
+
+
+def test_a_first_pass_that_turns_out_to_run_stock_leaves_captures_to_others(monkeypatch):
+    """Calls within its loop, or of other threads, need not wait for it."""
+
+    def late(*_):
+        assert captures.lock.holder is not None
+        raise Unsupported("late")
+
+    def noted(ids, scores):
+        owners.append(captures.owner)
+        return scores
+
+    model, owners = small(), []
+    call = PROMPTS | {"num_beams": 2, "max_new_tokens": 3}
+    stock = model.generate(**call)
+    with enabled(model):
+        captures = state_of(model).captures
+        monkeypatch.setattr(first_pass, "_expand_to_rows", late)
+        assert torch.equal(model.generate(**call, logits_processor=LogitsProcessorList([noted])), stock)
+        assert fd.explain(model).last_call.reason.startswith("late")
+    assert owners == [None] * 3
 
 
 def test_a_call_inside_of_a_loop_runs_eagerly():
