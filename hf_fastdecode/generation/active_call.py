@@ -60,7 +60,12 @@ class ActiveCall:
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     def begin(self, *, may_hold: bool) -> None:
-        """Begin one call of transformers' `generate`, which a user's or a class's own may make several times."""
+        """Begin one call of transformers' `generate`, which a user's or a class's own may make several times.
+
+        Captures that the one before held are free again: Whisper's own makes one for each segment and temperature.
+        """
+        if self.report is not None:
+            self.scope.let_go()
         self.may_hold, self.inputs = may_hold, None
 
     def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:

@@ -104,10 +104,14 @@ class CallScope:
         """Call a function at the call's end, before contexts that were entered earlier are left."""
         self._held.callback(function, *arguments)
 
+    def let_go(self) -> None:
+        """Leave what was entered, as at the call's end, though the call goes on."""
+        self._held.close()
+
     def close(self) -> None:
         """End the call."""
         self._thread = None
-        self._held.close()
+        self.let_go()
 
 
 # Options that a stock call fulfils anyway.

@@ -84,6 +84,19 @@ def test_tokens_are_stocks(whisper, arguments, count, at_once):
 
 
 @on_the_cpu
+def test_calls_within_whispers_own_generate(whisper, at_once):
+    """Beams, and the samples that follow where these are too unlikely: each takes the captures, and frees them."""
+    beams = BEAMS | {"temperature": (0.0, 0.5), "logprob_threshold": 0.0}
+    stock = [generate(whisper, **recordings(1, seed), **beams) for seed in range(2)]
+    with fd.enabled(whisper, **GRAPH):
+        for seed, expected in enumerate(stock):
+            assert torch.equal(generate(whisper, **recordings(1, seed), **beams), expected)
+            report = fd.explain(whisper).last_call
+            assert (report.mode, report.captured_prefill_tokens) == ("graph", 4), report.mode_reason
+        assert state_of(whisper).captures.by_rows.count == 1
+
+
+@on_the_cpu
 def test_memory_is_free_again_after_a_call(whisper, at_once, monkeypatch):
     """At once, so that the next call replays, and after `disable`."""
     inputs, make = [], EncodedInputs.__init__

@@ -83,6 +83,19 @@ def test_beams_that_save_too_little(mllama):
         assert "fewer than 10000" in fd.explain(mllama).last_call.reason
 
 
+@pytest.mark.parametrize("call", [{"do_sample": False}, BEAMS], ids=["greedy", "beams"])
+def test_a_static_cache_has_room_for_all_images(mllama, call):
+    """In calls that run stock, whose images are not held back when transformers makes it."""
+    given = prompts(0, images=2) | call | {"max_new_tokens": 3, "cache_implementation": "static"}
+    try:
+        stock = mllama.generate(**given)
+    except RuntimeError:
+        pytest.skip("transformers 5.17 has no room for images in a static cache")
+    with fd.enabled(mllama, min_saved_tokens=10_000):
+        assert torch.equal(mllama.generate(**given), stock)
+        assert fd.explain(mllama).last_call.path == "stock"
+
+
 def test_a_loop_with_a_method_of_the_users(mllama, monkeypatch):
     given = prompts(0, 2)
     stock = seeded(lambda: mllama.generate(**given, **SAMPLES))

@@ -171,10 +171,11 @@ def test_greedy_tokens_of_the_sampling_kernel_are_stocks(suppressing):
     assert torch.equal(output, stock)
 
 
-def test_a_decoders_prompts_that_whisper_does_not_repeat(model):
+@pytest.mark.parametrize("call", [SAMPLES, BEAMS | {"num_return_sequences": 2}], ids=["samples", "beams"])
+def test_a_decoders_prompts_that_whisper_does_not_repeat(model, call):
     """Raise what stock raises."""
     prompts = torch.tensor([[101, 102, 104, 106]] * 2)
-    arguments = {"input_features": recordings(60), "decoder_input_ids": prompts, **SAMPLES, "return_timestamps": True}
+    arguments = {"input_features": recordings(60), "decoder_input_ids": prompts, **call, "return_timestamps": True}
     model = copy.deepcopy(model)
     with fd.enabled(model, min_saved_tokens=1), pytest.raises(AttributeError):
         model.generate(**arguments)

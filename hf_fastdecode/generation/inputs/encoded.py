@@ -45,16 +45,17 @@ class FoundInputs(NamedTuple):
     of_rows: Tensor
 
 
-def find_inputs(arguments: Mapping[str, Any]) -> FoundInputs | None:
+def find_inputs(arguments: Mapping[str, Any], prompts: int) -> FoundInputs | None:
     """Compare neighbouring rows' encoder outputs and attention masks; None without an encoder.
 
     Rows are equal where the encoder's output is equal bit by bit, as it is for samples and beams, which are copies.
 
     Args:
         arguments: Model arguments of all rows.
+        prompts: Rows of the decoder's prompts.
 
     Raises:
-        Unsupported: They hold the encoder's output in another form.
+        Unsupported: They hold the encoder's output in another form, or of other rows than the prompts.
     """
     outputs = arguments.get(ENCODER_OUTPUTS)
     if outputs is None:
@@ -64,6 +65,8 @@ def find_inputs(arguments: Mapping[str, Any]) -> FoundInputs | None:
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not len(hidden):
         raise Unsupported("the encoder's output is not [rows, tokens, numbers]")
     rows, mask = len(hidden), arguments.get("attention_mask")
+    if rows != prompts:  # Whisper repeats its features, and not a decoder's prompts
+        raise Unsupported(f"a decoder's prompts have {prompts} rows, and its encoder's output {rows}")
     if isinstance(mask, Tensor) and len(mask) != rows:
         mask = None  # of whole recordings, which Whisper's encoder alone reads
     per_row = {"last_hidden_state": hidden} | _per_row(named, rows)

@@ -75,6 +75,19 @@ class GivenInputs:
         """Remember how transformers expands arguments of these prompts for so many samples or beams."""
         self._expand, self.ids, self.copies = expand, ids, copies
 
+    def shown_to(self, function: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """What a function returns that reads how many images there are among these model arguments.
+
+        Mllama's static cache has room for as many.
+        """
+        shown = {name: value for name, value in self.arguments.items() if name not in arguments}
+        arguments.update(shown)
+        try:
+            return function()
+        finally:
+            for name in shown:
+                del arguments[name]
+
     def expanded(self) -> dict[str, Any]:
         """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
         return self._of_all_rows(self.arguments if self._encode is None else _inputs_among(self._encode()))

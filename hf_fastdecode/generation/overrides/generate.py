@@ -37,8 +37,11 @@ _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_c
 
 def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Decide whether the call shares; other decoding loops get a cache that prefills on their first pass."""
-    prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
     active_call = active_call_of_thread.get()
+    given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
+    original = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
+    held = active_call.inputs if active_call is not None and active_call.model is model else None
+    prepare = original if held is None else partial(held.shown_to, original, given.get("model_kwargs", {}))
     loop_is_ours = active_call is not None and active_call.loop_is_ours
     users_loop = active_call.loop if active_call is not None else None
     if active_call is not None and active_call.model is model:
@@ -48,7 +51,6 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     report = _new_report(model_state, active_call)
     if active_call is not None and active_call.model is model:
         active_call.report = report
-    given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
@@ -63,7 +65,6 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         call.scope, given_tensors = active_call.scope, active_call.given
         if active_call.of_prefill:
             call.options = replace(call.options, max_rows=None)
-        held = active_call.inputs
         call.inputs = None if held is None or held.says_nothing else held
         call.places_given = call.names.positions in given_tensors
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"

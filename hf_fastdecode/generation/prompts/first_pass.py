@@ -233,7 +233,7 @@ class FirstPassPrompts:
         positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
         given = positions if text else Positions(None)
         check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
-        inputs = find_inputs(arguments) if cross else None
+        inputs = find_inputs(arguments, len(ids)) if cross else None
         counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
         if counts and not text:
             raise Unsupported("without position_ids, models count those behind images by themselves")

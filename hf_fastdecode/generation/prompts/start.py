@@ -68,7 +68,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     with call.ranks.together():
-        inputs = find_inputs(call.arguments) if call.structure.layout.cross else None
+        inputs = find_inputs(call.arguments, len(input_ids)) if call.structure.layout.cross else None
         groups, padded = _checked_prompts(call, input_ids, inputs)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
@@ -116,10 +116,6 @@ def _checked_prompts(
     if places_tokens(call.model):
         raise Unsupported("the model derives positions from the ids of whole prompts")
     if inputs is not None:
-        if len(inputs.of_rows) != len(ids):  # Whisper repeats its features, and not a decoder's prompts
-            raise Unsupported(
-                f"a decoder's prompts have {len(ids)} rows, and its encoder's output {len(inputs.of_rows)}"
-            )
         require_counted(call.model, mask, planar)
         return group_prompts(ids, mask, inputs=inputs.of_rows), padded
     if padded and call.returns_cache:
