@@ -166,10 +166,8 @@ class FirstPassPrompts:
         cache.adopt_state(found.cache)
         if mask is not None and not users and bool((mask[:, 1:] < mask[:, :-1]).any()):
             self.checks_masks = False  # transformers' loop repeats the holes of a prompt's mask at every step
-        cache.checks_masks, cache.state.position_planes = (
-            self.checks_masks,
-            0 if positions.differ else positions.planes,
-        )
+        cache.checks_masks = self.checks_masks
+        cache.state.position_planes = 0 if positions.differ else positions.planes
         cache.state.padded_width, cache.state.counts_tokens = width if padded else None, not positions.differ
         report.cache = ref(cache)
         places = _places(groups, plan, width, wanted)
