@@ -27,6 +27,7 @@ def run_all(killed: str, shared: str, seen: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    place["OMP_NUM_THREADS"] = "1"  # else accelerate has all cores compute, which on some CPUs rounds otherwise
     # As launchers start them; accelerate's starts a single one on a CPU.
     said = [Path(f"{seen}.{rank}") for rank in (0, 1)]
     processes = [_start(Path(shared), said[rank], RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)]
