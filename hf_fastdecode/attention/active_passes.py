@@ -38,6 +38,10 @@ class RowLengths:
     same_up_to: int | None = None
     tables: dict[Hashable, Tensor] = field(default_factory=dict)
 
+    def serve(self, longest: int) -> bool:
+        """Whether rows of up to this length get the same computation."""
+        return self.same_up_to is None or longest <= self.same_up_to
+
     def keep_if_binding(self, window: int | None) -> int | None:
         """The window if it hides any token of the longest row; else None, with the window noted in `same_up_to`."""
         if window is None or self.longest > window:

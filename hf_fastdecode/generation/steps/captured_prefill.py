@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -30,7 +29,7 @@ from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass
 from ..structure import Structure
-from .graph_capture import CapturedGraph, pass_context
+from .graph_capture import capture_first_pass
 
 _SIZES = (64, 128, 192, 256, 384, 512, *range(576, 2049, 64))
 """Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens; short ones in between would
@@ -122,18 +121,13 @@ class CapturedPrefill:
             logits = forward_pass(model, view, positions, **arguments).logits[0]
             return ((logits if keeps else logits[wanted]).contiguous(), *view.take())
 
-        ours = partial(pass_context, model, structure, self.lengths, rows=tokens, fused_rows=shape.fused_rows)
-        if device.type != "cuda":  # as before a capture: the first run finds the shapes of buffers
-            with ours():
-                run()
-        self._graph = CapturedGraph(run, ours, device, pool)
+        rows = {"rows": tokens, "fused_rows": shape.fused_rows}
+        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, **rows)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would: its windows, and the tables of contexts."""
-        same_up_to = self.lengths.same_up_to
-        if same_up_to is not None and longest > same_up_to:
-            return False
-        return self._tables is None or forest is None or self._tables.by_shape.fits(forest)
+        fits = self._tables is None or forest is None or self._tables.by_shape.fits(forest)
+        return fits and self.lengths.serve(longest)
 
     def __call__(
         self, cache: SharedContextCache, forest: Forest | None, tokens: Tensor, wanted: Sequence[int]

@@ -7,7 +7,6 @@ padding; it stores keys and values of both, see `cache.captured_rows`. Others ru
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass
 from ..structure import Structure
-from .graph_capture import CapturedGraph, pass_context
+from .graph_capture import capture_first_pass
 
 
 class RowShape(NamedTuple):
@@ -72,16 +71,11 @@ class CapturedRows:
             return logits, *view.take()
 
         rows = shape.rows * shape.width
-        ours = partial(pass_context, model, structure, self.lengths, rows=rows, fused_rows=0)
-        if device.type != "cuda":  # as before a capture: the first run finds the shapes of buffers
-            with ours():
-                run()
-        self._graph = CapturedGraph(run, ours, device, pool)
+        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, rows=rows, fused_rows=0)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would, and its memory is not read by another cache."""
-        same_up_to = self.lengths.same_up_to
-        return (same_up_to is None or longest <= same_up_to) and self._view.is_free
+        return self.lengths.serve(longest) and self._view.is_free
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
         """Prefill the cache's current items, for which `fits` holds.

@@ -130,3 +130,26 @@ class CapturedGraph:
                 return self._run()
         self._graph.replay()
         return self._outputs
+
+
+def capture_first_pass(
+    run: Callable[[], tuple[Tensor, ...]],
+    model: PreTrainedModel,
+    structure: Structure,
+    lengths: RowLengths,
+    pool: Any,
+    *,
+    rows: int,
+    fused_rows: int,
+) -> CapturedGraph:
+    """Capture a pass over prompts, whose first run finds the shapes of its buffers.
+
+    Args:
+        rows: Tokens that the pass computes, and so the rows of its products.
+        fused_rows: See `pass_context`.
+    """
+    context = partial(pass_context, model, structure, lengths, rows=rows, fused_rows=fused_rows)
+    if model.device.type != "cuda":  # where a capture runs it first
+        with context():
+            run()
+    return CapturedGraph(run, context, model.device, pool)
