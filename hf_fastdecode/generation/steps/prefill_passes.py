@@ -151,7 +151,7 @@ class RowPasses:
         if found is not None or captures.by_rows.holds(shape) or not captures.by_rows.pays(shape, forced=forced):
             return found
         make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
-        return _captured(call, captures.by_rows, make, (True, False))
+        return _captured(call, captures.by_rows, make, (True, False))  # the only kind by rows: without contexts
 
 
 def _captured(
