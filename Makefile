@@ -79,7 +79,7 @@ test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k nam
 
 test-exhaustive: $(STAMP)  ## run what make test leaves out: every case of what its tests show for some
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m exhaustive $(PYTEST_ARGS) \
-	  $$(grep -rl --include='test_*.py' 'mark\.exhaustive' tests)
+	  $$(grep -rl --include='test_*.py' 'exhaustive' tests)
 
 test-compile: $(STAMP) $(TRITONS:%=.venv-triton-%/.installed)  ## compile every kernel for every GPU, without one
 	@$(BIN)/python -m tests.kernels.compile_all $(TRITONS:%=.venv-triton-%)

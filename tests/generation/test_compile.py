@@ -8,8 +8,12 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
+from ..cases import exhaustive_but
 from ..tiny_models import seeded, tiny_model
 from .calls import PROMPT, SAMPLING
+
+IN_PLACE = [("compile", False), ("enable", True), ("compile", True), ("enable", False)]
+"""What is called first, and whether the compiled model may have no part that runs uncompiled."""
 
 
 @pytest.fixture
@@ -25,8 +29,7 @@ def frames():
     return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("first", ["compile", "enable"])
+@pytest.mark.parametrize(("first", "fullgraph"), exhaustive_but(IN_PLACE[:2], IN_PLACE))
 def test_compiled_in_place(model, frames, first, fullgraph, caplog):
     """Shared passes run uncompiled as a whole; all others are compiled as in stock."""
     expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))

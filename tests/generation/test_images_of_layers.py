@@ -169,7 +169,11 @@ def test_a_prompt_that_ends_without_an_image(mllama, call):
 @pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
 @pytest.mark.parametrize(
     ("mode", "given"),
-    [("graph", prompts(0, 3)), ("graph", text_alone()), ("compile", prompts(0))],
+    [
+        ("graph", prompts(0, 3)),
+        ("graph", text_alone()),
+        pytest.param("compile", prompts(0), marks=pytest.mark.exhaustive),
+    ],
     ids=["images", "text", "compiled"],
 )
 def test_captured_steps(mllama, mode, given, call, uncaptured):

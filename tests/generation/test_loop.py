@@ -12,6 +12,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.decoding.stopping import FinishedRowPoller, HostStoppingCriteria, Stopping
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
+from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import tokens_embedded
 
@@ -90,7 +91,7 @@ def out_of_memory(monkeypatch, *, rows, after):
     monkeypatch.setattr(EagerSteps, "feed", failing)
 
 
-@pytest.mark.parametrize("after", [0, 1, 20], ids=lambda after: f"after-{after}-steps")
+@pytest.mark.parametrize("after", exhaustive_but([1], [0, 1, 20]), ids=lambda after: f"after-{after}-steps")
 @pytest.mark.parametrize("ends", [{}, ENDS], ids=["to-the-end", "eos"])
 @pytest.mark.parametrize("held", [False, True], ids=["", "prefilled"])
 def test_smaller_waves_when_memory_runs_out(model, monkeypatch, caplog, after, ends, held):

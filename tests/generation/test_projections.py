@@ -19,6 +19,7 @@ from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.generation.structure import Structure
 
+from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 3}
@@ -58,6 +59,10 @@ def together(monkeypatch):
     return counts
 
 
+FUSED = [("llama-gqa", "auto"), ("qwen2", True), ("llama-gqa", True), ("llama-gqa", False), ("qwen2", False)]
+"""Models, without biases and with, and whether projections are fused."""
+
+
 def places(model):
     """Object, address and storage size of each parameter."""
     return {
@@ -68,10 +73,7 @@ def places(model):
 
 @on_the_cpu
 @pytest.mark.parametrize("mode", ["graph", "compile"])
-@pytest.mark.parametrize(
-    ("name", "fuse"),  # without biases, and with
-    [("llama-gqa", "auto"), ("llama-gqa", True), ("llama-gqa", False), ("qwen2", True), ("qwen2", False)],
-)
+@pytest.mark.parametrize(("name", "fuse"), exhaustive_but(FUSED[:2], FUSED))
 def test_captured_steps_give_stock_tokens(graphs, together, mode, name, fuse):
     model = tiny_model(name, **SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING

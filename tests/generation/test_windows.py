@@ -14,6 +14,7 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes
 
+from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import SAMPLING, both
 
@@ -28,7 +29,7 @@ FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # interpreting
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", exhaustive_but(WINDOWS[::2], WINDOWS))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_window_may_end_anywhere(name, window):
     model = tiny_model(name, sliding_window=window)

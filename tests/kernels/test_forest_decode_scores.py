@@ -12,6 +12,7 @@ from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV
 
 from ..attention.forests import assert_error_rule, make_inputs, random_forest
+from ..cases import exhaustive_but
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
@@ -21,7 +22,7 @@ from .operator_runs import decode, pytorch_with_mask, rows_with_ages
 INTERPRETED = not torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("queries", exhaustive_but([3], [1, 3]))
 @pytest.mark.parametrize(
     ("window", "sinks"),
     [(None, True), *((window, sinks) for window in (1, 2, 40, 150, 10**6) for sinks in (False, True))],

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
 
+from ..cases import exhaustive_but
 from .inputs import DEVICE
 
 GROUPS, COLUMNS = 3, 72
@@ -36,7 +37,7 @@ def oracle(terms: list[Term], constant: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("parts", [1, 2, 3, 16])
+@pytest.mark.parametrize("parts", exhaustive_but([1, 3], [1, 2, 3, 16]))
 def test_widths_divided_among_programs(parts: int, dtype: torch.dtype) -> None:
     """In parts that end within a tile, that have nothing of the second factor, or nothing at all."""
     terms = [make_term(5, width, dtype, seed=width) for width in (300, 40)]

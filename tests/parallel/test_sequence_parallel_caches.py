@@ -19,6 +19,7 @@ from hf_fastdecode.attention.forest import Span
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.parallel import divided_pass
 
+from ..cases import exhaustive_but
 from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
 from .processes import Models, add_scenario, scenario
 from .scenarios import by_pytorch, reason, same_value, values
@@ -305,7 +306,7 @@ def test_what_is_kept_knows_between_whom_it_is_divided(seen):
     assert same_value(seen, "enabled_again") == [True, [None, [87], None, [87], None]]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", exhaustive_but([2], [2, 3, 4]))
 def test_any_operation_leaves_what_a_whole_cache_holds(ranks, request):
     seen = request.getfixturevalue("seen" if ranks == 2 else "seen_by_four")
     assert same_value(seen, f"random_operations_{ranks}") > 10

@@ -111,6 +111,7 @@ def test_captured_steps_of_split_models(seen):
     assert path.startswith("shared: ")
 
 
+@pytest.mark.exhaustive
 def test_meshes_of_two_dimensions(seen_by_four):
     if "mesh_of_two_dimensions" not in seen_by_four:
         pytest.skip("needs a newer transformers, to split a model over a part of the processes")

@@ -14,6 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.report import ParallelReport
 from hf_fastdecode.parallel import divided_pass, sequence
 
+from ..cases import exhaustive_but
 from .processes import Models, Seen, add_scenario
 from .scenarios import by_pytorch, reason
 from .sequence_calls import CALLS
@@ -40,7 +41,11 @@ for name, ranks in NAMES:
     add_scenario(f"{name}-{ranks}", by_pytorch(partial(compared, name)), ranks)
 
 
-@pytest.mark.parametrize(("name", "ranks"), NAMES, ids=[f"{name}-{ranks}" for name, ranks in NAMES])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    exhaustive_but([(name, 2) for name in CALLS], NAMES),
+    ids=[f"{name}-{ranks}" for name, ranks in NAMES],
+)
 def test_tokens_are_those_of_one_process(name: str, ranks: int, request: pytest.FixtureRequest) -> None:
     if "backend" in CALLS[name].options:
         pytest.importorskip("triton")

@@ -201,7 +201,7 @@ def test_layers_are_compiled_once_all_steps_pay(uncaptured: None, monkeypatch: p
 
 
 @on_the_cpu
-@pytest.mark.parametrize("plan", ["k", (("k+r", 8),) * 3])
+@pytest.mark.parametrize("plan", ["k", pytest.param((("k+r", 8),) * 3, marks=pytest.mark.exhaustive)])
 def test_compiled_layers(plan: Any, uncaptured: None) -> None:
     """All layers share a compilation, and so do calls of as many rows, whatever their lengths."""
     torch._dynamo.reset()

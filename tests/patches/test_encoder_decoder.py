@@ -31,6 +31,7 @@ from hf_fastdecode.patches.layers.family import EncoderDecoder
 from hf_fastdecode.patches.layers.projections import InputProjection, InputValues, score_operands
 from hf_fastdecode.patches.layers.slim_attention import slim_attention
 
+from ..cases import exhaustive_but
 from ..conversion.fit.layers import layer, text
 from ..conversion.fit.references import attention_output, inputs_cache_output
 from ..test_layout import ROOT
@@ -72,10 +73,13 @@ def test_every_family_is_tested_and_listed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "plan", "dtype"),
-    [
-        *((*one, torch.float32) for one in PAIRS),
-        *((*one, torch.float64) for one in PAIRS if one[1] in ("e", "mixed") or one[0] == "t5-narrow"),
-    ],
+    exhaustive_but(
+        [(*one, torch.float32) for one in PAIRS],
+        [
+            *((*one, torch.float32) for one in PAIRS),
+            *((*one, torch.float64) for one in PAIRS if one[1] in ("e", "mixed") or one[0] == "t5-narrow"),
+        ],
+    ),
     ids=str,
 )
 def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> None:
@@ -248,9 +252,7 @@ SIZES = {"tiny": (384, 4, 6), "small": (768, 12, 12), "large": (1280, 32, 20)}
 """Of Whisper: width, layers, heads."""
 
 
-@pytest.mark.parametrize(
-    "size", ["tiny", *(pytest.param(size, marks=pytest.mark.exhaustive) for size in SIZES if size != "tiny")]
-)
+@pytest.mark.parametrize("size", exhaustive_but(["tiny"], SIZES))
 def test_whispers_cache_in_the_papers_table(size: str) -> None:
     """Section 7: 2x smaller with option 1, 8.7x with option 2, for 1,500 tokens of the encoder and 448 of the decoder.
 

@@ -37,6 +37,7 @@ from hf_fastdecode.conversion.layers.plan_choice import PlanChoice, PlanError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import attention_inputs, longest_text
 
+from ..cases import exhaustive_but
 from ..conversion.fit.references import attention_output
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts
@@ -45,10 +46,12 @@ from .slim_models import TEXT, relative
 
 PROMPTS = ragged_prompts(9, 31)
 EPS = torch.finfo(torch.float32).eps
-STORED_AS_OTHERS = ("phi3-window", "phi3-partial", "phi3-long", "gpt_neox-serial", "gpt2-scaled")
-"""Variants whose checkpoints have the tensors of phi3, gpt_neox and gpt2, or fewer."""
+STORED_AS_OTHERS = ("phi3-window", "phi3-partial", "phi3-long", "gpt_neox-serial", "gpt2-scaled", "qwen2")
+STORED_AS_OTHERS += ("cohere-norm", "stablelm-norm", "codegen")
+"""Architectures and variants whose checkpoints have nearly the tensors of another here."""
 
-ON_DISK = [pytest.param(name, marks=pytest.mark.exhaustive) if name in STORED_AS_OTHERS else name for name in FAMILIES]
+PAIRS = pairs("k", "k+r", "x")
+ON_DISK = exhaustive_but(FAMILIES.keys() - STORED_AS_OTHERS, FAMILIES)
 
 DROPS_TOKENS = Version(transformers.__version__) < Version("5.20")
 """Whether ordinary Phi-3 reads only the last token where it drops the cache; without a cache it reads all."""
@@ -101,7 +104,7 @@ def test_configs_split_no_attention_over_devices(model_type: str) -> None:
             )
 
 
-@pytest.mark.parametrize(("name", "plan"), pairs("k", "k+r", "x"))
+@pytest.mark.parametrize(("name", "plan"), exhaustive_but(PAIRS[::2], PAIRS))
 def test_greedy_over_padded_rows(name: str, plan: str) -> None:
     """Rounding of fp32 grows by no more than the condition number of the keys, and tokens stay."""
     model, slim = family_pair(name, plan)

@@ -17,6 +17,7 @@ from hf_fastdecode.conversion.layers.calibration import calibration_ids
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import language_config, longest_text
 
+from ..cases import exhaustive_but
 from ..cli.command_line import run
 from .encoder_decoder_models import MODELS, encoder_decoder
 from .family_models import FAMILIES, family_model
@@ -34,14 +35,9 @@ MAKERS = (
 IN_ALL_DTYPES = ("llama", "gpt2", "t5", "t5-wide", "t5-narrow", "whisper", "llava")
 """One of each way to store: keys, inputs or the encoder's output; products that T5 keeps in fp32; part of a model."""
 
-CONVERSIONS = [
-    *((name, dtype) for name in IN_ALL_DTYPES for dtype in (torch.bfloat16, torch.float32, torch.float16)),
-    *(
-        pytest.param(name, torch.bfloat16, marks=pytest.mark.exhaustive)
-        for name in MAKERS
-        if name not in IN_ALL_DTYPES
-    ),
-]
+FIRST = [*((name, torch.bfloat16) for name in IN_ALL_DTYPES), ("llama", torch.float32), ("t5", torch.float16)]
+MORE = [(name, dtype) for name in IN_ALL_DTYPES for dtype in (torch.float32, torch.float16)]
+CONVERSIONS = exhaustive_but(FIRST, dict.fromkeys([*FIRST, *MORE, *((name, torch.bfloat16) for name in MAKERS)]))
 
 
 @pytest.mark.usefixtures("undrawn")

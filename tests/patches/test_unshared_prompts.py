@@ -188,7 +188,12 @@ def test_suffixes_that_grow_and_rows_that_finish(
 
 
 @pytest.mark.parametrize(
-    ("prompts", "after", "rows"), [(BEHIND_A_HEAD, 0, [3, 2, 1]), (BEHIND_A_HEAD, 2, [3, 2, 1]), (MANY, 0, None)]
+    ("prompts", "after", "rows"),
+    [
+        (BEHIND_A_HEAD, 2, [3, 2, 1]),
+        pytest.param(BEHIND_A_HEAD, 0, [3, 2, 1], marks=pytest.mark.exhaustive),
+        pytest.param(MANY, 0, None, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_smaller_waves_when_memory_runs_out(
     prompts: dict[str, Tensor],

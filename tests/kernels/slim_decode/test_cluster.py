@@ -16,6 +16,7 @@ from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, choose_config
 from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
 from hf_fastdecode.kernels.slim_decode.config import choose_cluster_config
 
+from ...cases import exhaustive_but
 from .emulator import emulate
 from .problems import Case, make_problem
 
@@ -61,8 +62,8 @@ def chosen(problem, of: Case) -> ClusterConfig:
     return config
 
 
-FIRST_EMULATED = case(150, 7, heads=4, head_dim=64, rank=16)
-MORE_EMULATED = [
+EMULATED = [
+    case(150, 7, heads=4, head_dim=64, rank=16),
     case(150, 90, heads=4, rank=16, starts=(3, 0), dtype=BRAIN, tables_of_rows=True),
     case(300, heads=2, head_dim=256, offset=False, dtype=INT8),
     case(200, 0, 40, heads=4, rank=48, starts=(7, 0, 39), dtype=INT8),
@@ -73,9 +74,7 @@ MORE_EMULATED = [
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles with g++")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself runs")
-@pytest.mark.parametrize(
-    "of", [FIRST_EMULATED, *(pytest.param(of, marks=pytest.mark.exhaustive) for of in MORE_EMULATED)], ids=str
-)
+@pytest.mark.parametrize("of", exhaustive_but(EMULATED[:1], EMULATED), ids=str)
 def test_averages_and_lse_on_an_emulator(of, monkeypatch, tmp_path):
     emulate(monkeypatch, tmp_path)
     problem = make_problem(of)
@@ -216,14 +215,7 @@ def test_launch_parameters_of_real_shapes():
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiles with nvcc")
-@pytest.mark.parametrize(
-    "of",
-    [
-        *(CASES[index] for index in (2, 7, 12)),
-        *(pytest.param(CASES[index], marks=pytest.mark.exhaustive) for index in (0, 5, 13, 15)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("of", exhaustive_but([CASES[7]], [CASES[at] for at in (0, 2, 5, 7, 12, 13, 15)]), ids=str)
 def test_it_compiles_and_its_shared_memory_is_as_the_host_counts(of, tmp_path):
     """The source asserts its own number of bytes."""
     config = choose_cluster_config(of.heads, of.head_dim, of.rank, of.dtype, rotary_dim=of.rotary, offset=of.offset)
