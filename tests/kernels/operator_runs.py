@@ -77,6 +77,7 @@ def decode(
         overlap=query.is_cuda and compute_capability(query.device) >= (9, 0),
         shared_memory=shared_memory(query.device),
         windowed=window is not None or biases is not None,
+        biased=biases is not None,
         latents=widths[0] != head_dim,
     )
     grid = config.per_sm * multiprocessors(query.device)

@@ -140,6 +140,10 @@ def test_tiles_of_nodes_fit_threads_and_devices(packed, head_dim):
         assert config.block_m >= 16  # matrix units take no fewer
         assert config.block_n >= 32
         assert config.stages >= 2
+        biased = choose_config(packed, head_dim, overlap=False, windowed=True, biased=True, **options)
+        biases = 4 * (biased.stages - 1) * biased.block_m * biased.block_n
+        assert 2 * width * (biased.block_m + 2 * biased.stages * biased.block_n) + biases <= memory * 1024
+        assert biased.block_m == config.block_m or (head_dim > 128 and memory == 99)
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def with_biases(query: Tensor, kv: ForestKV, biases: Tensor, dtype: torch.dtype)
     return torch.stack(outs), torch.stack(lses)
 
 
+@pytest.mark.parametrize("rows", [7] if INTERPRETED else [12, 30, 48, 70, 150])  # by which tiles are chosen
 @pytest.mark.parametrize(("queries", "group"), [(1, 1), (3, 1), (1, 4)])
-def test_biases_by_distance(queries, group):
+def test_biases_by_distance(queries, group, rows):
     """Distances reach into the new tokens, the suffix, and nodes at any depth, beyond the last that has its own."""
     device = "cpu" if INTERPRETED else "cuda"
-    rows, longest = (7, 60) if INTERPRETED else (70, 500)
-    forest = random_forest(random.Random(5), rows, 3, longest=longest)
+    forest = random_forest(random.Random(5), rows, 3, longest=60 if INTERPRETED else 500)
     lengths = [queries + 9 * row % 50 for row in range(rows)]
     heads, head_dim = 4, 16 if INTERPRETED else 128
     options = {"heads": heads, "kv_heads": heads // group, "head_dim": head_dim, "queries": queries}

@@ -41,6 +41,7 @@ class HeadShape(NamedTuple):
         windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
         latents: Whether keys are latents, of which `head_dim` numbers are read.
         rest: Numbers of keys beside `head_dim`, stored once for all KV heads.
+        biased: Whether keys are biased by distance.
     """
 
     kv_heads: int
@@ -49,15 +50,16 @@ class HeadShape(NamedTuple):
     windowed: bool
     latents: bool = False
     rest: int = 0
+    biased: bool = False
 
     @classmethod
     def of(cls, query: Tensor, keys: Tensor, scoring: Scoring, *, rest: int = 0) -> HeadShape:
         """The shape of queries ``[rows, heads, queries, head_dim + rest]`` over keys ``[rows, kv_heads, ...]``."""
         _, heads, queries, width = query.shape
         kv_heads, head_dim = keys.shape[1], width - rest
-        windowed = scoring.window is not None or scoring.distances is not None
-        latents = keys.shape[-1] != head_dim
-        return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents, rest)
+        biased, latents = scoring.distances is not None, keys.shape[-1] != head_dim
+        windowed = biased or scoring.window is not None
+        return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents, rest, biased)
 
 
 class LaunchPlan:
@@ -204,6 +206,7 @@ def decode_config(
         kv_heads=shape.kv_heads,
         keys=keys // multiprocessors(device),
         windowed=shape.windowed,
+        biased=shape.biased,
         own_dominate=own_dominate,
         latents=shape.latents,
         rest=shape.rest,

@@ -210,10 +210,12 @@ class CapturedStep:
         found = dict[int, Alike]()
         for layer in cache.attention_layers:
             store = layer.store
-            windowed = store.biased or (store.window is not None and longest > store.window)
+            biased = store.biased
+            windowed = biased or (store.window is not None and longest > store.window)
             heads = store.kernel_heads
             group = store.query_heads // heads if heads else 1
-            shape = HeadShape(heads, group, store.head_dim, windowed, layer.storage.holds_latents)
+            latents = layer.storage.holds_latents
+            shape = HeadShape(heads, group, store.head_dim, windowed, latents, biased=biased)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
             without = layer.storage.captured_in_place or self.options.reordered

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -89,6 +89,7 @@ def choose_config(
     kv_heads: int = 1,
     keys: int = 0,
     windowed: bool = False,
+    biased: bool = False,
     own_dominate: bool = False,
     latents: bool = False,
     rest: int = 0,
@@ -106,7 +107,8 @@ def choose_config(
         kv_heads: KV heads of the layer.
         keys: Keys that each multiprocessor reads: those of all nodes and KV heads, once per 128 packed queries of a
             node.
-        windowed: Whether there is a sliding window, which the Hopper kernel does not support.
+        windowed: Whether there is a sliding window, or `biased`, which the Hopper kernel does not support.
+        biased: Whether scores have biases by distance, whose tiles are in flight beside those of keys.
         own_dominate: Whether nodes of one row each hold most of the keys.
         latents: Whether nodes hold latents, of which keys have `head_dim` numbers.
         rest: Numbers of keys beside the `head_dim` of each head, stored once for all KV heads.
@@ -154,14 +156,15 @@ def choose_config(
         held = replace(deeper, stages=deeper.stages - 1)  # tiles in memory while one more is computed with
         if _shared_bytes(held, head_dim) + _suffix_bytes(_BESIDE, head_dim) <= shared_memory:
             config = deeper
-    if (
-        _shared_bytes(config, head_dim) > shared_memory and config.block_n == 128
-    ):  # fewer stages of 128 keys are slower
+    taken = partial(_shared_bytes, head_dim=head_dim, biased=biased)
+    if taken(config) > shared_memory and config.block_n == 128:  # fewer stages of 128 keys are slower
         config = replace(config, block_n=64)
-    while _shared_bytes(config, head_dim) > shared_memory and config.stages > 2:
+    while taken(config) > shared_memory and config.stages > 2:
         config = replace(config, stages=config.stages - 1)
-    while _shared_bytes(config, head_dim) > shared_memory and config.block_n > 32:
+    while taken(config) > shared_memory and config.block_n > 32:
         config = replace(config, block_n=config.block_n // 2)
+    while taken(config) > shared_memory and config.block_m > 16:  # with biases, of large heads on small devices
+        config = replace(config, block_m=config.block_m // 2)
     return config
 
 
@@ -200,9 +203,13 @@ def _config_with_rest(packed: int, head_dim: int, rest: int, *, overlap: bool, s
     return config
 
 
-def _shared_bytes(config: Config, head_dim: int) -> int:
-    """Shared memory of the node kernel: queries, and keys and values of every stage, at two bytes per number."""
-    return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n)
+def _shared_bytes(config: Config, head_dim: int, *, biased: bool = False) -> int:
+    """Shared memory of the node kernel: queries, and keys and values of every stage, at two bytes per number.
+
+    Biases are loaded in fp32, one for each pair of query and key.
+    """
+    biases = 4 * (config.stages - 1) * config.block_m * config.block_n if biased else 0
+    return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n) + biases
 
 
 _SCRATCH = 16 * 1024  # bytes of shared memory by which threads of `attend_suffixes` exchange data

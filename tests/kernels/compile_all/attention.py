@@ -40,9 +40,9 @@ def attend_everything() -> None:
         (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
     ):
         attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
-    for head_dim, queries in product((64, 128), (1, 3)):
+    for head_dim, rows, queries in product((64, 128), (1, 16, 32, 64, 128), (1, 3)):
         biased = Scoring(1.0, distances=torch.empty(32, 129, device=CUDA))
-        attend(torch.bfloat16, head_dim, 1, 32, Forest(32, [Node(Span(0, 0, 4), 0, 32)]), queries, biased)
+        attend(torch.bfloat16, head_dim, 1, 32, Forest(rows, [Node(Span(0, 0, 4), 0, rows)]), queries, biased)
 
 
 def attend_to_latents() -> None:
