@@ -30,14 +30,30 @@ Result = TypeVar("Result")
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
     """Launch a Triton kernel over a grid of programs, or only compile it, see `compiled_ahead`.
 
+    What tiles in flight take of a GPU's shared memory is counted before, for the compilers that were tried. Where one
+    takes more, fewer tiles are in flight (the option ``STAGES``): slower, but not PyTorch's operators from then on.
+
     Returns:
         Whether it was launched. Otherwise its outputs are what memory held: indices in them must be made valid.
     """
     left_out = _left_out.get()
     if left_out is not None and left_out.covers(kernel, grid, arguments, options):
         return False
-    kernel[grid](*arguments, **options)
+    try:
+        kernel[grid](*arguments, **options)
+    except Exception as error:
+        stages = options.get("STAGES", 1)
+        if stages < 2 or not _is_out_of_resources(error):
+            raise
+        logger.debug("%s: %d tiles in flight instead of %d", error, stages - 1, stages)
+        return launch(kernel, grid, *arguments, **options | {"STAGES": stages - 1})
     return True
+
+
+def _is_out_of_resources(error: Exception) -> bool:
+    from triton.runtime.errors import OutOfResources
+
+    return isinstance(error, OutOfResources)
 
 
 def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
+from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead, launch
 
 from ..fresh_processes import ROOT
+
+OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 ON_A_PRETENDED_GPU = """
 from contextlib import nullcontext
@@ -91,3 +94,31 @@ def test_elsewhere() -> None:
     runs: list[int] = []
     compile_in_background(lambda: pytest.fail("it ran"), torch.device("cpu"))
     assert compiled_ahead(lambda: runs.append(1) or len(runs), torch.device("cpu")) == 1
+
+
+class Kernel:
+    """Stands for a kernel whose tiles in flight fit up to a number, or that fails otherwise."""
+
+    def __init__(self, most: int, error: type[Exception] | None = None):
+        self.most, self.error, self.launched = most, error, list[int]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*, STAGES: int) -> None:
+            if self.error is not None:
+                raise self.error
+            if self.most < STAGES:
+                raise OutOfResources(278528, 232448, "shared memory")
+            self.launched.append(STAGES)
+
+        return run
+
+
+def test_fewer_tiles_in_flight_where_these_do_not_fit() -> None:
+    kernel = Kernel(2)
+    for stages in (2, 4):
+        assert launch(kernel, (1,), STAGES=stages)
+    assert kernel.launched == [2, 2]
+    with pytest.raises(OutOfResources, match="278528"):
+        launch(Kernel(0), (1,), STAGES=3)
+    with pytest.raises(ZeroDivisionError):
+        launch(Kernel(1, ZeroDivisionError), (1,), STAGES=3)

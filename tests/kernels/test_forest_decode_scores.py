@@ -15,6 +15,7 @@ from ..attention.forests import assert_error_rule, make_inputs, random_forest
 from ..cases import exhaustive_but
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels.failures import Kernel, failure
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
 
 from .operator_runs import decode, pytorch_with_mask, rows_with_ages
@@ -76,6 +77,19 @@ def test_biases_by_distance(queries, group, rows):
     yardstick, yardstick_lse = with_biases(query, kv, biases, torch.half)
     assert_error_rule(out, yardstick, oracle, oracle_lse)
     assert_error_rule(lse, yardstick_lse.float(), oracle_lse, oracle_lse)
+
+
+@pytest.mark.gpu
+def test_more_tiles_than_a_multiprocessor_holds():
+    """Biases are in flight too: these tiles take 272 KiB. Fewer are in flight then, and nothing else fails later."""
+    forest = random_forest(random.Random(6), 48, 2, longest=500)
+    options = {"heads": 2, "kv_heads": 2, "head_dim": 128, "dtype": torch.half}
+    query, kv = make_inputs(forest, 20, **options, device="cuda")
+    biases = torch.randn(2, 41, generator=torch.Generator().manual_seed(0)).half().float().cuda()
+    out, _ = decode(query, kv, config=Config(64, block_n=128, stages=3, overlap=False), biases=biases)
+    oracle, oracle_lse = with_biases(query, kv, biases, torch.double)
+    assert_error_rule(out, with_biases(query, kv, biases, torch.half)[0], oracle, oracle_lse)
+    assert failure(Kernel.FOREST, query.device) is None
 
 
 @pytest.mark.parametrize("least", [-torch.inf, torch.finfo(torch.float32).min, -1e30])
