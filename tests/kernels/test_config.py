@@ -58,17 +58,21 @@ def test_launch_parameters_of_merging(queries_per_kv_head, head_dim, expected):
     assert choose_merge_config(queries_per_kv_head, head_dim) == expected
 
 
-@pytest.mark.parametrize("queries_per_kv_head", [1, 8, 16])
+@pytest.mark.parametrize("queries_per_kv_head", [1, 8, 16, 64, 112, 256])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tiles_of_suffixes_are_the_largest_that_a_device_holds(queries_per_kv_head, head_dim):
+    numbers = 2 * power_of_two(queries_per_kv_head) + 4 * 16  # bytes: queries in 16 bits, 16 of them in fp32
+    scratch = max(SCRATCH, power_of_two(head_dim) * numbers / 1024)
     for programs, kv_heads in product(PROGRAMS, (1, 8)):
         whole = suffixes(programs, queries_per_kv_head, kv_heads=kv_heads, head_dim=head_dim, memory=1024)
         for memory in (227, 163, 99, 48):
             config = suffixes(programs, queries_per_kv_head, kv_heads=kv_heads, head_dim=head_dim, memory=memory)
             tiles = 4 * power_of_two(head_dim) * config.block_n * config.stages / 1024  # KiB of keys and values
-            assert replace(config, block_n=whole.block_n) == whole
-            assert tiles + SCRATCH <= memory or (memory == 48 and config.block_n == 16)
-            assert config.block_n == whole.block_n or 2 * tiles + SCRATCH > memory
+            assert replace(config, block_n=whole.block_n, stages=whole.stages) == whole
+            assert config.stages == whole.stages or config.block_n == 16
+            least = (config.block_n, config.stages) == (16, 1)  # of wide heads, more than small devices hold
+            assert tiles + scratch <= memory or (least and (memory == 48 or scratch > memory - 16))
+            assert config == whole or tiles * 2 + scratch > memory
             assert config.block_n >= 16  # matrix units take no fewer
 
 

@@ -212,12 +212,16 @@ def _shared_bytes(config: Config, head_dim: int, *, biased: bool = False) -> int
     return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n) + biases
 
 
-_SCRATCH = 16 * 1024  # bytes of shared memory by which threads of `attend_suffixes` exchange data
+_SCRATCH = 16 * 1024  # bytes of shared memory by which threads of `attend_suffixes` exchange data, at least
 
 
-def _suffix_bytes(config: SuffixConfig, head_dim: int) -> int:
-    """Shared memory of the suffix kernel: keys and values of every stage, and scratch."""
-    return 4 * triton.next_power_of_2(head_dim) * config.block_n * config.stages + _SCRATCH
+def _suffix_bytes(config: SuffixConfig, head_dim: int, queries_per_kv_head: int = 1) -> int:
+    """Shared memory of the suffix kernel: keys and values of every stage, and scratch.
+
+    Threads exchange the packed queries in 16 bits, and 16 of them at a time in fp32.
+    """
+    width, packed = triton.next_power_of_2(head_dim), triton.next_power_of_2(queries_per_kv_head)
+    return 4 * width * config.block_n * config.stages + max(_SCRATCH, width * (2 * packed + 4 * 16))
 
 
 # By the largest number of programs: the fewer there are, the more each must load at once.
@@ -275,8 +279,11 @@ def choose_suffix_config(
     wide = triton.next_power_of_2(queries_per_kv_head) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
-    while config.block_n > 16 and _suffix_bytes(config, head_dim) > shared_memory:
+    taken = partial(_suffix_bytes, head_dim=head_dim, queries_per_kv_head=queries_per_kv_head)
+    while config.block_n > 16 and taken(config) > shared_memory:
         config = replace(config, block_n=config.block_n // 2)
+    while config.stages > 1 and taken(config) > shared_memory:
+        config = replace(config, stages=config.stages - 1)
     return config
 
 

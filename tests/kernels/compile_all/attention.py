@@ -36,6 +36,17 @@ def attend_everything() -> None:
     for (head_dim, (group, kv_heads), rows, context, queries), dtype, scoring in zip(layouts, dtypes, scorings):
         forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
         attend(dtype, head_dim, group, kv_heads, forest, queries, scoring)
+    # Many tokens of a row, as of prompt lookup; 256 packed queries of 256 numbers are more than small GPUs hold.
+    for head_dim, (group, kv_heads), rows in product((64, 128, 256), ((2, 8), (4, 8), (7, 4), (8, 1)), (1, 40)):
+        attend(
+            torch.bfloat16,
+            head_dim,
+            group,
+            kv_heads,
+            Forest(rows, [Node(Span(0, 0, 300), 0, rows)]),
+            16,
+            Scoring(0.1, None, None, None),
+        )
     for dtype, softcap, (group, kv_heads), head_dim in product(
         (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
     ):

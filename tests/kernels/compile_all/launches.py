@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     def tile(self) -> list[int]:
         """What decides how much shared memory a program takes."""
         names = ("BLOCK_D", "BLOCK_N", "STAGES", "columns", "HALF", "OWN", "BLOCK_H", "BLOCK_R", "BLOCK_T")
-        names += ("BLOCK_M", "BLOCK_C", "BLOCK_K", "DISTANCES")
+        names += ("BLOCK_M", "BLOCK_C", "BLOCK_K", "BLOCK_P", "DISTANCES")
         return [self.everything.get(name, 1) for name in names]
 
     def facets(self) -> Iterator[tuple[Any, ...]]:
