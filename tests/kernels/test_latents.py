@@ -16,6 +16,7 @@ from ..attention.forests import assert_error_rule, make_inputs, pytorch_attentio
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
 from hf_fastdecode.kernels.forest_decode.config import choose_config
+from hf_fastdecode.kernels.forest_decode.limits import refusal, shared_memory
 
 from .operator_runs import decode
 
@@ -55,3 +56,18 @@ def test_launch_parameters_fit(memory):
     for packed in (1, 16, 512):
         config = choose_config(packed, 576, overlap=True, latents=True, shared_memory=1024 * memory)
         assert 2 * 576 * (config.block_m + config.stages * config.block_n) <= 1024 * memory
+
+
+def test_queries_that_tiles_do_not_hold_are_refused():
+    """128 queries of a group of 16 heads would take 256 KiB of shared memory."""
+    device = "cuda" if GPU else "cpu"
+    for queries, most in ((4, None), (5, 64)):
+        query, keys, rest = (
+            torch.zeros(1, heads, queries, width, dtype=torch.half, device=device)
+            for heads, width in ((16, 576), (1, 512), (1, 64))
+        )
+        found = refusal(query, keys, rest, [])
+        if not GPU or shared_memory(query.device) >= 160 * 1024:
+            assert found == (
+                most and f"it takes up to {most} queries of a group of heads over latents at once here, got 80"
+            )

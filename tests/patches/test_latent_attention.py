@@ -12,7 +12,7 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.launch import own_nodes
-from hf_fastdecode.generation.steps import captured_prefill, modes
+from hf_fastdecode.generation.steps import captured_prefill, loop_passes, modes
 from hf_fastdecode.patches.architectures.latent_attention import _weight_and_bias
 
 from ..architectures.compare import compared, stock_tokens
@@ -124,6 +124,26 @@ def test_captured_steps(samples, monkeypatch):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.mode == "graph"
         assert "suffixes by triton, captured, as latents" in str(fd.explain(model))
+
+
+@on_the_cpu
+@pytest.mark.parametrize(("tokens", "captured"), [(3, True), (6, False)])
+def test_drafts_are_captured_as_far_as_tiles_hold_their_queries(tokens, captured, monkeypatch):
+    """Those of all heads of a group; passes of more tokens run eagerly, by PyTorch's operators."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(loop_passes, "capture_reason", lambda *_: None)
+    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 18, "num_key_value_heads": 18, "hidden_size": 72}
+    model = model_of("without-query-ranks", **sizes, qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=32)
+    repeating = {key: part[:, :30].repeat(1, 2) for key, part in ragged_prompts(30).items()}
+    call = repeating | {"max_new_tokens": 8, "prompt_lookup_num_tokens": tokens}
+    stock = model.generate(**call)
+    with fd.enabled(model, mode="graph", min_saved_tokens=1):
+        assert torch.equal(model.generate(**call), stock)
+        report = fd.explain(model).last_call
+    assert report.path == "shared"
+    refused = "layers with latents are captured with fewer than 16 tokens of each row" in report.mode_reason
+    assert refused != captured, report.mode_reason
 
 
 @on_the_cpu

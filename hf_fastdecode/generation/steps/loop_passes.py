@@ -24,7 +24,7 @@ from ...cache.captured import storages_in_place
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, ran_out_of_memory
-from ...kernels.forest_decode.limits import MAX_QUERIES
+from ...kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..forward_pass import takes_positions
@@ -147,6 +147,11 @@ class CapturedPasses:
             return "slim layers are captured with one token of each row, in order"
         if cache.state_layers and ids.shape[1] > 1:
             return "layers with states are captured with one token of each row"
+        queries = next((number for number in _QUERIES if number >= ids.shape[1]), MAX_QUERIES)
+        for layer in cache.attention_layers:
+            group = layer.store.query_heads // max(1, layer.store.kernel_heads)
+            if layer.storage.holds_latents and group * queries > most_packed_of_latents(model.device):
+                return f"layers with latents are captured with fewer than {queries} tokens of each row"
         return self._check_model()
 
     def _positions(self, arguments: dict[str, Any]) -> Any:

@@ -40,6 +40,9 @@ def refusal(
     if (rest := query.shape[-1] - head_dim) > 0 and values.shape[-1] == rest:  # latents
         if head_dim % 16 or rest % 8 or head_dim > MAX_LATENT:
             return f"it takes latents up to {MAX_LATENT} in multiples of 16 and 8, got {head_dim} and {rest}"
+        packed, most = query.shape[1] // keys.shape[1] * queries, most_packed_of_latents(keys.device)
+        if packed > most:
+            return f"it takes up to {most} queries of a group of heads over latents at once here, got {packed}"
         return failure(Kernel.FOREST, keys.device)
     if values.shape[-1] != head_dim:
         return f"it needs one head_dim for keys and values, got {head_dim} and {values.shape[-1]}"
@@ -94,6 +97,11 @@ def shared_memory(device: torch.device) -> int:
         return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def most_packed_of_latents(device: torch.device) -> int:
+    """Packed queries of a group of heads over latents whose tiles fit a program, as compiled for GPUs of each size."""
+    return 64 if shared_memory(device) >= 160 * 1024 else 16
 
 
 @lru_cache
