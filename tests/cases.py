@@ -9,7 +9,7 @@ import pytest
 
 
 def exhaustive_but(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Arguments of a parametrized test; those that are not kept are for exhaustive runs alone."""
+    """Cases of a parametrized test: the kept ones as they are, and the others marked for `make test-exhaustive`."""
     return [case if case in kept else pytest.param(*_arguments(case), marks=pytest.mark.exhaustive) for case in cases]
 
 

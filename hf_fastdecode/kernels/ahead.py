@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
     """Launch a Triton kernel over a grid of programs, or only compile it, see `compiled_ahead`.
 
-    What tiles in flight take of a GPU's shared memory is counted before, for the compilers that were tried. Where one
-    takes more, fewer tiles are in flight (the option ``STAGES``): slower, but not PyTorch's operators from then on.
+    Launch parameters are chosen so that the tiles in flight fit the GPU's shared memory. Where a compiler takes more
+    of it than was counted, the kernel is compiled with fewer in flight (the option ``STAGES``).
 
     Returns:
         Whether it was launched. Otherwise its outputs are what memory held: indices in them must be made valid.

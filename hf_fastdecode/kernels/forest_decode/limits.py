@@ -100,7 +100,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def most_packed_of_latents(device: torch.device) -> int:
-    """Packed queries of a group of heads over latents whose tiles fit a program, as compiled for GPUs of each size."""
+    """Most packed queries of a group of heads over latents that fit a program's shared memory, found by compiling."""
     return 64 if shared_memory(device) >= 160 * 1024 else 16
 
 
