@@ -29,7 +29,7 @@ def test_the_examples_on_the_embedded_model_run(capsys, monkeypatch):
     names = run_examples("README.md")
     options = (ROOT / "docs/options.md").read_text()
     shown = re.search(r"```text\n(LlamaForCausalLM: enabled.*?)```", options, re.DOTALL)[1]
-    assert _without_numbers(shown) in _without_numbers(capsys.readouterr().out)
+    assert without_numbers(shown) in without_numbers(capsys.readouterr().out)
     assert len(names["samples"]) == 8
     assert len({tuple(row) for row in names["samples"].tolist()}) > 1
 
@@ -59,7 +59,7 @@ def test_the_examples_of_further_slim_pages_run():
     exec(blocks[0], {})  # which compares with stock; the other reads a sound
 
 
-def _without_numbers(text: str) -> str:
+def without_numbers(text: str) -> str:
     return " ".join(re.sub(r"[\d,]+", "#", text).split())
 
 
