@@ -32,7 +32,7 @@ THEMES: Final = {
     "dark": Theme("#0d1117", "#e6edf3", "#9aa4ae", "#e3a04f", "#46c28e"),
 }
 """Backgrounds as GitHub has them."""
-SIZES: Final = {"wide": (8.3, 2.7, 3), "narrow": (3.6, 7.0, 1)}
+SIZES: Final = {"wide": (8.3, 2.7, 3), "narrow": (3.6, 7.6, 1)}
 """Inches of the figure, 100 pixels each, and its panels in a line: on a screen, and on a phone."""
 _NAMES: Final = {"stock": "transformers", "vllm": "vLLM", "vllm-cascade": "vLLM, cascade", "shared": "hf_fastdecode"}
 
@@ -85,7 +85,7 @@ def _draw(rows: Sequence[Measurement], theme: Theme, width: float, height: float
         powers_of_two(axis, list(lines), [str(n) for n in lines])
         axis.set_yscale("log")
         axis.margins(x=0.16, y=0.2)
-        axis.set_ylim(bottom=axis.get_ylim()[0] / 2)  # for the lower line's name
+        axis.set_ylim(bottom=axis.get_ylim()[0] / 2.5)  # for the lower line's name
         plain_numbers(axis.yaxis)
         axis.set_xlabel(f"n samples of a {CONTEXT:,}-token prompt", color=theme.text, fontsize=10)
         axis.grid(axis="y", alpha=0.25, linewidth=0.6)
