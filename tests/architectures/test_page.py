@@ -7,6 +7,7 @@ import transformers
 
 from hf_fastdecode.cache.storage import TokenStorage
 
+from ..test_readme import README
 from ..tiny_models import ARCHITECTURES
 from . import compare
 from .classes import generating_classes
@@ -67,6 +68,12 @@ def test_the_page_lists_every_class_of_its_transformers():
     if version() != transformers.__version__:
         pytest.skip(f"the page is of transformers {version()}")
     assert sorted(listed()) == sorted(generating_classes())
+
+
+def test_the_readme_counts_what_the_page_lists():
+    kinds = list(listed().values())
+    shared, compared = kinds.count("shared"), len(kinds) - kinds.count("not compared")
+    assert f"({shared} of the {compared} classes compared)" in README
 
 
 def test_the_page_shares_what_tests_run_on():
