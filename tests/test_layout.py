@@ -228,7 +228,7 @@ PROGRAMS = (
     *("evals/sandbox/containers.py", "evals/sandbox/namespaces.py", "evals/sandbox/run.py"),
     *("evals/harness.py", "evals/scoring/javascript/__init__.py", "evals/scoring/runner.py", "kernels/cuda_module.py"),
 )
-GIT = {"--porcelain", "--short=12"}
+GIT = {"--format=%cs", "--no-patch", "--porcelain", "--short=12"}
 SILENT = {"--out", "--plot"}  # left out of the command that measurements name
 
 

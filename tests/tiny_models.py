@@ -79,7 +79,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "laguna": ("laguna", {**_ALTERNATING, **_EXPERTS, "head_dim": 16, "num_attention_heads_per_layer": [8, 4]}),
 }
-"""Name -> model type and config arguments. The README's table of architectures lists these model types."""
+"""Name -> model type and config arguments. docs/architectures.md lists these model types."""
 
 
 def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from ..measurement.figures import (
 )
 from ..measurement.rows import Measurement
 from ..measurement.runner import failed
-from .generate.table import CEILING, paired, stock_kv_bytes, where_measured
+from .generate.table import CEILING, where_measured
 from .ops.table import is_part, one_node
 
 STYLES: dict[str, tuple[str, str]] = {
@@ -265,39 +265,3 @@ def _tokens(count: int) -> str:
 
 def _where(rows: Sequence[Measurement]) -> str:
     return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""
-
-
-def draw_stock_beside_shared(rows: Sequence[Measurement], path: Path) -> Path:
-    """Draw KV memory and the time of the whole call, stock beside shared, on logarithmic axes."""
-    pairs = paired(rows)
-    labels = [f"{stock['shape']}\n{int(stock['context']) // 1024}K, n={stock['samples']}" for stock, *_ in pairs]
-    figure, (left, right) = new_figure(2, 2, (12, 4.2))
-    width, grey, green = 0.38, COLOURS["stock"], COLOURS["shared"]
-    for index, (stock, shared, _) in enumerate(pairs):
-        fits = stock["status"] == "ok"
-        before = stock_kv_bytes(stock, shared) / 2**30
-        after = float(shared["kv_bytes"]) / 2**30
-        left.bar(index - width / 2, before, width, color=grey, hatch=None if fits else "///", edgecolor="white")
-        left.bar(index + width / 2, after, width, color=green)
-        left.text(index, max(before, after) * 1.08, f"{before / after:.0f}x", ha="center", fontsize=9)
-        if fits:
-            before_s, after_s = float(stock["total_s"]), float(shared["total_s"])
-            right.bar(index - width / 2, before_s, width, color=grey)
-            right.text(index, before_s * 1.05, f"{before_s / after_s:.1f}x", ha="center", fontsize=9)
-        else:
-            right.text(index - width / 2, 0.5, "out of memory", rotation=90, ha="center", va="bottom", fontsize=8)
-        right.bar(index + width / 2, float(shared["total_s"]), width, color=green)
-    left.set_yscale("log")
-    left.set_title("KV cache, GiB (hatched: did not fit)")
-    right.set_title(f"generate, {rows[0]['new_tokens']} new tokens, seconds")
-    for axes in (left, right):
-        axes.set_xticks(range(len(labels)), labels, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    left.margins(y=0.15)
-    right.margins(y=0.12)
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=grey, label="stock transformers"), Patch(color=green, label="hf_fastdecode")]
-    right.legend(handles=handles, frameon=False, loc="upper left")
-    figure.suptitle(f"{rows[0]['device']}, {rows[0]['dtype']}, random weights", fontsize=10, color="#555")
-    return save(figure, path, dpi=110)

@@ -8,7 +8,7 @@ from typing import Final
 from ..measurement.rows import Measurement
 from ..measurement.tables import by, cell, markdown
 from .generate.cases import PromptTree
-from .generate.table import cases_of, where_measured
+from .generate.table import cases_of, timed, where_measured
 
 _HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
 _LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise
@@ -104,7 +104,7 @@ def vllm_table(rows: Sequence[Measurement]) -> str:
     where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
     legend = 'compiled: `enable(model, mode="compile")`'
     names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → `enable(model)`"]
-    return markdown(names, lines, f"{where}; a call (a step); {legend}; empty: not measured; medians.")
+    return markdown(names, lines, f"{where}; a call (a step); {legend}; empty: not measured; {timed(rows)}.")
 
 
 def _call(row: Measurement | None) -> str:

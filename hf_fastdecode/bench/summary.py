@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
 import typer
 
@@ -14,21 +17,26 @@ from ..files import read_rows
 from ..measurement.rows import Measurement
 from ..measurement.tables import replace_between
 from . import RESULTS
-from .figures import draw_stock_beside_shared, plot
+from .figures import plot
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .parallel.table import attention_times_table, parallel_table, predicted_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
+from .readme import draw_readme_figures, readme_table
 from .sampling.table import sampling_table
 from .slim.table import slim_table
 from .workloads.tables import levels_page, questions_page, samples_page
 
-PICTURE = RESULTS / "generate.png"
 _ROOT = RESULTS.parents[2]
 PAGES = (_ROOT / "README.md", RESULTS / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
 """The pages of a clone; an installed package has none."""
+PICTURES = _ROOT / "docs" / "pictures"
+COMMITS = RESULTS / "commits.txt"
+"""Lines of a commit that rows name and its date; git knows it, but a copy of the files has no git."""
 
-_MARKERS = re.compile(r"(<!-- rows: (?P<file>[\w.*-]+)(?:, (?P<view>[\w ]+))? -->\n).*?(<!-- end rows -->)", re.DOTALL)
+_MARKERS = re.compile(
+    r"(<!-- rows: (?P<file>[\w.*+-]+)(?:, (?P<view>[\w ]+))? -->\n).*?(<!-- end rows -->)", re.DOTALL
+)
 
 _MOST_LINES = 16  # of operators; more are summed up
 
@@ -68,6 +76,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "programs": programs_table,
     "rollouts": rollouts_table,
     "vllm": vllm_table,
+    "readme": readme_table,
     "predicted": predicted_table,
     "times": attention_times_table,
     "samples": samples_page,
@@ -78,18 +87,63 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
 
 
 def refreshed(text: str) -> str:
-    """The text with every table between markers made anew from its CSV file."""
-    return replace_between(text, _MARKERS, lambda place: _VIEWS[place["view"]](_rows(place["file"])))[0]
+    """The text with every table between markers made anew from its CSV files, and the ages of their rows."""
+
+    def made(place: re.Match[str]) -> str:
+        rows = _rows(place["file"])
+        found = _VIEWS[place["view"]](rows).rstrip()
+        *_, last = found.splitlines()
+        return found + ("\n\n" if last.startswith("|") else " ") + ages(rows) + "\n"
+
+    return replace_between(text, _MARKERS, made)[0]
+
+
+def ages(rows: Sequence[Measurement]) -> str:
+    """A sentence on the commits that rows were measured at, with their dates, and on versions that differ."""
+    ours = [row for row in rows if row["commit"]]  # another program names its own version
+    commits = {row["commit"].partition("+")[0][:7] for row in ours}
+    by_date: dict[str, list[str]] = {}
+    for commit in sorted(commits):
+        by_date.setdefault(_dates().get(commit, ""), []).append(commit)
+    parts = [f"{', '.join(found)}{f' ({date})' if date else ''}" for date, found in sorted(by_date.items())]
+    libraries = [
+        f" Of {name} {' and '.join(versions)}."
+        for name in ("torch", "transformers")
+        if len(versions := sorted({row[name] for row in ours})) > 1
+    ]
+    several = "several commits: " if len(commits) > 1 else ""
+    return f"Measured at {several}{', '.join(parts)}.{''.join(libraries)}"
+
+
+@cache
+def _dates() -> dict[str, str]:
+    """The date of each commit that rows name, by its first seven letters."""
+    return dict(line.split() for line in COMMITS.read_text().splitlines())
+
+
+def _write_dates() -> None:
+    """Add the dates of commits that git knows here."""
+    known = _dates() if COMMITS.exists() else {}
+    named = {row["commit"].partition("+")[0][:7] for path in RESULTS.glob("*.csv") for row in read_rows(path)} - {""}
+    for commit in named - known.keys():
+        command = ["git", "show", "--no-patch", "--format=%cs", commit]
+        found = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=False)
+        if not found.returncode:
+            known[commit] = found.stdout.strip()
+    COMMITS.write_text("".join(f"{commit} {date}\n" for commit, date in sorted(known.items())))
+    _dates.cache_clear()
 
 
 def _rows(files: str) -> list[Measurement]:
-    """The rows of a file, or of all files of a pattern."""
-    return [row for path in sorted(RESULTS.glob(files)) for row in read_rows(path)]
+    """The rows of files, each of which may be a pattern, with ``+`` between them."""
+    paths: list[Path] = [path for one in files.split("+") for path in sorted(RESULTS.glob(one))]
+    return [row for path in paths for row in read_rows(path)]
 
 
 def main() -> None:
     """Rewrite the tables and the figures from the committed measurements."""
-    draw_stock_beside_shared(read_rows(RESULTS / "generate.csv"), PICTURE)
+    _write_dates()
+    draw_readme_figures(_rows("generate.csv+generate-vllm.csv"), PICTURES)
     plot(read_rows(RESULTS / "ops.csv"), RESULTS / "ops")
     for page in PAGES:
         page.write_text(refreshed(page.read_text()))

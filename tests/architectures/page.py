@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import transformers
 
+from ..tiny_models import ARCHITECTURES
 from .classes import generating_classes
 from .compare import Verdict
 
@@ -23,11 +25,16 @@ _TITLES = {
     "blind": "Blind: the comparison shows nothing",
 }
 _LONGEST_REASON = 220
+_TESTED = (
+    "The tests of caches, decoding loops and options run on these model types, greedy and sampled, token by token "
+    "against stock:"
+)
 
 
 def written(verdicts: Mapping[str, Verdict]) -> str:
     """The page's text."""
     counts = {kind: sum(verdict.kind == kind for verdict in verdicts.values()) for kind in _TITLES}
+    types = sorted({model_type for model_type, _ in ARCHITECTURES.values()})
     lines = [
         "# Architectures",
         "",
@@ -39,6 +46,10 @@ def written(verdicts: Mapping[str, Verdict]) -> str:
         f"`make test-architectures` wrote this page with torch {torch.__version__}: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         + ".",
+        "",
+        *textwrap.wrap(
+            f"{_TESTED} {', '.join(types)}. llama has multi-head, grouped-query and multi-query attention.", 110
+        ),
     ]
     for kind, title in _TITLES.items():
         names = sorted(name for name, verdict in verdicts.items() if verdict.kind == kind)

@@ -3,9 +3,9 @@
 import pytest
 
 from hf_fastdecode.bench import RESULTS, programs_table, summary
-from hf_fastdecode.bench.figures import draw_stock_beside_shared
 from hf_fastdecode.bench.generate import table as generate
 from hf_fastdecode.bench.ops.table import fixed_parts_table
+from hf_fastdecode.bench.readme import draw_readme_figures
 from hf_fastdecode.files import read_rows, write_rows
 
 
@@ -147,9 +147,33 @@ def test_factors_of_programs_below_a_bound_are_none(seconds, shown):
     assert f"| p | embedded | s | {shown} | 5 → 5 | yes |" in programs_table.programs_table(rows)
 
 
-def test_the_picture_is_drawn(tmp_path):
-    draw_stock_beside_shared(read_rows(RESULTS / "generate.csv"), tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+def test_the_picture_of_the_readme_is_drawn(tmp_path):
+    rows = [row for name in ("generate.csv", "generate-vllm.csv") for row in read_rows(RESULTS / name)]
+    drawn = draw_readme_figures(rows, tmp_path)
+    assert sorted(path.name for path in drawn) == sorted(path.name for path in summary.PICTURES.iterdir())
+    assert all(path.stat().st_size > 10_000 for path in drawn)
+
+
+def test_captions_say_which_commits_were_measured(monkeypatch):
+    monkeypatch.setattr(summary, "_dates", lambda: {"aaaaaaa": "2026-11-26", "bbbbbbb": "2026-11-23"})
+    row = {"torch": "1", "transformers": "2"}
+    one = row | {"commit": "aaaaaaa12345+changed"}
+    other = row | {"commit": ""}  # of another program
+    assert summary.ages([one, one, other]) == "Measured at aaaaaaa (2026-11-26)."
+    older = row | {"commit": "bbbbbbb", "transformers": "1"}
+    expected = (
+        "Measured at several commits: ccccccc, bbbbbbb (2026-11-23), aaaaaaa (2026-11-26). Of transformers 1 and 2."
+    )
+    assert summary.ages([one, older, one | {"commit": "ccccccc"}]) == expected
+
+
+def test_captions_say_what_was_timed_once():
+    row = {"status": "ok", "way": "shared", "ms_per_step_p20": "1", "ms_per_step_p80": "2"}
+    once = row | {"way": "stock", "ms_per_step_p80": "1"}
+    assert generate.timed([row]) == "medians"
+    assert generate.timed([once, once]) == "of one timed call each"
+    assert generate.timed([row, once]) == "medians, stock: one timed call"
+    assert generate.timed([row, once, row | {"way": "stock"}]) == "medians, some of one timed call"
 
 
 def test_an_interrupted_write_leaves_the_old_rows(tmp_path):

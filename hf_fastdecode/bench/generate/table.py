@@ -54,12 +54,21 @@ def generate_table(
             value = published.get((int(first["context"]), int(first["samples"])))
             cells.append("" if value is None else f"{value:g}")
         lines.append(cells)
-    once = [
-        row for row in rows if row["status"] == "ok" and row.get("ms_per_step_p20", "") == row.get("ms_per_step_p80")
-    ]
-    some = ", some of one timed call" if once else ""
-    of = "of one timed call each" if len(once) == len(rows) else f"medians{some}"
-    return markdown(names, lines, f"{where_measured(rows)}; ms/step, {of}.")
+    return markdown(names, lines, f"{where_measured(rows)}; ms/step, {timed(rows)}.")
+
+
+def timed(rows: Sequence[Measurement]) -> str:
+    """Whether the times of rows are medians, and of which ways they are of one call."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    once = [row for row in measured if row.get("ms_per_step_p20") and row["ms_per_step_p20"] == row["ms_per_step_p80"]]
+    if not once:
+        return "medians"
+    if len(once) == len(measured):
+        return "of one timed call each"
+    ways = {row["way"] for row in once}
+    if all(row in once for row in measured if row["way"] in ways):
+        return f"medians, {' and '.join(sorted(ways))}: one timed call"
+    return "medians, some of one timed call"
 
 
 def finish_table(rows: Sequence[Measurement]) -> str:
@@ -178,7 +187,9 @@ def stock_beside_shared(rows: Sequence[Measurement]) -> str:
     names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
     names += ["vLLM: first token; a step; whole call"] if vllm else []
     ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
-    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; medians.")
+    return markdown(
+        names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; {timed(rows)}."
+    )
 
 
 def _vllm_call(row: Measurement) -> str:
@@ -214,7 +225,7 @@ def loops_table(rows: Sequence[Measurement]) -> str:
             lines.append([both[1]["shape"], loop, *_point(both[1]), *changes, both[1]["ran"].partition(",")[0]])
     names = ["model", "loop", "context", "n", "time to first token", "a step", "whole call", "memory over the weights"]
     names.append("steps ran")
-    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; medians.")
+    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {timed(rows)}.")
 
 
 def steps_apart_table(rows: Sequence[Measurement]) -> str:
@@ -258,16 +269,6 @@ def steps_and_memory_table(rows: Sequence[Measurement]) -> str:
         lines.append([row["shape"], *_point(row), row["way"], *found])
     names = ["model", "context", "n", "way", *times.values(), "memory over the weights"]
     return markdown(names, lines, f"{where_measured(rows)}; means over the steps of one call.")
-
-
-def paired(rows: Sequence[Measurement]) -> list[tuple[Measurement, Measurement, dict[str, Measurement]]]:
-    """Stock, ours, and all ways by name, for each case in order; cases without both are left out."""
-    found = []
-    for ways in cases_of(rows):
-        ours = _ours(ways)
-        if ours is not None and "stock" in ways:
-            found.append((ways["stock"], ours, ways))
-    return found
 
 
 def _ours(ways: Mapping[str, Measurement]) -> Measurement | None:
