@@ -26,7 +26,7 @@ PIP := $(SHOWING_PIP) --quiet
 # Install, with pip's own lines and bars on a terminal, and elsewhere, as in a log, a line for each package.
 define show_install
 if [ -t 1 ]; then $(SHOWING_PIP) install $(1); \
-else $(SHOWING_PIP) install $(1) | sed -un 's/^\(Collecting\|Processing\) \([^ ]*\).*/  \2/p'; fi
+else $(SHOWING_PIP) install $(1) | sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s#^Processing \([^ ]*/\)\?\([^ ]\+\).*#  \2#p'; fi
 endef
 
 # A Python that this package supports, as $$found.

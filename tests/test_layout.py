@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import hf_fastdecode
+
 from .fresh_processes import run_fresh
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,6 +135,13 @@ def test_beside_a_clone_the_package_is_imported_and_not_the_clone(tmp_path: Path
             [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_version_stands_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert hf_fastdecode.__version__ == version
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
 
 
 TYPED = """
