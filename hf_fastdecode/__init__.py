@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .generation.report import CallReport, Report
     from .parallel.plans import sequence_parallel_plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CallReport",
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
 
 
 register_when_imported()

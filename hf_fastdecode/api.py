@@ -6,18 +6,19 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import _compat
+from .attention.torch_operators import Backend
 from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
 from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
-from .generation.options import Options
+from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.overrides.methods import METHODS
 from .generation.prompts.kept import prefill_kept
 from .generation.report import Report
@@ -39,16 +40,16 @@ register_own_attention()
 def enable(
     model: Model,
     *,
-    backend: str = "auto",
-    mode: str = "auto",
-    sampler: str = "auto",
-    fuse_projections: str | bool = "auto",
+    backend: Backend = "auto",
+    mode: Mode = "auto",
+    sampler: Sampler = "auto",
+    fuse_projections: FuseProjections = "auto",
     min_shared_tokens: int = 32,
     min_saved_tokens: int = 64,
     max_prefill_tokens: int = 16384,
     max_rows: int | None = None,
     reuse_prefix: bool | int = False,
-    sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False,
+    sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False,
     peer_timeout: float = 60,
 ) -> Model:
     """Make `model.generate` prefill, store and read the context that its samples share once.
@@ -59,8 +60,9 @@ def enable(
     ``model.generate`` alone does not keep it alive, as it does in stock.
 
     Args:
-        model: A decoder-only transformers model, on any device. One wrapped by PEFT, `torch.compile`,
-            DistributedDataParallel or DataParallel is unwrapped first, here and in the other functions.
+        model: A transformers model that generates, on any device: a decoder, or an encoder and a decoder; with text,
+            images, video or audio. One wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is
+            unwrapped first, here and in the other functions.
         backend: Attention operators of decode steps: ``auto`` chooses by device, dtype and size; ``triton`` forces
             this package's kernels; ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` force one of PyTorch's
             operators. A forced backend runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` replaces

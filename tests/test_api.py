@@ -17,9 +17,8 @@ from transformers import DynamicCache
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.torch_operators import BACKENDS
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.options import FUSE_PROJECTIONS, MODES, SAMPLERS, Options
+from hf_fastdecode.generation.options import CHOICES, Options
 
 from .module_calls import before_calls
 from .short_calls import PROMPT, SAMPLING
@@ -250,7 +249,7 @@ def test_enable_explains_every_option():
     assert all(f"\n    {name}: " in explained for name in parameters)
     page = (Path(__file__).parents[1] / "docs/options.md").read_text()
     assert all(f"\n| `{name}` | " in page for name in parameters)
-    for known in (BACKENDS, MODES, SAMPLERS, FUSE_PROJECTIONS):
+    for known in CHOICES.values():
         assert all(f"``{value}``" in explained for value in known)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import hf_fastdecode
+
 from .fresh_processes import run_fresh
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,16 +106,71 @@ def test_import_and_registration_import_no_modelling_code() -> None:
     assert not [name for name in imported if re.match(modelling, name)]
 
 
-def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
+@pytest.fixture
+def installed() -> None:
+    """Skip where the environment's package is not this checkout, editable."""
     try:
-        importlib.metadata.distribution("hf-fastdecode")
+        origin = importlib.metadata.distribution("hf-fastdecode").read_text("direct_url.json") or "{}"
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("hf-fastdecode is not installed")
+    if json.loads(origin).get("url") != ROOT.as_uri():
+        pytest.skip("hf-fastdecode is installed from another folder")
+
+
+@pytest.mark.usefixtures("installed")
+def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
     names = [path.name for path in ROOT.iterdir() if path.is_dir() and path.name.isidentifier()]
     found = run_python(FIND, *names, cwd=tmp_path)
     assert "hf_fastdecode" in found
-    exposed = {name for name in found if {str(ROOT / name), str(ROOT / name / "__init__.py")} & set(found[name])}
-    assert exposed <= {"hf_fastdecode"}
+    inside = {name for name in found if any(ROOT in Path(str(place)).resolve().parents for place in found[name])}
+    assert inside == {"hf_fastdecode"}
+
+
+@pytest.mark.usefixtures("installed")
+def test_beside_a_clone_the_package_is_imported_and_not_the_clone(tmp_path: Path) -> None:
+    (tmp_path / "hf_fastdecode").mkdir()  # as `import` sees a clone: a folder without __init__.py
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in ("-c", "import hf_fastdecode; hf_fastdecode.__all__"), ("-m", "hf_fastdecode", "--version"):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_version_stands_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert hf_fastdecode.__version__ == version
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
+
+
+TYPED = """
+import hf_fastdecode as fd
+
+model, tokenizer = fd.load_embedded()
+fuse: bool = False
+fd.enable(model, backend="triton", mode="graph", sampler="fast", fuse_projections=fuse)
+fd.enable(model, backend="tritno")
+fd.enable(model, mode="grpah")
+fd.enable(model, sampler="fats")
+fd.to_slim(model, cache_dtype="int7")
+fd.SharedContextCache(backend="tritno")
+"""
+_UNCHECKED = "accelerate datasets huggingface_hub matplotlib numpy packaging rich safetensors tokenizers torch tqdm"
+UNCHECKED = [f"{name}.*" for name in f"{_UNCHECKED} transformers triton typer".split()]
+
+
+@pytest.mark.usefixtures("installed")
+def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
+    (tmp_path / "hf_fastdecode").mkdir()  # the user works beside a clone
+    (tmp_path / "user.py").write_text(TYPED)
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\n[mypy-{','.join(UNCHECKED)}]\nfollow_imports = skip\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    found = [re.sub(r" error: .* ", " ", line) for line in done.stdout.splitlines()]
+    wrong = range(TYPED[: TYPED.index("tritno")].count("\n") + 1, TYPED.count("\n") + 1)
+    assert found == [f"user.py:{line}: [arg-type]" for line in wrong], done.stdout + done.stderr
 
 
 # What may import what: a layer those before it. Between those of one set there is no way. Layers are files and folders

@@ -63,7 +63,7 @@ def caches() -> Caches:
             return predict()
 
     def with_slim(dtype: torch.dtype, **choice: Any) -> Predictions:
-        return predict(to_slim(model, tokenizer=tokenizer, cache_dtype=SHORT[dtype], **choice).float())
+        return predict(to_slim(model, tokenizer=tokenizer, **choice | {"cache_dtype": SHORT[dtype]}).float())
 
     found = {EXACT: predict}
     for dtype in (torch.bfloat16, torch.int8):

@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 """Where the rows lie that the documentation cites."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
 from ..attention.forest import Forest, Path, Span
-from ..attention.torch_operators import BACKENDS
+from ..attention.torch_operators import BACKENDS, Backend
 from .accounting import CacheBytes, within
 from .layers.attention import no_tensor
 from .layers.cross import EncodedInputs
@@ -64,7 +64,7 @@ class SharedContextCache(PassCache):
         ValueError: `max_suffix` is not a token count, or `backend` is unknown.
     """
 
-    def __init__(self, *, max_suffix: int | None = None, backend: str = "auto"):
+    def __init__(self, *, max_suffix: int | None = None, backend: Backend = "auto"):
         if max_suffix is not None and not _is_count(max_suffix):
             raise ValueError(f"max_suffix must be an integer of at least 0, or None, got {max_suffix!r}")
         if backend not in BACKENDS:
@@ -80,7 +80,7 @@ class SharedContextCache(PassCache):
         self.inputs: EncodedInputs | None = None  # of an encoder-decoder
         self.gaps = False  # whether masks hid places between tokens of its prompts, which states depend on
 
-    def fork(self, *, max_suffix: int | None = None, backend: str | None = None) -> SharedContextCache:
+    def fork(self, *, max_suffix: int | None = None, backend: Backend | None = None) -> SharedContextCache:
         """Return a cache with the same tokens that can grow independently.
 
         Node storage is shared. Suffixes are copied and become nodes of the fork, so this cache can keep appending.
@@ -104,7 +104,7 @@ class SharedContextCache(PassCache):
         return fork
 
     def nodes_only(
-        self, forest: Forest | None, *, max_suffix: int | None = None, backend: str | None = None
+        self, forest: Forest | None, *, max_suffix: int | None = None, backend: Backend | None = None
     ) -> SharedContextCache:
         """Return a cache over another forest of the same segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)

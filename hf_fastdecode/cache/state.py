@@ -18,6 +18,7 @@ from ..attention.launch.own_nodes import own_nodes_dominate
 from ..attention.launch.plan import HeadShape
 from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
+from ..attention.torch_operators import Backend, TorchBackend
 from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
@@ -86,7 +87,7 @@ class SharedState:
     suffixes: Suffixes = field(default_factory=Suffixes)
     padded_length: int = 0
     max_suffix: int | None = None
-    backend: str = "auto"
+    backend: Backend = "auto"
     choices: Choices = field(default_factory=Choices)
     tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
     packed: Sequence[PrefillItem] = ()
@@ -113,7 +114,7 @@ class SharedState:
         return self.__dict__ | {"tables": {}, "met": None, "expanded": None}
 
     @property
-    def torch_backend(self) -> str:
+    def torch_backend(self) -> TorchBackend:
         """Backend for PyTorch's operators, which always compute prefill."""
         return "auto" if self.backend == "triton" else self.backend
 

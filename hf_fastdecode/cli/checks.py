@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..assets import Task, embedded_tasks, fewshot_tasks
 from ..errors import InputError, one_line
@@ -37,8 +37,14 @@ def check_enable_options(
     max_rows: int | None = None,
 ) -> None:
     """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment."""
+    given: dict[str, Any] = {
+        "mode": mode,
+        "backend": backend,
+        "sampler": sampler,
+        "fuse_projections": fuse_projections,
+    }
     try:
-        Options(mode=mode, backend=backend, sampler=sampler, fuse_projections=fuse_projections, max_rows=max_rows)
+        Options(**given, max_rows=max_rows)
     except ValueError as error:
         text = str(error).replace("fuse_projections", "fuse-projections").replace("max_rows", "max-rows")
         raise InputError(text if text.startswith("$") else f"--{text}") from error

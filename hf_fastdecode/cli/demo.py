@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -68,3 +70,20 @@ def demo(
     Console().print(demo_text(found, machine=machine(place), model=name, best=best))
     if busy and place.type == "cpu":
         print("Other programs keep the CPU busy: with OMP_NUM_THREADS=1 before it the seconds are steadier.")
+    print(_next_steps(Path(sys.executable)))
+
+
+def _next_steps(python: Path) -> str:
+    """What to do after the demo: by the interpreter that ran it, as it is named from the working folder."""
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    pages = Path(__file__).resolve().parents[2] / "docs" / "README.md"
+    lines = [
+        "",
+        "Next, with a model of your own:",
+        f"  {python} script.py, in which hf_fastdecode.enable(model) stands before model.generate(...)",
+        f"  {python.with_name('hf-fastdecode')} generate --model MODEL --prompt TEXT --n 8",
+    ]
+    if pages.exists():  # in a clone
+        lines.append("README.md has a quickstart, docs/README.md lists all pages.")
+    return "\n".join(lines)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.generation.wrappers import unwrapped
-from hf_fastdecode.patches.slim_layers import check_threshold
+from hf_fastdecode.patches.slim_layers import Rope, check_threshold
 
 from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
 from .checkpoint.source import WEIGHT_DTYPES
@@ -19,7 +19,7 @@ from .families import family_of, require_rope, slim_config, untied
 from .fit.cache_errors import dtype_name
 from .layers.calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
 from .layers.layer_converter import LayerConverter, below
-from .layers.plan_choice import PlanChoice
+from .layers.plan_choice import CacheDtype, NamedPlan, PlanChoice
 
 
 def to_slim(
@@ -28,11 +28,11 @@ def to_slim(
     *,
     features: Tensor | None = None,
     tokenizer: Any = None,
-    plan: str | tuple[tuple[str, int], ...] = "auto",
+    plan: NamedPlan | tuple[tuple[str, int], ...] = "auto",
     rank: int | None = None,
     tolerance: float = 2.0,
-    cache_dtype: str = "auto",
-    rope: str = "raw",
+    cache_dtype: CacheDtype = "auto",
+    rope: Rope = "raw",
     sparsity_threshold: float = 0.0,
 ) -> PreTrainedModel:
     """Make a slim copy of a multi-head model, which caches keys and a few V-coordinates instead of keys and values.

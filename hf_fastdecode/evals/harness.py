@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from hf_fastdecode.api import enable
 from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.generation.options import Options
+from hf_fastdecode.generation.options import Mode, Options, Sampler
 
 from ..model_names import EMBEDDED
 
@@ -31,8 +31,8 @@ class FastDecodeLM(HFLM):
         self,
         pretrained: Any = EMBEDDED,
         *,
-        mode: str = "auto",
-        sampler: str = "auto",
+        mode: Mode = "auto",
+        sampler: Sampler = "auto",
         reuse_prefix: bool | int | None = None,
         **arguments: Any,
     ):

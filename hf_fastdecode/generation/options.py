@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..attention.torch_operators import BACKEND_VARIABLE, BACKENDS, backend_of_environment
+from ..attention.torch_operators import BACKEND_VARIABLE, BACKENDS, Backend, backend_of_environment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-MODES = ("auto", "eager", "graph", "compile")
+Mode = Literal["auto", "eager", "graph", "compile"]
 """Values of ``mode=``."""
 
-SAMPLERS = ("auto", "hf", "fast")
+Sampler = Literal["auto", "hf", "fast"]
 """Values of ``sampler=``."""
 
-FUSE_PROJECTIONS = ("auto", True, False)
+FuseProjections = Literal["auto", True, False]
 """Values of ``fuse_projections=``."""
 
 CHOICES: dict[str, tuple[str | bool, ...]] = {
     "backend": BACKENDS,
-    "mode": MODES,
-    "sampler": SAMPLERS,
-    "fuse_projections": FUSE_PROJECTIONS,
+    "mode": get_args(Mode),
+    "sampler": get_args(Sampler),
+    "fuse_projections": get_args(FuseProjections),
 }
 """Options with a fixed set of values, by name."""
 
@@ -42,16 +42,16 @@ class Options:
         ValueError: A field has an invalid value.
     """
 
-    backend: str = "auto"
-    mode: str = "auto"
-    sampler: str = "auto"
-    fuse_projections: str | bool = "auto"
+    backend: Backend = "auto"
+    mode: Mode = "auto"
+    sampler: Sampler = "auto"
+    fuse_projections: FuseProjections = "auto"
     min_shared_tokens: int = 32
     min_saved_tokens: int = 64
     max_prefill_tokens: int = 16384
     max_rows: int | None = None
     reuse_prefix: bool | int = False
-    sequence_parallel: bool | str | ProcessGroup | DeviceMesh = False
+    sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False
     peer_timeout: float = 60
 
     @property

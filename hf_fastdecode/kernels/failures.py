@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import torch
 
+from .installed import triton_is_installed
+
 logger = logging.getLogger("hf_fastdecode")
 
 
@@ -38,8 +40,8 @@ _failures: dict[tuple[Kernel, torch.device], str] = {}
 
 
 def failure(kernel: Kernel, device: torch.device) -> str | None:
-    """The reason why a kernel failed on a device; None when it ran or was not tried."""
-    return _failures.get((kernel, device))
+    """The reason why a kernel failed on a device, or cannot be tried; None when it ran or was not tried."""
+    return _failures.get((kernel, device)) if triton_is_installed() else "triton is not installed"
 
 
 def forget(kernel: Kernel) -> None:

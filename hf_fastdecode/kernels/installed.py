@@ -14,4 +14,4 @@ def triton_is_installed() -> bool:
 
 def interpreted() -> bool:
     """Whether Triton interprets kernels (``TRITON_INTERPRET=1``), which also works on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET") == "1" and triton_is_installed()

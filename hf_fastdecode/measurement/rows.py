@@ -77,7 +77,7 @@ def _commit() -> str:
     """
     if given := os.environ.get("COMMIT"):
         return given
-    package = Path(__file__).parents[1]
+    package = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

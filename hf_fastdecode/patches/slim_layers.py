@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 PLANS: Final = ("k", "k+r", "kv")
 """A layer caches keys; keys and r V-coordinates; keys and values."""
 
-ROPES: Final = ("raw", "unrotate")
+Rope = Literal["raw", "unrotate"]
 """Keys are cached before RoPE; after RoPE, with their positions."""
+
+ROPES: Final[tuple[Rope, ...]] = get_args(Rope)
 
 CACHE_DTYPES: Final = ("float16", "bfloat16", "int8", "float8_e4m3fn")
 """Dtypes that a layer's cache may have, whatever the model's dtype is."""

@@ -115,7 +115,10 @@ def test_public_names_load_when_used():
     process = python(
         "import hf_fastdecode as fd\n"
         "assert 'torch' not in sys.modules\n"
-        "assert set(fd.__all__) <= set(dir(fd))\n"
+        "names = {*fd.__all__, '__version__'}\n"
+        "assert set(dir(fd)) == names\n"
+        "import hf_fastdecode.api\n"
+        "assert set(dir(fd)) == names\n"
         "assert not hasattr(fd, 'nosuch')"
     )
     _, errors = process.communicate(timeout=60)

@@ -1,6 +1,7 @@
 """The demo on a tiny random model."""
 
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.cli.checks import pick_tasks
 from hf_fastdecode.cli.completions import Completion
 from hf_fastdecode.cli.console import FailedCheck
-from hf_fastdecode.cli.demo import DEFAULT_TASK
+from hf_fastdecode.cli.demo import DEFAULT_TASK, _next_steps
 from hf_fastdecode.cli.demo_run import _rank, check_same, demo_text, run_demo
 from hf_fastdecode.cli.sampling import Sampling
 from hf_fastdecode.errors import InputError
@@ -45,6 +46,15 @@ def test_a_call_that_cannot_share_says_so(loaded):
     found = run_demo(model, tokenizer, pick_tasks([DEFAULT_TASK], 0)[0], Sampling(n=1, max_new_tokens=2), shots=0)
     assert found.shared.path == "stock"
     assert "sharing would save 0 tokens" in found.shared.reason
+
+
+def test_the_end_names_the_programs_that_are_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = _next_steps(tmp_path / ".venv/bin/python")
+    assert "  .venv/bin/python script.py, in which hf_fastdecode.enable(model)" in text
+    assert "  .venv/bin/hf-fastdecode generate --model MODEL --prompt TEXT --n 8\n" in text
+    assert text.endswith("README.md has a quickstart, docs/README.md lists all pages.")
+    assert "  /usr/bin/python3 script.py" in _next_steps(Path("/usr/bin/python3"))
 
 
 def test_different_tokens_end_the_demo():

@@ -1,8 +1,9 @@
 """Attention by PyTorch's operators: decode over a forest, prefill, and the choice of a fused operator."""
 
 import os
+from typing import Final, Literal, get_args
 
-TORCH_BACKENDS = ("auto", "flash", "cudnn", "efficient", "cpu", "plain")
+TorchBackend = Literal["auto", "flash", "cudnn", "efficient", "cpu", "plain"]
 """PyTorch's operators: ``auto`` chooses by device, dtype and size; the others force one operator or raise.
 
 Two small masked parts of a decode step are computed by ``plain`` under every name: the causal square among the queries
@@ -10,8 +11,12 @@ of one step, and keys at the edge of a window. A forced operator raises for a so
 a window in prefill.
 """
 
-BACKENDS = ("auto", "triton", *TORCH_BACKENDS[1:])
+TORCH_BACKENDS: Final[tuple[TorchBackend, ...]] = get_args(TorchBackend)
+
+Backend = Literal["auto", "triton", TorchBackend]
 """Backends of `hf_fastdecode.enable`: PyTorch's operators and this package's kernels."""
+
+BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 
 BACKEND_VARIABLE = "HF_FASTDECODE_BACKEND"
 """Environment variable that replaces ``backend="auto"``."""

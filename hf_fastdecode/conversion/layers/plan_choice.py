@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 
-from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, read_layers
+from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, Rope, read_layers
 
 from ..fit.cache_errors import CacheError
 from ..fit.cached_numbers import EIGHT_BITS
@@ -19,17 +19,18 @@ from ..fit.layer_plan import LayerPlan, in_eight_bits
 
 AUTO: Final = "auto"
 
-NAMED: Final = (AUTO, "k", "x", "e", "kv")
+NamedPlan = Literal["auto", "k", "x", "e", "kv"]
 """Plans for all layers."""
 
-CACHE_DTYPES: Final = {
-    AUTO: None,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
-"""Cache dtypes by the names of the option."""
+NAMED: Final[tuple[NamedPlan, ...]] = get_args(NamedPlan)
+
+CacheDtype = Literal["auto", "fp16", "bf16", "fp8", "int8"]
+"""Names of cache dtypes; ``auto`` depends on the model's."""
+
+CACHE_DTYPES: Final[dict[CacheDtype, torch.dtype | None]] = dict(
+    zip(get_args(CacheDtype), (None, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8), strict=True)
+)
+"""Cache dtypes by their names."""
 
 
 class PlanError(ValueError):
@@ -52,11 +53,11 @@ class PlanChoice:
         rope: ``raw`` caches keys before RoPE, ``unrotate`` after it.
     """
 
-    plan: str | tuple[tuple[str, int], ...] = AUTO
+    plan: NamedPlan | tuple[tuple[str, int], ...] = AUTO
     rank: int | None = None
     tolerance: float = 2.0
-    cache_dtype: str = AUTO
-    rope: str = "raw"
+    cache_dtype: CacheDtype = AUTO
+    rope: Rope = "raw"
 
     def __post_init__(self) -> None:
         """Check; PlanError where a field is unknown or out of bounds, or both a plan and a rank are given."""

@@ -17,7 +17,6 @@ from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options, shared_memory
 from ..installed import interpreted
 from ..pointwise.forms import Activation
-from . import kernel, router
 from .config import Config, Configs, choose_configs, most_items
 from .forms import Gate, Routing, Weights
 
@@ -58,6 +57,8 @@ def experts(
     out = torch.empty_like(x)
     overlap = overlap_options(device)
     with launching(Kernel.EXPERTS, device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.list_pairs,
             (-(-pairs // _PLACES),),
@@ -109,6 +110,8 @@ def _multiply(
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
     order, items = lists
     form = gate or Gate(next(iter(Activation)))
+    from . import kernel
+
     launch(
         kernel.products,
         (-(-columns // config.columns), len(items)),
@@ -167,6 +170,8 @@ def route(
     shares = torch.empty(rows, routing.experts, dtype=torch.float32 if routing.whole else x.dtype, device=device)
     chosen = torch.empty(rows, routing.experts, dtype=torch.int64, device=device)
     with launching(Kernel.EXPERTS, device):
+        from . import router  # it imports triton, which may be missing
+
         launched = launch(
             router.route,
             (parts,),
@@ -213,6 +218,8 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(rows, count, dtype=scores.dtype, device=device)
     places = torch.empty(rows, count, dtype=torch.int64, device=device)
     with launching(Kernel.EXPERTS, device):
+        from . import kernel  # it imports triton, which may be missing
+
         launched = launch(
             kernel.largest,
             (rows,),

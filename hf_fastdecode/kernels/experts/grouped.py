@@ -15,7 +15,6 @@ from ..ahead import launch
 from ..failures import Kernel, failure, launching
 from ..forest_decode.limits import compute_capability
 from ..installed import interpreted
-from . import kernel
 from .config import refusal_of_any_shape
 from .forms import Gate, Weights
 
@@ -46,6 +45,8 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
     places = torch.empty(len(order), dtype=torch.int32, device=device)
     opened = torch.empty(len(order), inner, dtype=x.dtype, device=device)
     with launching(Kernel.EXPERTS, device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.open_sorted,
             (len(order), -(-inner // _block(inner))),
@@ -68,6 +69,8 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
     products = _multiply(opened, weights.down, ends, weights)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     with launching(Kernel.EXPERTS, device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.add_up_sorted,
             (len(x), -(-hidden // _block(hidden))),

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options
-from . import kernel
 from .forms import Activation, GatedNormForm, NormForm, RotaryForm
 
 MOST_COLUMNS = 16384
@@ -65,6 +64,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
     at_once = max(1, _NUMBERS // block)
     rows, out = x.numel() // columns, torch.empty_like(x)
     with launching(Kernel.POINTWISE, x.device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.normalize,
             (-(-rows // at_once),),
@@ -120,6 +121,8 @@ def gated_rms_norm(
     at_once = max(1, _NUMBERS // block)
     rows, out = x.numel() // group, torch.empty_like(x)
     with launching(Kernel.POINTWISE, x.device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.normalize_gated,
             (-(-rows // at_once),),
@@ -175,6 +178,8 @@ def rotate(
     if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
         return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form, halves=halves)
     with launching(Kernel.POINTWISE, queries.device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.rotate,
             (batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS)),
@@ -226,6 +231,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         gates, ups = gates.contiguous(), ups.contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     with launching(Kernel.POINTWISE, gate.device):
+        from . import kernel  # it imports triton, which may be missing
+
         launch(
             kernel.gate,
             (len(gates) * -(-columns // _NUMBERS),),

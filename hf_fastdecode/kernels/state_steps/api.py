@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from ..ahead import launch
 from ..failures import Kernel, launching
 from ..forest_decode.limits import overlap_options
-from . import kernel
 from .gates import L2_EPS, Gates
 
 MOST_WIDTH = 256
@@ -52,7 +50,7 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
         )
     tensors = x, states, weight, weight if bias is None else bias
     constants = {"LENGTH": length, "TAPS": taps, "BIASED": bias is not None, "SILU": silu, "BLOCK": _CHANNELS}
-    return _launched(kernel.convolve, x.shape, _CHANNELS, tensors, x.stride(), CHANNELS=channels, **constants)
+    return _launched("convolve", x.shape, _CHANNELS, tensors, x.stride(), CHANNELS=channels, **constants)
 
 
 def delta_rule(
@@ -96,7 +94,7 @@ def delta_rule(
     sizes = {"HEADS": heads, "GROUP": heads // key_heads, "K": key_dim, "V": value_dim}
     constants = sizes | {"BLOCK_K": block_k, "BLOCK_V": block_v, "PROJECTED": gates is not None}
     numbers = *strides, key_dim**-0.5, L2_EPS
-    return _launched(kernel.delta_rule, value.shape, block_v, tensors, numbers, **constants)
+    return _launched("delta_rule", value.shape, block_v, tensors, numbers, **constants)
 
 
 def scan(
@@ -144,11 +142,11 @@ def scan(
     strides = *x.stride()[:2], *steps.stride(), *inputs.stride()[:2], *outputs.stride()[:2]
     sizes = {"HEADS": heads, "GROUP": heads // groups, "WIDTH": width, "SIZE": size}
     constants = sizes | {"BLOCK_S": block_s, "BLOCK_W": block_w}
-    return _launched(kernel.scan, x.shape, block_w, tensors, strides, **constants)
+    return _launched("scan", x.shape, block_w, tensors, strides, **constants)
 
 
 def _launched(
-    step: Any,
+    name: str,
     shape: Sequence[int],
     block: int,
     tensors: tuple[Tensor, ...],
@@ -158,14 +156,17 @@ def _launched(
     """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` numbers of a row.
 
     Args:
+        name: The kernel's name in ``kernel.py``.
         tensors: Arguments before the output.
         numbers: Those behind it.
     """
     out = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     *outer, width = shape
     with launching(Kernel.STATES, out.device):
+        from . import kernel  # it imports triton, which may be missing
+
         grid = (prod(outer) * -(-width // block),)
-        launch(step, grid, *tensors, out, *numbers, **constants, **overlap_options(out.device))
+        launch(getattr(kernel, name), grid, *tensors, out, *numbers, **constants, **overlap_options(out.device))
     return out
 
 

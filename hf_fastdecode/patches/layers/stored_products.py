@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...attention.autocast import no_autocast
 from ...kernels.failures import Kernel, KernelFailedError, failure
-from ...kernels.installed import triton_is_installed
 
 _REST = 2.0**11
 """Factor on the remainder of rounding to fp16, which keeps it among fp16's normal numbers."""
@@ -130,7 +129,7 @@ def _traced_stored_products(
 
 def _by_kernel(products: Sequence[Product], constant: Tensor | None, in_range: bool) -> Tensor | None:
     device = products[0].factor.device
-    if not triton_is_installed() or failure(Kernel.PRODUCT, device) is not None:
+    if failure(Kernel.PRODUCT, device) is not None:
         return None
     from ...kernels.stored_product.api import MOST_ROWS, MOST_TERMS, Term, stored_product
 
