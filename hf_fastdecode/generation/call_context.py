@@ -136,6 +136,7 @@ class CallContext:
         images_behind: Whether images are computed behind tokens of the given cache.
         places_given: Whether the caller gave positions, which the model makes otherwise.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
+        loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
     """
 
     model: PreTrainedModel
@@ -151,6 +152,7 @@ class CallContext:
     images_behind: bool = False
     places_given: bool = False
     fingerprint: Fingerprint | None = None
+    loop_is_users: bool = False
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)
     must_share: bool = field(init=False)
@@ -203,6 +205,11 @@ class CallContext:
     def returns_cache(self) -> bool:
         """Whether the caller gets the cache, and may keep it."""
         return bool(self.config.return_dict_in_generate)
+
+    @property
+    def may_keep_cache(self) -> bool:
+        """Whether the call's cache may outlive it: the caller or a loop of the user's gets it."""
+        return self.returns_cache or self.loop_is_users
 
     def set_mode(self, mode: str, reason: str) -> None:
         """Set how decode steps run, and why."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, tensor_version
 from ..attention.autocast import autocast_dtype
+from ..cache.shared import FilledBy
 from ..parallel.groups import local_part
 from .forward_pass import input_device
 from .model_walk import ModelWalk, attributes
@@ -99,6 +100,35 @@ class Fingerprint:
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
         return None if alike else "weights"
+
+
+class ChangedBetween:
+    """In the place of a fingerprint, for a cache whose tokens a model computed before and after a change."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def difference(self, model: nn.Module) -> str:
+        """What changed between passes, so that the cache is of no model."""
+        return self._what
+
+
+def filled_by(
+    before: FilledBy | None, model: nn.Module, walk: ModelWalk, known: object = None, *, compares: bool = False
+) -> FilledBy:
+    """What a kept cache is to remember of the model, which has just computed tokens of it.
+
+    Args:
+        before: What it remembers already.
+        known: See `Fingerprint.host_difference`.
+        compares: Whether the model may have changed since, as between passes that the user's code runs; compared by
+            what the host can tell.
+    """
+    if before is None:
+        return Fingerprint(model, walk)
+    if compares and isinstance(before, Fingerprint) and (what := before.host_difference(model, walk, known)):
+        return ChangedBetween(what)
+    return before
 
 
 def pass_settings(

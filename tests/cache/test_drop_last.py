@@ -105,7 +105,11 @@ def test_as_many_of_each_row_as_crop_removes():
 @pytest.mark.parametrize("then", ["generate", "fork", "pass"])
 def test_rows_selected_behind_counts_that_differ(rows, then):
     """Also where the row with the longest suffix is not among them."""
-    model, prompts, drafts = tiny_model("llama-gqa"), [[5, 6, 7, 8], [6, 7, 8]], torch.tensor([[9, 10, 11], [12, 13, 14]])
+    model, prompts, drafts = (
+        tiny_model("llama-gqa"),
+        [[5, 6, 7, 8], [6, 7, 8]],
+        torch.tensor([[9, 10, 11], [12, 13, 14]]),
+    )
     texts = [prompts[row] + drafts[row, : row + 1].tolist() for row in rows]
     with fd.enabled(model), torch.no_grad():
         cache = fd.prefill(model, prompts)

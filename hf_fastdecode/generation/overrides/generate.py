@@ -59,7 +59,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
-    report.ranks = call.ranks.count
+    report.ranks, call.loop_is_users = call.ranks.count, users_loop is not None
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given
@@ -97,7 +97,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         longest=max_cache_length + 1,
         loop=loop,
         chunk=generation_config.prefill_chunk_size,
-        checks_masks=users_loop is not None or call.returns_cache,
+        checks_masks=call.may_keep_cache,
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     report.reason = f"the decoding loop of {loop} has not called the model"

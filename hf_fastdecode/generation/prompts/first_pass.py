@@ -36,7 +36,7 @@ from .by_rows import Rows, counted_with_padding, row_passes, try_step
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
+from .sharing import Shared, end_prefill, find_shared, merge_returned, planned_alike, require_gain
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -189,9 +189,7 @@ class FirstPassPrompts:
             passes = list(packed(embeddings=embeddings, **extra))
         if planned.reuses:
             merge_returned(call, cache)
-            keep_nodes(call, cache)
-        else:
-            report.observe_nodes(cache)
+        end_prefill(call, cache, reusable=planned.reuses)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         numbers, order = numbers.sort()
