@@ -18,7 +18,7 @@ from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
-from .identity import Fingerprint
+from .fingerprint import Fingerprint
 from .inputs.encoded import PromptNames, prompt_names
 from .inputs.given import GivenInputs
 from .inputs.rows import InputRows

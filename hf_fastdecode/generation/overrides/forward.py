@@ -17,8 +17,8 @@ from ...attention.stand_in_calls import at_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
 from ..active_call import active_call_of_thread, structure_of_call
+from ..fingerprint import filled_by
 from ..forward_pass import input_device, takes_positions
-from ..identity import filled_by
 from ..inputs.encoded import prompt_names
 from ..model_state import ModelState
 from ..same_calls import require_same_pass

@@ -25,7 +25,7 @@ from ...parallel.agreement import described
 from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
-from ..identity import filled_by
+from ..fingerprint import filled_by
 from .image_beginnings import ImageBeginnings
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 

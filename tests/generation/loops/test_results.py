@@ -100,7 +100,7 @@ def test_a_drafter_that_reads_keys_and_values():
     stock, shared, *_, report = both(model, PROMPT, arguments, reuse_prefix=True)
     assert torch.equal(shared, stock)
     assert (report.path, "its drafter reads each row's keys and values" in report.reason) == ("stock", True)
-    with fd.enabled(model), pytest.raises(ValueError, match="drafter reads each row's keys and values .*; leave"):
+    with fd.enabled(model), pytest.raises(ValueError, match=r"drafter reads each row's keys and values .*; leave"):
         model.generate(**PROMPT, **arguments, **{CACHE: fd.prefill(model, PROMPT["input_ids"])})
 
 
