@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._compat import tensor_version
 from ..cache.shared import FilledBy
 from ..parallel.groups import local_part
-from .identity import adapter_state, changes_frequencies, module_state
+from .identity import LENGTH_SEEN, adapter_state, changes_frequencies, module_state
 from .model_walk import ModelWalk
 
 _SAMPLES = 4
@@ -19,9 +19,8 @@ _SAMPLES = 4
 _ROWS_OF_TABLES = 16
 """Rows sampled per table of positions, evenly spaced."""
 
-_NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
-"""What does not affect keys and values: flags (training mode with dropout never shares), and a length that RoPE of
-type ``dynamic`` has seen, which no cache is used beyond."""
+_NOT_IN_KEYS = ("training", "gradient_checkpointing", LENGTH_SEEN)
+"""What does not affect keys and values: flags (training mode with dropout never shares), and a length."""
 
 _TensorState = tuple[int, tuple[int, int], int]
 """Identity, versions and address."""

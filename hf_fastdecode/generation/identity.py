@@ -32,6 +32,9 @@ _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 _EXACT = _BAKED_IN - {float, tuple, Tensor}
 """Those of which equal values are the same."""
 
+LENGTH_SEEN = "max_seq_len_cached"
+"""Attribute with the length that RoPE of type ``dynamic`` has seen, which no cache is used beyond."""
+
 SET_BY_CALLS = ("rope_deltas", "conv1d_state", "recurrent_states")
 """Attributes that each call sets anew: of models whose positions have planes, and states of RecurrentGemma's layers.
 Passes over a shared cache are given both."""
@@ -117,6 +120,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                         for name in _public(tuple(own))
                         if type(value := own[name]) in (_BAKED_IN if module is walk.model else with_functions)
                         and name not in left_out
+                        and not (LENGTH_SEEN in left_out and name.endswith(f"_{LENGTH_SEEN}"))  # per layer type
                         and (type(value) is not Tensor or not changes_frequencies(module))
                     ],
                 )

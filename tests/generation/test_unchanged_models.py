@@ -7,7 +7,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
 from ..architectures.classes import tiny_model_of
-from ..tiny_models import seeded
+from ..tiny_models import seeded, tiny_model
 
 LONG = 720
 """Tokens that need a longer table than tiny models begin with."""
@@ -45,6 +45,22 @@ def test_a_call_in_between(name, between):
             assert report.path == "shared"
             if name.startswith("XGLM"):  # prompts of the others are computed whole
                 assert report.known_tokens == (80,)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "olmo3"])
+def test_frequencies_that_a_longer_call_changes(name):
+    """Of all layers, or of those of one type."""
+    dynamic, default = ({"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} for kind in ("dynamic", "default"))
+    rope = dynamic if name == "llama-gqa" else {"full_attention": dynamic, "sliding_attention": default}
+    model = tiny_model(name, max_position_embeddings=128, rope_parameters=rope)
+    ids, call = torch.randint(5, 60, (1, 80)), {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4}
+    with fd.enabled(model, min_saved_tokens=1, reuse_prefix=True):
+        cache = fd.prefill(model, ids[:, :70])
+        first = seeded(lambda: model.generate(ids, **call))
+        direct_pass(model, ids.repeat(1, 2))
+        assert torch.equal(seeded(lambda: model.generate(ids, **call)), first)
+        assert fd.explain(model).last_call.known_tokens == (80,)
+        assert torch.equal(seeded(lambda: model.generate(ids, **call, **{CACHE: cache})), first)
 
 
 @pytest.mark.parametrize("change", ["begins otherwise", "no longer", "in place"])
