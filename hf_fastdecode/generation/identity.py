@@ -120,7 +120,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                         for name in _public(tuple(own))
                         if type(value := own[name]) in (_BAKED_IN if module is walk.model else with_functions)
                         and name not in left_out
-                        and not (LENGTH_SEEN in left_out and name.endswith(f"_{LENGTH_SEEN}"))  # per layer type
+                        and not (LENGTH_SEEN in left_out and _of_length_seen(module, name))
                         and (type(value) is not Tensor or not changes_frequencies(module))
                     ],
                 )
@@ -180,6 +180,16 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
     """Address, dtype, shape and strides of the tensors, or of what this process stores of them."""
     return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in map(local_part, tensors)])
+
+
+def _of_length_seen(module: nn.Module, name: str) -> bool:
+    """Whether a pass sets an attribute by the length that it sees, where frequencies differ by layer type.
+
+    The scaling without a layer type's name, which transformers sets beside, is read by no pass.
+    """
+    if not isinstance(getattr(module, "rope_type", None), dict):
+        return False
+    return name.endswith(f"_{LENGTH_SEEN}") or name == "attention_scaling"
 
 
 def changes_frequencies(module: nn.Module) -> bool:
