@@ -6,8 +6,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 from weakref import ref
+
+STATE_ATTRIBUTE: Final = "_hf_fastdecode"
+"""Attribute of an enabled model that holds the state of its overrides."""
 
 
 class WeakMethod:

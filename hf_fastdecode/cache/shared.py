@@ -120,7 +120,7 @@ class SharedContextCache(PassCache):
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
         twin.state.counts_tokens = self.state.counts_tokens
         twin.inputs = self.inputs
-        twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
+        twin.layers, twin.state.met = [layer.for_nodes_of(twin.state) for layer in self.layers], self.state.met
         if layers := twin.state_layers:
             paths = dict.fromkeys(forest.paths if forest is not None else ())
             reached = {(span.segment, span.stop) for path in paths for span in path}

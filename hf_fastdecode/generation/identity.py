@@ -187,9 +187,8 @@ def _of_length_seen(module: nn.Module, name: str) -> bool:
 
     The scaling without a layer type's name, which transformers sets beside, is read by no pass.
     """
-    if not isinstance(getattr(module, "rope_type", None), dict):
-        return False
-    return name.endswith(f"_{LENGTH_SEEN}") or name == "attention_scaling"
+    of_length = name == "attention_scaling" or name.endswith(f"_{LENGTH_SEEN}")
+    return of_length and isinstance(getattr(module, "rope_type", None), dict)
 
 
 def changes_frequencies(module: nn.Module) -> bool:

@@ -11,10 +11,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..weak_method import WeakMethod
-
-STATE_ATTRIBUTE = "_hf_fastdecode"
-"""Instance attribute that holds the state of the overrides."""
+from ..weak_method import STATE_ATTRIBUTE, WeakMethod
 
 # Originals of our overrides that could not be removed, because other code had wrapped them.
 _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
