@@ -103,6 +103,7 @@ def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]
             return saved(*args, **kwargs)
         return original(self, *args, **kwargs)
 
+    method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # asked for several times per call
     _OURS[method] = key
     return method
 

@@ -97,3 +97,23 @@ def test_calls_that_a_class_does_not_hand_on():
     assert not hands_generate_on(janus, {"generation_mode": "image"})
     replaced = type("Replaced", (janus,), {"generate": lambda self, **kwargs: None})
     assert not hands_generate_on(replaced, {})
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "NemotronHForCausalLM", "BloomForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("call", [{"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=str)
+def test_positions_of_one_row_for_several_prompts(name, call):
+    """transformers repeats the row as often as a prompt: nothing reads it, or stock raises."""
+    model, ids = tiny_model_of(name), torch.randint(5, 60, (2, 45))
+    call = call | {"position_ids": torch.arange(45)[None], "max_new_tokens": 3}
+
+    def tokens():
+        try:
+            return seeded(lambda: model.generate(ids, **call)).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    stock = tokens()
+    with fd.enabled(model, min_saved_tokens=1):
+        assert tokens() == stock
+        report = fd.explain(model).last_call
+        assert report.path == "failed" or "position_ids have 2 rows, and the call 4" in report.reason

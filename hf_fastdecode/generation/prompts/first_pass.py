@@ -31,7 +31,7 @@ from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
 from ..steps.modes import holding_captures
 from ..support.call import OWN_METHOD, check_arguments
-from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted, require_rows
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import prefill_passes
@@ -232,6 +232,7 @@ class FirstPassPrompts:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get(names.mask), ids.shape[1]
         positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
+        require_rows(positions, len(ids))
         given = positions if text else Positions(None)
         check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments, len(ids)) if cross else None

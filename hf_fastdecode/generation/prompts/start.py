@@ -20,7 +20,7 @@ from ..inputs.encoded import FoundInputs, find_inputs
 from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted, require_rows
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import node_logits, prefill_nodes, stacked
@@ -96,6 +96,7 @@ def _checked_prompts(
     call: CallContext, input_ids: Tensor, inputs: FoundInputs | None
 ) -> tuple[list[PromptGroup], bool]:
     """The groups of prompts, and whether their positions count padding."""
+    require_rows(call.positions, len(input_ids))
     ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
     longest = int(call.config.max_length)
     if not call.tokens_say_all:

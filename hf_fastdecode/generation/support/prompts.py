@@ -78,6 +78,16 @@ def check_prompts(
             raise error()
 
 
+def require_rows(positions: Positions, rows: int) -> None:
+    """Raise `Unsupported` for positions of another number of rows, as `generate` makes of one row for several prompts.
+
+    Stock raises where the model reads them.
+    """
+    if (ids := positions.ids) is not None and ids.dim() > 1 and ids.shape[-2] not in (1, rows):
+        remedy = "give each prompt its row, or leave them out"
+        raise Unsupported(f"position_ids have {ids.shape[-2]} rows, and the call {rows}", remedy)
+
+
 def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
     counts = counts_positions(model) and positions.ids is None and not prepares_positions(model)
