@@ -36,6 +36,8 @@ def check_prompts(
     """
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
+    if input_ids.dtype not in (torch.int64, torch.int32):  # of which stock's embeddings, if they refuse it, raise
+        raise Unsupported(f"input_ids are {str(input_ids.dtype)[6:]}, not int64 or int32", "call the tokenizer")
     own = own_code_of(type(model))
     most = None if own is None else own.most_tokens(structure.text_config)
     if most is not None and longest > most:
