@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
 from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
@@ -67,6 +68,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
             call.options = replace(call.options, max_rows=None)
         call.inputs = None if held is None or held.says_nothing else held
         call.places_given = call.names.positions in given_tensors
+    call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
@@ -104,6 +106,14 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     require_same_draws(call, f"the loop of {loop}")
     model_kwargs[CACHE] = cache
     return prepared
+
+
+def _stock_cache(prepare: Callable[[], Any], model_kwargs: dict[str, Any]) -> Cache | None:
+    """The cache that the model's own method prepares for a call that is given none; None where the model makes it."""
+    model_kwargs.pop(CACHE, None)
+    prepare()
+    cache: Cache | None = model_kwargs.get(CACHE)
+    return cache
 
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:

@@ -60,11 +60,12 @@ def check_prompts(
             counted_by = "its distances"
         if counted_by is not None:
             hides = f"attention_mask hides tokens inside a prompt, which {counted_by} count as seen"
-            checks.append(((attention_mask[:, 1:] >= attention_mask[:, :-1]).all(), partial(Unsupported, hides)))
+            gaps = (attention_mask[:, 1:] < attention_mask[:, :-1]).any()
+            checks.append((~gaps, partial(Unsupported, hides, of_prompts=True)))
         scales_from = None if own is None else own.scales_from(structure.text_config)
         if scales_from is not None and longest >= scales_from:
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
-            checks.append((attention_mask.all(), partial(Unsupported, padding)))
+            checks.append((attention_mask.all(), partial(Unsupported, padding, of_prompts=True)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
     if counts_padding(model):
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
