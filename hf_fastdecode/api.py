@@ -16,7 +16,6 @@ from .attention.torch_operators import Backend
 from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
-from .generation.instance_patch import STATE_ATTRIBUTE
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.overrides.methods import METHODS
@@ -25,6 +24,7 @@ from .generation.report import Report
 from .generation.support.model import check_model
 from .generation.wrappers import unwrapped
 from .patches.own_attention import register_own_attention
+from .weak_method import STATE_ATTRIBUTE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

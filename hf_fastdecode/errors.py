@@ -26,11 +26,13 @@ class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from
     Args:
         what: What cannot, and why.
         remedy: What to do about it, if anything.
+        of_prompts: Whether stock runs a call with such prompts also where it was given a kept cache, which is right
+            and is only not used then; else such a call raises.
     """
 
-    def __init__(self, what: str, remedy: str | None = None):
+    def __init__(self, what: str, remedy: str | None = None, *, of_prompts: bool = False):
         super().__init__(f"{what}; {remedy}" if remedy else what)
-        self.what, self.remedy = what, remedy
+        self.what, self.remedy, self.of_prompts = what, remedy, of_prompts
 
 
 class PeerFailedError(RuntimeError):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any
+from types import MethodType
+from typing import Any, Final
 from weakref import ref
+
+STATE_ATTRIBUTE: Final = "_hf_fastdecode"
+"""Attribute of an enabled model that holds the state of its overrides."""
 
 
 class WeakMethod:
@@ -23,42 +26,41 @@ class WeakMethod:
     """
 
     # The slots are not among what `functools.wraps` copies to a wrapper of this.
-    __slots__ = ("__dict__", "__func__", "__weakref__", "_instance", "_signature")
+    __slots__ = ("__dict__", "__weakref__", "_function", "_instance")
 
     def __init__(self, function: Callable[..., Any], instance: object):
         functools.update_wrapper(self, function)
-        self.__func__ = function
+        self._function = function
         self._instance = ref(instance)
-        self._signature: inspect.Signature | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of bound methods, by which `isinstance` and so `inspect` know one."""
+        return MethodType
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function."""
+        return self._function
 
     @property
     def __self__(self) -> Any:
-        """The instance.
+        """The instance; raises ReferenceError if it is gone."""
+        return _held(self._instance, self._function)
 
-        Raises:
-            ReferenceError: It is gone.
-        """
-        instance = self._instance()
-        if instance is None:
-            name = getattr(self.__func__, "__name__", "this method")
-            raise ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")
-        return instance
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The function's, less the instance; made once, since transformers asks for it several times per call."""
-        if self._signature is None:
-            whole = inspect.signature(self.__func__)
-            self._signature = whole.replace(parameters=list(whole.parameters.values())[1:])
-        return self._signature
+    def __getattr__(self, name: str) -> Any:
+        """The function's attributes, such as ``__code__``."""
+        if name in WeakMethod.__slots__:  # of a copy that has not got them yet
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        return self.__func__(self.__self__, *args, **kwargs)
+        return self._function(_held(self._instance, self._function), *args, **kwargs)  # as torch.compile traces it
 
     def __eq__(self, other: object) -> bool:
         """As of bound methods: the same function of the same instance."""
-        return isinstance(other, WeakMethod) and (self.__func__, self._instance) == (other.__func__, other._instance)
+        return type(other) is WeakMethod and (self.__func__, self._instance) == (other.__func__, other._instance)
 
     def __hash__(self) -> int:
         """Of the function: instances need not have one."""
@@ -70,3 +72,11 @@ class WeakMethod:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (self.__self__, self.__func__.__name__)
+
+
+def _held(instance: ref[object], function: Callable[..., Any]) -> Any:
+    """The instance of a method; raises ReferenceError if it is gone."""
+    if (held := instance()) is None:
+        name = getattr(function, "__name__", "this method")
+        raise ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")
+    return held

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import pytest
+import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -131,3 +134,34 @@ def test_methods_look_like_those_of_the_class():
     assert model.generate.__doc__ == plain.generate.__doc__
     assert model.generate == vars(model)["generate"]
     assert type(pickle.loads(pickle.dumps(model)).generate) is type(plain.generate)
+
+
+def test_methods_are_methods_to_whoever_asks():
+    plain, model = tiny_model("llama-gqa"), fd.enable(tiny_model("llama-gqa"))
+    for name in ("forward", "generate"):
+        method = getattr(model, name)
+        assert inspect.ismethod(method)
+        assert isinstance(method, types.MethodType)
+        assert method.__self__ is model
+        assert method.__code__ is method.__func__.__code__
+        assert method.__module__ == getattr(plain, name).__module__
+        assert method.__globals__["__name__"] == fd.generation.instance_patch.__name__
+        assert inspect.signature(method) == inspect.signature(getattr(plain, name))
+        with pytest.raises(AttributeError, match="nonsense"):
+            method.nonsense  # noqa: B018
+        twin = copy.deepcopy(model)
+        assert getattr(twin, name).__self__ is twin
+        assert copy.copy(method).__self__ is model
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_enabled_model_exports_as_stock(strict):
+    model, ids = tiny_model("llama-gqa", num_hidden_layers=1), torch.ones(1, 8, dtype=torch.long)
+    stock, exported = (
+        torch.export.export(each, (ids,), kwargs={"use_cache": False}, strict=strict)
+        for each in (copy.deepcopy(model), fd.enable(model))
+    )
+    assert exported.graph_module.code == stock.graph_module.code
+    assert str(exported.graph_signature) == str(stock.graph_signature)
+    with torch.no_grad():
+        assert torch.equal(exported.module()(ids, use_cache=False).logits, model(ids, use_cache=False).logits)

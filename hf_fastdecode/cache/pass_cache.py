@@ -12,6 +12,7 @@ from torch import Tensor
 from ..attention.active_passes import require_active
 from ..attention.forest import Forest
 from ..errors import Unsupported
+from ..weak_method import STATE_ATTRIBUTE
 from .layers.attention import REMEDY, SharedContextLayer
 from .layers.of_model import layers_of
 from .layers.state import StateLayer, end_of
@@ -179,6 +180,26 @@ class PassCache(RowCache):
         if layer_idx is not None:
             self._require_active("has_previous_state", "states")
         return bool(super().has_previous_state(layer_idx, *args, **kwargs))
+
+    @property
+    def is_compileable(self) -> bool:
+        """False; transformers' `generate` asks it first, also of a model that is not enabled."""
+        self._require_enabled()
+        return bool(super().is_compileable)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As `ForestCache.get_mask_sizes`, which passes ask before they compute anything."""
+        self._require_enabled()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _require_enabled(self) -> None:
+        """Raise ValueError if the model that the last pass was of is known not to be enabled any longer."""
+        met = self.state.met and self.state.met()
+        if met is not None and STATE_ATTRIBUTE not in vars(met):
+            raise ValueError(
+                f"this SharedContextCache is for passes of an enabled model, and the {type(met).__name__} that filled "
+                "it is no longer enabled; call hf_fastdecode.enable(model)"
+            )
 
     def _require_active(self, *names: str) -> None:
         """Fail outside of passes that can read the cache; passes by transformers' own attention always can."""

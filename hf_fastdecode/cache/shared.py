@@ -73,7 +73,8 @@ class SharedContextCache(PassCache):
         super().__init__(layers=[])  # made by `meet`
         self.stores = None
         self.segment_tokens, self.protected_segments = [], 0
-        self.fingerprint: FilledBy | None = None  # of the model that filled the cache, if known
+        self.fingerprint: FilledBy | None = None  # of the model that filled the cache, once one has
+        self.kept = True  # whether it may outlive its call, so that it needs a fingerprint
         self.first_pass: FirstPass | None = None  # runs the next forward pass in place of the model
         self.later_passes: LaterPasses | None = None  # until the end of the call
         self.checks_masks = True  # whether masks of direct passes need checking
@@ -115,10 +116,11 @@ class SharedContextCache(PassCache):
         twin.protected_segments = self.protected_segments
         twin.state.forest, twin.fingerprint, twin.stores = forest, self.fingerprint, self.stores
         twin.state.padded_length = twin.state.longest_row
+        twin.kept = self.kept
         twin.state.position_planes, twin.gaps = self.state.position_planes, self.gaps
         twin.state.counts_tokens = self.state.counts_tokens
         twin.inputs = self.inputs
-        twin.layers = [layer.for_nodes_of(twin.state) for layer in self.layers]
+        twin.layers, twin.state.met = [layer.for_nodes_of(twin.state) for layer in self.layers], self.state.met
         if layers := twin.state_layers:
             paths = dict.fromkeys(forest.paths if forest is not None else ())
             reached = {(span.segment, span.stop) for path in paths for span in path}

@@ -147,12 +147,12 @@ class Suffixes:
             rows: ``[rows]`` int64, on the CPU.
             shard: What this process stores of each suffix.
         """
-        self.ids = self.ids.select(rows)
         per_row = self.lengths.per_row
         if per_row is not None:
             kept = per_row[rows.to(per_row.device)]
             bounds = self.longest, kept, self.lengths.shortest
             self.lengths = SuffixLengths(*bounds) if kept.is_cuda else SuffixLengths.known(kept)
+        self.ids = self.ids.select(rows).first(self.longest)  # the longest row may not be among them
         if per_row is not None or len(rows) != before:
             self._copy_rows(rows, storages)
         elif self.longest and storages:  # a model with states alone has none

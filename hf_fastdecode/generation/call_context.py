@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
-from .identity import Fingerprint
+from .fingerprint import Fingerprint
 from .inputs.encoded import PromptNames, prompt_names
 from .inputs.given import GivenInputs
 from .inputs.rows import InputRows
@@ -136,6 +136,8 @@ class CallContext:
         images_behind: Whether images are computed behind tokens of the given cache.
         places_given: Whether the caller gave positions, which the model makes otherwise.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
+        stock_cache: Makes the cache that stock would begin with.
+        loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
     """
 
     model: PreTrainedModel
@@ -151,6 +153,8 @@ class CallContext:
     images_behind: bool = False
     places_given: bool = False
     fingerprint: Fingerprint | None = None
+    stock_cache: Callable[[], Cache | None] = lambda: None
+    loop_is_users: bool = False
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)
     must_share: bool = field(init=False)
@@ -204,6 +208,11 @@ class CallContext:
         """Whether the caller gets the cache, and may keep it."""
         return bool(self.config.return_dict_in_generate)
 
+    @property
+    def may_keep_cache(self) -> bool:
+        """Whether the call's cache may outlive it: the caller or a loop of the user's gets it."""
+        return self.returns_cache or self.loop_is_users
+
     def set_mode(self, mode: str, reason: str) -> None:
         """Set how decode steps run, and why."""
         self.mode = self.report.mode = mode
@@ -220,7 +229,7 @@ class CallContext:
             yield
             return
         except Unsupported as error:  # the error itself would keep its frames' tensors alive during the stock call
-            what, remedy = error.what, error.remedy
+            what, remedy, of_prompts = error.what, error.remedy, error.of_prompts
         except (BackendError, PeerFailedError, torch.OutOfMemoryError):  # no changes of transformers
             raise
         except Exception as error:
@@ -228,15 +237,18 @@ class CallContext:
             if newer is None or self.must_share or self.ranks.count > 1:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
-            remedy = None
-        self.refuse(Unsupported(what, remedy))
+            remedy, of_prompts = None, False
+        self.refuse(Unsupported(what, remedy, of_prompts=of_prompts))
 
     def refuse(self, error: Unsupported) -> None:
-        """Report that the call runs stock, and log each reason once; raises ValueError if the call must share."""
-        if self.must_share:
+        """Report that the call runs stock, and log each reason once.
+
+        Raises ValueError if the call must share, unless its prompts alone are why it does not.
+        """
+        if self.must_share and not error.of_prompts:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
-        reason = str(error)
+        reason = f"{error}; the given cache is not used" if self.must_share else str(error)
         if unused := [option for option in self.options.forced if option not in _STOCK_OPTIONS]:
             reason = f"{reason}; {', '.join(unused)} not used"
         self.runs_stock = True

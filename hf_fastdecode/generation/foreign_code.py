@@ -15,7 +15,7 @@ from torch import nn
 
 from .._compat import global_forward_hooks
 from ..errors import Unsupported
-from .instance_patch import STATE_ATTRIBUTE
+from ..weak_method import STATE_ATTRIBUTE
 from .model_walk import ModelWalk
 
 # Packages whose hooks are independent of shape: they move tensors, gather parameters or record outputs.

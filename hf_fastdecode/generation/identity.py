@@ -1,10 +1,10 @@
-"""What a model is at a moment: whether keys, values and captured steps of it still hold."""
+"""What a model is at a moment: its adapters, the host state of its modules, its tensors' memory."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable
 from functools import lru_cache
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType
@@ -14,14 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, tensor_version
+from .._compat import ATTENTION_FIELD, EXPERTS_FIELD
 from ..attention.autocast import autocast_dtype
 from ..parallel.groups import local_part
 from .forward_pass import input_device
 from .model_walk import ModelWalk, attributes
-
-_SAMPLES = 4
-"""Elements sampled per parameter, evenly spaced."""
 
 ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
@@ -35,70 +32,12 @@ _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 _EXACT = _BAKED_IN - {float, tuple, Tensor}
 """Those of which equal values are the same."""
 
-_NOT_IN_KEYS = ("training", "gradient_checkpointing", "max_seq_len_cached")
-"""What does not affect keys and values: flags (training mode with dropout never shares), and a length that RoPE of
-type ``dynamic`` has seen, which no cache is used beyond."""
+LENGTH_SEEN = "max_seq_len_cached"
+"""Attribute with the length that RoPE of type ``dynamic`` has seen, which no cache is used beyond."""
 
-
-SET_BY_CALLS = ("rope_deltas",)
-"""Attributes that each call sets anew, of models whose positions have planes; passes are given their positions."""
-
-
-class Fingerprint:
-    """Snapshot of a model, to tell whether it would still compute the same keys and values.
-
-    In-place writes are detected by PyTorch's version counter (optimizers, ``load_state_dict``, any in-place op),
-    replaced tensors by address or identity, replaced modules and settings directly. Writes that bypass these, such as
-    in place to ``parameter.data``, are detected only if they change one of a few sampled elements per parameter. The
-    samples also compare copies of a model or of a cache.
-    """
-
-    def __init__(self, model: nn.Module, walk: ModelWalk | None = None):
-        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        walk = walk or ModelWalk(model)
-        self._own = _own_state(walk)
-        self._adapters = adapter_state(walk)
-        self._samples = _samples(walk)
-        self._known: object = None
-
-    def __getstate__(self) -> dict[str, object]:
-        # Ids and addresses are valid in this process only.
-        return vars(self) | {"_model": None, "_own": None, "_known": None}
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Fingerprint:
-        return self  # immutable, and describes the same model
-
-    def difference(self, model: nn.Module, walk: ModelWalk | None = None) -> str | None:
-        """What changed: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
-        walk = walk or ModelWalk(model)
-        return self.host_difference(model, walk) or self.sampled_difference(walk)
-
-    def host_difference(self, model: nn.Module, walk: ModelWalk, known: object = None) -> str | None:
-        """What changed as far as the host can tell.
-
-        Args:
-            known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
-        """
-        of_model = self._model is not None and self._model() is model
-        if of_model and known is not None and known is self._known:
-            versions = [versions for _, versions, _ in self._own[0]]  # the rest is known to be the same
-            return None if versions == list(map(_versions, _tensors(walk))) else "weights"
-        if self._adapters != adapter_state(walk):
-            return "adapters"
-        if of_model:
-            tensors, modules = _own_state(walk)
-            if self._own != (tensors, modules):
-                return "weights" if self._own[0] != tensors else "modules"
-            self._known = known
-        return None
-
-    def sampled_difference(self, walk: ModelWalk) -> str | None:
-        """What changed by the sampled elements, for which the host waits on the current stream."""
-        now, then = _samples(walk), self._samples
-        if now.keys().isdisjoint(then):  # the whole model was moved or converted
-            return None
-        alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
-        return None if alike else "weights"
+SET_BY_CALLS = ("rope_deltas", "conv1d_state", "recurrent_states")
+"""Attributes that each call sets anew: of models whose positions have planes, and states of RecurrentGemma's layers.
+Passes over a shared cache are given both."""
 
 
 def pass_settings(
@@ -181,7 +120,8 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
                         for name in _public(tuple(own))
                         if type(value := own[name]) in (_BAKED_IN if module is walk.model else with_functions)
                         and name not in left_out
-                        and (type(value) is not Tensor or not _changes_frequencies(module))
+                        and not (LENGTH_SEEN in left_out and _of_length_seen(module, name))
+                        and (type(value) is not Tensor or not changes_frequencies(module))
                     ],
                 )
                 for module in walk.modules
@@ -242,34 +182,16 @@ def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
     return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in map(local_part, tensors)])
 
 
-def _tensor_state(tensor: Tensor) -> tuple[int, tuple[int, int], int]:
-    """Identity, versions and address of a tensor, or of what this process stores of it."""
-    return id(tensor), _versions(tensor), local_part(tensor).data_ptr()
+def _of_length_seen(module: nn.Module, name: str) -> bool:
+    """Whether a pass sets an attribute by the length that it sees, where frequencies differ by layer type.
+
+    The scaling without a layer type's name, which transformers sets beside, is read by no pass.
+    """
+    of_length = name == "attention_scaling" or name.endswith(f"_{LENGTH_SEEN}")
+    return of_length and isinstance(getattr(module, "rope_type", None), dict)
 
 
-def _versions(tensor: Tensor) -> tuple[int, int]:
-    """A split tensor's version counts writes to the whole, as by an optimizer, its part's those to the part alone."""
-    return tensor_version(tensor), tensor_version(local_part(tensor))
-
-
-def _own_state(walk: ModelWalk) -> tuple[tuple[tuple[int, tuple[int, int], int], ...], Hashable]:
-    """State of tensors and modules, comparable only for the same model object."""
-    return tuple(map(_tensor_state, _tensors(walk))), module_state(walk, without=_NOT_IN_KEYS)
-
-
-def _tensors(walk: ModelWalk) -> list[Tensor]:
-    """The parameters and buffers that keys and values are made of."""
-    buffers = (
-        buffer
-        for module in walk.modules
-        if module.__dict__["_buffers"] and not _changes_frequencies(module)
-        for buffer in module.buffers(recurse=False)
-        if type(buffer) is Tensor and buffer.device.type != "meta"
-    )
-    return [*_plain_parameters(walk), *buffers]
-
-
-def _changes_frequencies(module: nn.Module) -> bool:
+def changes_frequencies(module: nn.Module) -> bool:
     """Whether a module's tensors are frequencies that each pass writes anew by its length, as of LongRoPE.
 
     No cache is used where they change, see `generation.support.model.rope_limit`.
@@ -277,37 +199,3 @@ def _changes_frequencies(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)  # for all layers, or per layer type
     found = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in found)
-
-
-def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
-    """Materialized parameters, plain or split between processes.
-
-    Offloaded ones are skipped, since they are recreated as other objects.
-    """
-    for parameter in walk.parameters:
-        local = local_part(parameter)
-        plain = type(parameter) is nn.Parameter or local is not parameter
-        if plain and parameter.device.type != "meta" and local.numel():
-            yield parameter
-
-
-@torch.no_grad()
-def _samples(walk: ModelWalk) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """Bytes of a few elements of each parameter, by device and dtype; bytes compare equal for NaN."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in map(local_part, _plain_parameters(walk)):
-        count = min(_SAMPLES, size := parameter.numel())
-        step = max(1, size // _SAMPLES)
-        if parameter.is_contiguous():  # one view instead of three
-            few = torch.as_strided(parameter, (count,), (step,), parameter.storage_offset())
-        else:
-            few = parameter.reshape(-1)[::step][:count]
-        found.setdefault((parameter.device, parameter.dtype), []).append(few)
-    return {kind: _bytes(parts) for kind, parts in found.items()}
-
-
-def _bytes(parts: list[Tensor]) -> Tensor:
-    """The bytes of vectors of one dtype, end to end, in one launch where PyTorch concatenates that dtype."""
-    if parts[0].dtype.itemsize == 1:  # of float8 and float4 it does not
-        return torch.cat([part.contiguous().view(torch.uint8) for part in parts])
-    return torch.cat(parts).view(torch.uint8)

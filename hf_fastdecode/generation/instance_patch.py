@@ -11,10 +11,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..weak_method import WeakMethod
-
-STATE_ATTRIBUTE = "_hf_fastdecode"
-"""Instance attribute that holds the state of the overrides."""
+from ..weak_method import STATE_ATTRIBUTE, WeakMethod
 
 # Originals of our overrides that could not be removed, because other code had wrapped them.
 _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
@@ -106,6 +103,7 @@ def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]
             return saved(*args, **kwargs)
         return original(self, *args, **kwargs)
 
+    method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # asked for several times per call
     _OURS[method] = key
     return method
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from ..parallel.groups import sequence_group
 from ..parallel.sequence import SequenceParallel
-from .instance_patch import STATE_ATTRIBUTE, WrappedMethods, Wrapper
+from ..weak_method import STATE_ATTRIBUTE
+from .instance_patch import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .instance_patch import STATE_ATTRIBUTE
+from ..weak_method import STATE_ATTRIBUTE
 
 _CODE_OF_INSTANCES = frozenset({"forward", "_call_impl", "_hf_hook", STATE_ATTRIBUTE})
 """Instance attributes with code that runs in a module's call: methods, accelerate's hooks, and our overrides."""

@@ -101,6 +101,38 @@ def test_as_many_of_each_row_as_crop_removes():
         assert cache.get_seq_length() == 11
 
 
+@pytest.mark.parametrize("rows", [[0], [1], [0, 1], [1, 0], [0, 0], [1, 1, 0]])
+@pytest.mark.parametrize("then", ["generate", "fork", "pass"])
+def test_rows_selected_behind_counts_that_differ(rows, then):
+    """Also where the row with the longest suffix is not among them."""
+    model, prompts, drafts = (
+        tiny_model("llama-gqa"),
+        [[5, 6, 7, 8], [6, 7, 8]],
+        torch.tensor([[9, 10, 11], [12, 13, 14]]),
+    )
+    texts = [prompts[row] + drafts[row, : row + 1].tolist() for row in rows]
+    with fd.enabled(model), torch.no_grad():
+        cache = fd.prefill(model, prompts)
+        model(drafts, **{CACHE: cache})
+        cache.drop_last([2, 1])
+        cache.select_rows(rows)
+        assert cache.suffix_tokens().shape == (len(rows), max(rows) + 1)
+        if then == "fork":
+            cache = cache.fork()
+        if then == "generate":
+            text = torch.tensor([texts[0] + [20, 21]])
+            found = model.generate(text, do_sample=False, max_new_tokens=4, **{CACHE: cache})
+            assert fd.explain(model).last_call.known_tokens == (len(texts[0]),)
+            assert found.equal(fd.disable(model).generate(text, do_sample=False, max_new_tokens=4))
+        else:
+            logits = model(torch.full((len(rows), 1), 20), **{CACHE: cache}).logits[:, -1]
+            for text, found in zip(texts, logits, strict=True):
+                torch.testing.assert_close(found, model(torch.tensor([[*text, 20]])).logits[0, -1])
+            assert [path.tolist() for path in map(cache.fork().path_tokens, cache.fork().forest.paths)] == [
+                [*text, 20] for text in texts
+            ]
+
+
 @pytest.mark.parametrize(("method", "counts"), [("crop", -2), ("drop_last", [2])])
 def test_ids_behind_embeddings_stay_unknown(method, counts):
     """A pass of embeddings gives no ids: what is left behind it must not be taken for the first tokens."""

@@ -59,6 +59,11 @@ def layer(model, cache):
     model.model.layers[1](hidden, position_embeddings=positions, **{CACHE: cache})
 
 
+def disabled_fork(model, cache):
+    fd.disable(model)
+    model.generate(**PROMPT, max_new_tokens=3, **{CACHE: cache.fork()})
+
+
 def no_cache(model, cache):
     model.generate(**PROMPT, use_cache=False, max_new_tokens=3, **{CACHE: cache})
 
@@ -100,8 +105,9 @@ def other_heads(model, cache):
 
 
 PASSES = {
-    disabled_generate: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
-    disabled_pass: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
+    disabled_generate: (ValueError, r"the LlamaForCausalLM that filled it is no longer enabled; call .*enable\(model"),
+    disabled_pass: (ValueError, r"the LlamaForCausalLM that filled it is no longer enabled; call .*enable\(model"),
+    disabled_fork: (ValueError, r"the LlamaForCausalLM that filled it is no longer enabled; call .*enable\(model"),
     submodule: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
     layer: (AttributeError, r"call the model itself .* after hf_fastdecode.enable"),
     no_cache: (ValueError, "cannot use a SharedContextCache"),

@@ -131,3 +131,97 @@ def test_parameters_can_still_be_swapped():
     other = torch.nn.Parameter(torch.zeros(64))
     torch.utils.swap_tensors(model.model.norm.weight, other)
     assert not model.model.norm.weight.any()
+
+
+def embedded(model):
+    return {"inputs_embeds": model.get_input_embeddings()(PROMPT["input_ids"]).detach()}
+
+
+LOOPS = {
+    "sampling": {},
+    "beams": {"do_sample": False, "num_beams": 4},
+    "hidden states": {"output_hidden_states": True},
+    "prompt lookup": {"do_sample": False, "num_return_sequences": 1, "prompt_lookup_num_tokens": 3},
+    "embeddings": {"inputs_embeds": None},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_caches_of_all_loops_are_of_the_weights_that_filled_them(loop):
+    model, call = tiny_model(), SAMPLING | LOOPS[loop] | {"return_dict_in_generate": True, "max_new_tokens": 6}
+    prompt = embedded(model) | {"attention_mask": PROMPT["attention_mask"]} if "inputs_embeds" in call else PROMPT
+    with fd.enabled(model, reuse_prefix=True):
+        cache = model.generate(**{**call, **prompt})[CACHE]
+        assert isinstance(cache, fd.SharedContextCache)
+        if loop != "embeddings":  # whose ids are not known
+            assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
+        refused_after_a_step(model, cache, cache.fork(), copy.deepcopy(cache))
+
+
+def test_caches_that_loops_of_the_user_keep():
+    """Though `generate` returns none; those that it makes itself too."""
+    model, kept = tiny_model(), []
+
+    def loop(model, input_ids, **arguments):
+        kept.extend([arguments[CACHE], fd.SharedContextCache()])
+        for cache in kept:
+            model(input_ids, **{CACHE: cache})
+        return input_ids
+
+    with fd.enabled(model), torch.no_grad():
+        model.generate(**PROMPT, **SAMPLING, custom_generate=loop)
+        assert isinstance(kept[0], fd.SharedContextCache)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: kept[1]}).shape == (4, 96)
+        refused_after_a_step(model, *kept)
+
+
+def test_caches_of_direct_passes():
+    model, emptied = tiny_model(), fd.SharedContextCache()
+    with fd.enabled(model), torch.no_grad():
+        model(PROMPT["input_ids"], **{CACHE: (cache := fd.SharedContextCache())})
+        model(PROMPT["input_ids"], **{CACHE: emptied})
+        refused_after_a_step(model, cache)
+        emptied.crop(-emptied.get_seq_length())
+        model(PROMPT["input_ids"], **{CACHE: emptied})
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: emptied}).shape == (4, 96)
+
+
+@pytest.mark.parametrize("begins", ["prefill", "pass", "generate"])
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_cache_that_two_states_of_the_weights_filled_is_of_neither(begins, in_loop):
+    """Also once the first ones are back."""
+    model, ids = tiny_model(), PROMPT["input_ids"]
+    scaling = {"a": 1.0}
+    vars(model.model.layers[0].self_attn.v_proj).update(_active_adapter=["a"], scaling=scaling)
+
+    def passes(model, input_ids, **arguments):
+        cache = fd.SharedContextCache() if begins == "pass" else kept
+        if begins == "pass":
+            model(ids, **{CACHE: cache})
+        scaling["a"] = 2.0
+        model(ids[:, -1:], **{CACHE: cache})
+        scaling["a"] = 1.0
+        made.append(cache)
+        return input_ids
+
+    with fd.enabled(model), torch.no_grad():
+        made, kept = [], fd.prefill(model, PROMPT)
+        if begins == "generate":
+            kept = model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True)[CACHE]
+            kept.select_rows([0])
+        if in_loop:
+            model.generate(**PROMPT, **SAMPLING, custom_generate=passes)
+        else:
+            passes(model, ids)
+        for cache in (*made, *map(copy.deepcopy, made)):
+            with pytest.raises(ValueError, match="the cache was made with other adapters"):
+                model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
+
+
+def refused_after_a_step(model, *caches):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    for cache in caches:
+        with pytest.raises(ValueError, match="the cache was made with other weights"):
+            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})

@@ -12,7 +12,7 @@ from hf_fastdecode.attention.mask_overlays import without_blocks
 from hf_fastdecode.generation.loop_argument import hands_generate_on
 
 from ..architectures.classes import class_named, generating_classes, tiny_model_of
-from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
+from ..tiny_models import ragged_prompts, seeded, tiny_model, tiny_model_of_type
 
 RAGGED = ragged_prompts(57, 71, 64, shared=40)
 SAMPLES = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
@@ -97,3 +97,41 @@ def test_calls_that_a_class_does_not_hand_on():
     assert not hands_generate_on(janus, {"generation_mode": "image"})
     replaced = type("Replaced", (janus,), {"generate": lambda self, **kwargs: None})
     assert not hands_generate_on(replaced, {})
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "NemotronHForCausalLM", "BloomForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("call", [{"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=str)
+def test_positions_of_one_row_for_several_prompts(name, call):
+    """transformers repeats the row as often as a prompt: nothing reads it, or stock raises."""
+    model, ids = tiny_model_of(name), torch.randint(5, 60, (2, 45))
+    call = call | {"position_ids": torch.arange(45)[None], "max_new_tokens": 3}
+
+    def tokens():
+        try:
+            return seeded(lambda: model.generate(ids, **call)).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    stock = tokens()
+    with fd.enabled(model, min_saved_tokens=1):
+        assert tokens() == stock
+        report = fd.explain(model).last_call
+        assert report.path == "failed" or "position_ids have 2 rows, and the call 4" in report.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.int32], ids=str)
+@pytest.mark.parametrize("call", [{"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=str)
+def test_ids_of_any_dtype(dtype, call):
+    """Embeddings look up int64 and int32; for others stock's error is raised."""
+    model, ids = tiny_model("llama-gqa"), torch.randint(5, 60, (1, 80)).to(dtype)
+
+    def tokens():
+        try:
+            return seeded(lambda: model.generate(ids, max_new_tokens=3, **call)).tolist()
+        except RuntimeError as error:
+            return str(error)
+
+    stock = tokens()
+    assert isinstance(stock, str) == (dtype is not torch.int32)
+    with fd.enabled(model, min_saved_tokens=1):
+        assert tokens() == stock

@@ -249,6 +249,31 @@ def test_gaps_in_a_mask_run_stock(name):
         fd.prefill(model, {"input_ids": ids, "attention_mask": mask})
 
 
+@pytest.mark.parametrize("call", [{"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chat_of_rows_that_end_early(name, call, caplog):
+    """A kept cache is left aside for such a turn, and serves the ones without gaps."""
+    model = tiny_model(name, sliding_window=24)
+    ids, new = ragged_prompts(40)["input_ids"].repeat(3, 1), {"max_new_tokens": 6, "return_dict_in_generate": True}
+    ids[1:] = ids[1:].flip(0, 1)
+    with fd.enabled(model):
+        first = model.generate(ids, do_sample=False, **new, **{CACHE: fd.prefill(model, ids)})
+    text = torch.cat([first.sequences, ids[:, :7]], 1)
+    mask = torch.ones_like(text)
+    mask[1, 43:46] = mask[2, 41:46] = 0
+    turns = [{"input_ids": text, "attention_mask": mask}, {"input_ids": text}]
+    stock = [seeded(lambda: model.generate(**turn, **call, **new).sequences) for turn in turns]  # noqa: B023
+    with fd.enabled(model):
+        for turn, expected in (*zip(turns, stock, strict=True), (turns[0], stock[0])):
+            again = seeded(lambda: model.generate(**turn, **call, **new, **{CACHE: first[CACHE]}))  # noqa: B023
+            assert torch.equal(again.sequences, expected)
+            report = fd.explain(model).last_call
+            assert report.path == ("shared" if "attention_mask" not in turn else "stock")
+            assert "the given cache is not used" in report.reason or report.path == "shared"
+            assert isinstance(again[CACHE], DynamicCache) == (report.path == "stock")
+    assert sum("the given cache is not used" in one.message for one in caplog.records) == 1
+
+
 def test_gaps_in_a_mask_that_no_window_counts():
     model = tiny_model("mistral-window", sliding_window=200)
     ids = ragged_prompts(80)["input_ids"].repeat(2, 1)

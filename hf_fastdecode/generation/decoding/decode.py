@@ -11,7 +11,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..._compat import CACHE
 from ..call_context import CallContext
-from ..identity import Fingerprint
 from ..prompts.start import Start
 from ..same_calls import require_same_ends
 from ..steps.modes import StepsMaker
@@ -62,8 +61,6 @@ def decode_shared(
     whose = ", on rank 0 for all processes" if call.ranks.count > 1 else ""
     call.report.sampler, call.report.sampler_reason = sampler.name, why + whose
 
-    if call.returns_cache:  # the caller may keep it; taken while the device prefills
-        start.cache.fingerprint = start.cache.fingerprint or Fingerprint(model)
     with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
     if not call.returns_cache:

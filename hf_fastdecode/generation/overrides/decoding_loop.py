@@ -64,6 +64,8 @@ def decode(
                         call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
                     ),
                 )
+        if call.must_share:
+            model_kwargs[CACHE] = call.stock_cache()
         require_same_draws(call, "transformers")
         call.ranks.watch.enter_foreign_loop()
     cache = model_kwargs.get(CACHE)

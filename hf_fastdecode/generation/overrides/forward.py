@@ -17,6 +17,7 @@ from ...attention.stand_in_calls import at_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
 from ..active_call import active_call_of_thread, structure_of_call
+from ..fingerprint import filled_by
 from ..forward_pass import input_device, takes_positions
 from ..inputs.encoded import prompt_names
 from ..model_state import ModelState
@@ -64,7 +65,7 @@ def _forward_shared(
     elif model.config.is_encoder_decoder:
         raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = structure_of_call(model_state, model)
-    active_call = active_call_of_thread.get()
+    active_call, was_empty = active_call_of_thread.get(), cache.is_empty
     if active_call is not None and active_call.loop is not None:
         structure.forget()  # the user's loop may have changed the model since the last pass
         if not cache.state.packed:
@@ -92,6 +93,10 @@ def _forward_shared(
                     output[CACHE] = cache
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
+    if cache.kept:
+        users = active_call is None or active_call.model is not model or active_call.loop is not None
+        before, compares = None if was_empty else cache.fingerprint, users and not cache.state.packed
+        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=compares)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
         report.observe(cache)

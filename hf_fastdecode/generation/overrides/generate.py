@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
 from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
@@ -59,7 +60,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
-    report.ranks = call.ranks.count
+    report.ranks, call.loop_is_users = call.ranks.count, users_loop is not None
     given_tensors: dict[str, Tensor] = {}
     if active_call is not None and active_call.model is model:
         call.scope, given_tensors = active_call.scope, active_call.given
@@ -67,6 +68,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
             call.options = replace(call.options, max_rows=None)
         call.inputs = None if held is None or held.says_nothing else held
         call.places_given = call.names.positions in given_tensors
+    call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
@@ -97,13 +99,21 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         longest=max_cache_length + 1,
         loop=loop,
         chunk=generation_config.prefill_chunk_size,
-        checks_masks=users_loop is not None or call.returns_cache,
+        checks_masks=call.may_keep_cache,
     )
     generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     report.reason = f"the decoding loop of {loop} has not called the model"
     require_same_draws(call, f"the loop of {loop}")
     model_kwargs[CACHE] = cache
     return prepared
+
+
+def _stock_cache(prepare: Callable[[], Any], model_kwargs: dict[str, Any]) -> Cache | None:
+    """The cache that the model's own method prepares for a call that is given none; None where the model makes it."""
+    model_kwargs.pop(CACHE, None)
+    prepare()
+    cache: Cache | None = model_kwargs.get(CACHE)
+    return cache
 
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -31,12 +31,12 @@ from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
 from ..steps.modes import holding_captures
 from ..support.call import OWN_METHOD, check_arguments
-from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted, require_rows
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, merge_returned, planned_alike, require_gain
+from .sharing import Shared, end_prefill, find_shared, merge_returned, planned_alike, require_gain
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",
@@ -49,6 +49,9 @@ _KNOWN_ARGUMENTS = {
     "return_dict",
     "use_cache",
 }
+RETURNS_KEYS: Final = "return_shared_kv_states"
+"""By which loops ask a pass for keys and values of whole rows, as for the assistants of Gemma 4."""
+
 # Options without effect in other decoding loops.
 _UNSUPPORTED_OPTIONS = ("sampler='fast'",)
 
@@ -189,9 +192,7 @@ class FirstPassPrompts:
             passes = list(packed(embeddings=embeddings, **extra))
         if planned.reuses:
             merge_returned(call, cache)
-            keep_nodes(call, cache)
-        else:
-            report.observe_nodes(cache)
+        end_prefill(call, cache, reusable=planned.reuses)
         call.report.fused = call.structure.fused_names
         numbers = torch.tensor([token for done in passes for token in done.wanted], device="cpu")
         numbers, order = numbers.sort()
@@ -220,6 +221,8 @@ class FirstPassPrompts:
         check_arguments(arguments, _KNOWN_ARGUMENTS | others)
         if seen is not None and call.must_share:
             raise Unsupported(UNCONTINUED)
+        if arguments.get(RETURNS_KEYS):
+            raise Unsupported(f"its drafter reads each row's keys and values ({RETURNS_KEYS}=True)")
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
         ids, embeddings = arguments.get(names.ids), None
@@ -229,6 +232,7 @@ class FirstPassPrompts:
                 raise Unsupported("its tokens cannot be compared with inputs_embeds")
         mask, width = arguments.get(names.mask), ids.shape[1]
         positions, text = reduced(arguments.get(names.positions), mask), call.inputs is None
+        require_rows(positions, len(ids))
         given = positions if text else Positions(None)
         check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments, len(ids)) if cross else None

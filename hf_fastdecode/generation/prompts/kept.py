@@ -16,7 +16,6 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..active_call import calls_of_prefill
 from ..forward_pass import places_tokens
-from ..identity import Fingerprint
 from ..inputs.given import PLAIN
 from ..model_state import ModelState
 from ..options import Options
@@ -103,7 +102,7 @@ def _prefill_text(
             prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
     if rows is not None:
         cache.select_rows(rows)
-    cache.fingerprint, cache.protected_segments = Fingerprint(inner), len(cache.segment_tokens)
+    cache.protected_segments = len(cache.segment_tokens)
     return cache
 
 
@@ -122,8 +121,7 @@ def _prefill_with_images(
     cache = SharedContextCache(backend=model_state.options.backend)
     with calls_of_prefill():
         kept = inner.generate(**inputs, **{CACHE: cache}, generation_config=config)[CACHE]
-    kept.state.max_suffix = None
-    kept.fingerprint, kept.protected_segments = Fingerprint(inner), len(kept.segment_tokens)
+    kept.state.max_suffix, kept.protected_segments = None, len(kept.segment_tokens)
     return kept
 
 

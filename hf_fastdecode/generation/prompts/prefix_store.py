@@ -20,7 +20,8 @@ from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ...parallel.groups import local_part
-from ..identity import Fingerprint, pass_settings
+from ..fingerprint import Fingerprint
+from ..identity import pass_settings
 from ..structure import Structure
 from .prompt_plan import PromptGroup, StoredPrompts
 

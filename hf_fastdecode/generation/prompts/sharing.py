@@ -25,6 +25,7 @@ from ...parallel.agreement import described
 from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
+from ..fingerprint import filled_by
 from .image_beginnings import ImageBeginnings
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 
@@ -101,7 +102,7 @@ def find_shared(
 
     def compared(base: SharedContextCache | None) -> tuple[SharedContextCache, ComparedPrompts]:
         cache = (SharedContextCache() if base is None else base).fork(max_suffix=max_suffix, backend=options.backend)
-        cache.state.parallel = call.structure.parallel
+        cache.state.parallel, cache.kept = call.structure.parallel, call.may_keep_cache
         prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least, recompute=recompute)
         return cache, prompts if images is None else images.sharing(prompts)
 
@@ -258,10 +259,17 @@ def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
             consolidate(cache, call.ranks.together())
 
 
-def keep_nodes(call: CallContext, cache: SharedContextCache) -> None:
-    """Keep prefilled nodes in the prefix store, for later calls."""
+def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool) -> None:
+    """Keep prefilled nodes in the prefix store if they are `reusable`, and note which model filled a kept cache.
+
+    Passes note it too, but captured ones, which do not call the model.
+    """
+    if cache.kept:
+        cache.fingerprint = filled_by(cache.fingerprint, call.model, call.structure.walk)
     of_gaps = cache.gaps and bool(cache.state_layers)  # from which nothing is continued
-    if keeps_prompts(call) and call.given is None and not of_gaps:  # a given one may hold tokens of direct passes
+    if (
+        reusable and keeps_prompts(call) and call.given is None and not of_gaps
+    ):  # a given one may hold tokens of direct passes
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint

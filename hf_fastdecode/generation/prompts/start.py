@@ -20,12 +20,12 @@ from ..inputs.encoded import FoundInputs, find_inputs
 from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted
+from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted, require_rows
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, find_shared, keep_nodes, merge_returned, numbers_hold, planned_alike, require_gain
+from .sharing import Shared, end_prefill, find_shared, merge_returned, numbers_hold, planned_alike, require_gain
 from .unshared_prompts import UnsharedPrompts, prefill_unshared, unshared_prompts
 
 _BEHIND = "images behind stored tokens"
@@ -88,10 +88,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         call.report.begin_again()
         again = planned_alike(call, partial(_planned, call, groups, width, padded, inputs))
         start = _begin(call, passes, again, input_ids)
-    if padded or not call.tokens_say_all:
-        call.report.observe_nodes(start.cache)
-    else:
-        keep_nodes(call, start.cache)
+    end_prefill(call, start.cache, reusable=not padded and call.tokens_say_all)
     return start
 
 
@@ -99,6 +96,7 @@ def _checked_prompts(
     call: CallContext, input_ids: Tensor, inputs: FoundInputs | None
 ) -> tuple[list[PromptGroup], bool]:
     """The groups of prompts, and whether their positions count padding."""
+    require_rows(call.positions, len(input_ids))
     ids, mask, planar = _on_host(input_ids, call.mask, call.positions)
     longest = int(call.config.max_length)
     if not call.tokens_say_all:

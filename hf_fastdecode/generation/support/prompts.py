@@ -36,6 +36,8 @@ def check_prompts(
     """
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
+    if input_ids.dtype not in (torch.int64, torch.int32):  # of which stock's embeddings, if they refuse it, raise
+        raise Unsupported(f"input_ids are {str(input_ids.dtype)[6:]}, not int64 or int32", "call the tokenizer")
     own = own_code_of(type(model))
     most = None if own is None else own.most_tokens(structure.text_config)
     if most is not None and longest > most:
@@ -58,11 +60,12 @@ def check_prompts(
             counted_by = "its distances"
         if counted_by is not None:
             hides = f"attention_mask hides tokens inside a prompt, which {counted_by} count as seen"
-            checks.append(((attention_mask[:, 1:] >= attention_mask[:, :-1]).all(), partial(Unsupported, hides)))
+            gaps = (attention_mask[:, 1:] < attention_mask[:, :-1]).any()
+            checks.append((~gaps, partial(Unsupported, hides, of_prompts=True)))
         scales_from = None if own is None else own.scales_from(structure.text_config)
         if scales_from is not None and longest >= scales_from:
             padding = f"from {scales_from} tokens on, its attention scales with the padding of prompts"
-            checks.append((attention_mask.all(), partial(Unsupported, padding)))
+            checks.append((attention_mask.all(), partial(Unsupported, padding, of_prompts=True)))
         expected = attention_mask.cumsum(-1, dtype=torch.long).sub_(1).masked_fill_(attention_mask == 0, 0)
     if counts_padding(model):
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -76,6 +79,16 @@ def check_prompts(
     for holds, (_, error) in zip(passed, checks, strict=True):
         if not holds:
             raise error()
+
+
+def require_rows(positions: Positions, rows: int) -> None:
+    """Raise `Unsupported` for positions of another number of rows, as `generate` makes of one row for several prompts.
+
+    Stock raises where the model reads them.
+    """
+    if (ids := positions.ids) is not None and ids.dim() > 1 and ids.shape[-2] not in (1, rows):
+        remedy = "give each prompt its row, or leave them out"
+        raise Unsupported(f"position_ids have {ids.shape[-2]} rows, and the call {rows}", remedy)
 
 
 def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import hf_fastdecode as fd
@@ -85,6 +86,22 @@ def test_drafts_over_a_kept_prompt(name, draft):
     assert report.path == "shared"
     assert embedded[0] < 20  # the last token and its draft
     assert cache.suffix_length == 0
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantConfig"), reason="transformers has no such drafter yet")
+def test_a_drafter_that_reads_keys_and_values():
+    """It gets them as stock has them: the call runs stock, or says why it cannot use the cache it was given."""
+    model, arguments = tiny_model("gemma4_text"), {"max_new_tokens": 8, "do_sample": False}
+    text = model.config.to_dict() | {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
+    config = transformers.Gemma4AssistantConfig(text_config=type(model.config)(**text), backbone_hidden_size=64)
+    drafter = transformers.Gemma4AssistantForCausalLM(config).eval()
+    drafter.generation_config.num_assistant_tokens = 4
+    arguments["assistant_model"] = drafter
+    stock, shared, *_, report = both(model, PROMPT, arguments, reuse_prefix=True)
+    assert torch.equal(shared, stock)
+    assert (report.path, "its drafter reads each row's keys and values" in report.reason) == ("stock", True)
+    with fd.enabled(model), pytest.raises(ValueError, match=r"drafter reads each row's keys and values .*; leave"):
+        model.generate(**PROMPT, **arguments, **{CACHE: fd.prefill(model, PROMPT["input_ids"])})
 
 
 def test_a_sampled_draft():
