@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,13 +22,13 @@ from .generation.prompts.kept import prefill_kept
 from .generation.report import Report
 from .generation.support.model import check_model
 from .generation.wrappers import unwrapped
+from .log import logger
 from .patches.own_attention import register_own_attention
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-logger = logging.getLogger("hf_fastdecode")
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -120,7 +120,7 @@ def test_installation_exposes_only_the_package(tmp_path: Path) -> None:
 # of the package; conversion/fit is one apart from the rest of its folder.
 LAYERS = (
     *(
-        {"_compat", "dtypes", "errors", "plain_modules", "weak_method"},
+        {"_compat", "dtypes", "errors", "log", "plain_modules", "weak_method"},
         {"files"},
         {"kernels"},
         {"attention"},

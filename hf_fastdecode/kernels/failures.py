@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from enum import Enum
 from typing import NoReturn
 
 import torch
 
-logger = logging.getLogger("hf_fastdecode")
+from ..log import logger
 
 
 class Kernel(Enum):

@@ -7,7 +7,6 @@ waiting ones take the places of finished ones (`refill`), or decode in waves, on
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
+from ...log import logger
 from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..prompts.start import Start
@@ -32,8 +32,6 @@ from .sampling import Drawn, Sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
 from .wave import Wave, concatenate
-
-logger = logging.getLogger("hf_fastdecode")
 
 _REPLAY = 16
 """Tokens per row and forward pass when a wave's suffixes are recomputed."""

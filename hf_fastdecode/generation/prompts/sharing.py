@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -21,14 +20,13 @@ from ...cache.layout.model import ModelLayout
 from ...cache.layout.stores import Kind
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
+from ...log import logger
 from ...parallel.agreement import described
 from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
 from .image_beginnings import ImageBeginnings
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 @dataclass
