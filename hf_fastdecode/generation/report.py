@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -12,6 +14,9 @@ from ..cache.accounting import CacheBytes, within
 from ..cache.layers.attention import SharedContextLayer
 from ..cache.layers.state import StateLayer
 from ..cache.shared import SharedContextCache
+
+_COLUMNS = 80
+"""Width of the text of a report, as of a terminal."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class CallReport:
         padded_length: Padded length of the prompts.
         forest: Description of the nodes.
         prefilled_tokens: Tokens computed before the decode steps.
+        computed_again: Prompts whose last token was computed again, as the first step: all of them were stored before.
         captured_prefill_tokens: How many of the prefilled tokens captured passes computed.
         prefill_reason: Why prefill passes that were to be captured ran eagerly; empty if none did.
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
@@ -95,6 +101,7 @@ class CallReport:
     padded_length: int = 0
     forest: str = ""
     prefilled_tokens: int = 0
+    computed_again: int = 0
     captured_prefill_tokens: int = 0
     prefill_reason: str = ""
     known_tokens: tuple[int, ...] | None = None
@@ -194,6 +201,7 @@ class CallReport:
             lines += [
                 f"  {self.forest}",
                 f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
+                *self._again(),
                 *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
                 *self._prefill(),
                 *self._given(),
@@ -208,6 +216,11 @@ class CallReport:
                 *_layer_lines(self.layers),
             ]
         return lines
+
+    def _again(self) -> list[str]:
+        if not self.computed_again:
+            return []
+        return [f"  beside them, the last token of each prompt, again, as the first step: {self.computed_again}"]
 
     def _prefill(self) -> list[str]:
         captured = self.captured_prefill_tokens
@@ -240,9 +253,11 @@ class CallReport:
         return lines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """Report of a model, returned by `hf_fastdecode.explain`; ``str(report)`` is readable text.
+    """Report of a model, returned by `hf_fastdecode.explain`; ``str(report)`` is readable text of 80 columns.
+
+    A Python prompt and a notebook show that text.
 
     Attributes:
         model: Class name of the model.
@@ -266,7 +281,22 @@ class Report:
         layers = "" if self.layer_count is None else f"{self.layer_count} layers, "
         lines = [f"{self.model}: enabled, {layers}{able}{why}"]
         lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
-        return "\n".join(lines)
+        return "\n".join(folded for line in lines for folded in _fold(line))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _fold(line: str) -> list[str]:
+    """A line of a report in lines of at most 80 columns, indented behind the first."""
+    text = line.lstrip(" ")
+    indent = line[: len(line) - len(text)]
+    wrap = textwrap.TextWrapper(
+        _COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+    )
+    return wrap.wrap(text) or [""]
 
 
 def _what_ran(layer: object) -> str:
@@ -280,10 +310,14 @@ def _what_ran(layer: object) -> str:
 
 
 def _layer_lines(layers: list[str]) -> list[str]:
-    """One line per run of layers with equal reports."""
-    lines, first = [], 0
+    """One line for all layers with equal reports, such as ``layers 0-2, 4-6: a state for each row``."""
+    runs: dict[str, list[str]] = {}
+    first = 0
     for what, run in groupby(layers):
         last = first + len(list(run)) - 1
-        lines.append(f"  layer{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {what}")
+        runs.setdefault(what, []).append(f"{first}" if first == last else f"{first}-{last}")
         first = last + 1
-    return lines
+    return [
+        f"  layer{'' if len(which) == 1 and which[0].isdigit() else 's'} {', '.join(which)}: {what}"
+        for what, which in runs.items()
+    ]
