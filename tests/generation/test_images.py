@@ -241,7 +241,7 @@ def test_token_types_of_text_alone_say_nothing(model):
     inputs = prompts_with_images(model, (80,), (80,))
     inputs["input_ids"][1, :40] = inputs["input_ids"][0, :40]
     report, _ = compared(model, inputs, "samples", min_shared_tokens=16)
-    assert report.prefilled_tokens == (160 if model.config.model_type == "qwen3_5" else 120)
+    assert report.prefilled_tokens == 120
 
 
 def test_a_generate_that_makes_several_calls(monkeypatch):
