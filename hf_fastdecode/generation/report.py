@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 from weakref import ref
 
@@ -14,9 +13,7 @@ from ..cache.accounting import CacheBytes, within
 from ..cache.layers.attention import SharedContextLayer
 from ..cache.layers.state import StateLayer
 from ..cache.shared import SharedContextCache
-
-_COLUMNS = 80
-"""Width of the text of a report, as of a terminal."""
+from .report_lines import fold, lines_of, ordinal
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,8 @@ class CallReport:
         input_bytes: Bytes of their keys and values in all layers.
         stock_input_bytes: Bytes of one input's in transformers' cache, which holds them once per row.
         parallel: How several processes computed a shared call; None otherwise.
+        inner: The reports of the calls that the model's own `generate` made, if it made several, such as Whisper's for
+            segments and temperatures; see `of_inner`.
     """
 
     path: str = "stock"
@@ -132,6 +131,7 @@ class CallReport:
     input_bytes: int = 0
     stock_input_bytes: int = 0
     parallel: ParallelReport | None = None
+    inner: tuple[CallReport, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cache": None}  # weak references cannot be pickled
@@ -193,64 +193,25 @@ class CallReport:
         stock += self.rows * (self.state_bytes + self.stock_input_bytes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
+    @classmethod
+    def of_inner(cls, inner: Sequence[CallReport]) -> CallReport:
+        """The report of a call whose model's own `generate` made several calls of transformers'.
+
+        All fields but `path`, `reason` and `inner` are those of the inner call that shared with most rows, or of the
+        last one if none did.
+        """
+        shared = [one for one in inner if one.path == "shared"]
+        main = max(shared, key=lambda one: one.rows, default=inner[-1])
+        reason = f"{len(shared)} of its {len(inner)} inner calls share, the {ordinal(inner, main)} as below"
+        if not shared:
+            reason = f"none of its {len(inner)} inner calls shares; the last: {main.reason}"
+        if inner[-1].path == "failed":
+            return replace(main, path="failed", reason=inner[-1].reason, inner=tuple(inner))
+        return replace(main, reason=reason, inner=tuple(inner))
+
     def lines(self) -> list[str]:
         """Human-readable lines of the report."""
-        lines = [f"last generate call: {self.path} ({self.reason})"]
-        if self.path == "shared":
-            stored, _, stock = self.nbytes
-            lines += [
-                f"  {self.forest}",
-                f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
-                *self._again(),
-                *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
-                *self._prefill(),
-                *self._given(),
-                f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
-                *([f"  of these, for encoder inputs ({self.inputs}): {self.input_bytes:,}"] if self.inputs else []),
-                *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
-                f"  steps: {self.mode} ({self.mode_reason})",
-                *([f"  {self.parallel}"] if self.parallel else []),
-                *([f"  as kernels: {self.fused}"] if self.fused else []),
-                f"  sampler: {self.sampler} ({self.sampler_reason})",
-                *self._events(),
-                *_layer_lines(self.layers),
-            ]
-        return lines
-
-    def _again(self) -> list[str]:
-        if not self.computed_again:
-            return []
-        return [f"  beside them, the last token of each prompt, again, as the first step: {self.computed_again}"]
-
-    def _prefill(self) -> list[str]:
-        captured = self.captured_prefill_tokens
-        return [
-            *([f"  of these, by captured passes: {captured}"] if captured else []),
-            *([f"  prefill passes cannot be captured: {self.prefill_reason}"] if self.prefill_reason else []),
-        ]
-
-    def _given(self) -> list[str]:
-        if self.known_tokens is None:
-            return []
-        least, most = min(self.known_tokens), max(self.known_tokens)
-        each = f"{least}" if least == most else f"{least} to {most}"
-        return [f"  tokens of each prompt that were stored before: {each}"]
-
-    def _events(self) -> list[str]:
-        counts = {
-            "CUDA graphs captured": self.captures,
-            "compactions of finished rows": self.compactions,
-            "waves of rows, one after another": self.waves,
-        }
-        lines = [f"  {what}: {count}" for what, count in counts.items() if count]
-        if self.rows_at_once:
-            how = (
-                f"in waves: {self.waves_reason}"
-                if self.waves_reason
-                else f"{self.refilled} in places of finished ones"
-            )
-            lines.append(f"  rows at once: {self.rows_at_once} of {self.rows}, {how}")
-        return lines
+        return lines_of(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -281,22 +242,12 @@ class Report:
         layers = "" if self.layer_count is None else f"{self.layer_count} layers, "
         lines = [f"{self.model}: enabled, {layers}{able}{why}"]
         lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
-        return "\n".join(folded for line in lines for folded in _fold(line))
+        return "\n".join(folded for line in lines for folded in fold(line))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def _fold(line: str) -> list[str]:
-    """A line of a report in lines of at most 80 columns, indented behind the first."""
-    text = line.lstrip(" ")
-    indent = line[: len(line) - len(text)]
-    wrap = textwrap.TextWrapper(
-        _COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
-    )
-    return wrap.wrap(text) or [""]
 
 
 def _what_ran(layer: object) -> str:
@@ -307,17 +258,3 @@ def _what_ran(layer: object) -> str:
     if isinstance(layer, SharedContextLayer):
         ran += (f"{phase}: {what}" for phase, what in layer.ran.items())
     return "; ".join(ran) or "stores nothing"
-
-
-def _layer_lines(layers: list[str]) -> list[str]:
-    """One line for all layers with equal reports, such as ``layers 0-2, 4-6: a state for each row``."""
-    runs: dict[str, list[str]] = {}
-    first = 0
-    for what, run in groupby(layers):
-        last = first + len(list(run)) - 1
-        runs.setdefault(what, []).append(f"{first}" if first == last else f"{first}-{last}")
-        first = last + 1
-    return [
-        f"  layer{'' if len(which) == 1 and which[0].isdigit() else 's'} {', '.join(which)}: {what}"
-        for what, which in runs.items()
-    ]

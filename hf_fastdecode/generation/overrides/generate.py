@@ -50,7 +50,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         return prepare()
     report = _new_report(model_state, active_call)
     if active_call is not None and active_call.model is model:
-        active_call.report = report
+        active_call.reports.append(report)
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
@@ -133,10 +133,12 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             return output
         except BaseException as error:
             if call.report is None:  # failed before the path was chosen
-                call.report = _new_report(model_state, call)
-            call.report.fail(error)
+                call.reports.append(_new_report(model_state, call))
+            call.reports[-1].fail(error)
             raise
         finally:
+            if len(call.reports) > 1 and model_state.last_call is call.reports[-1]:
+                model_state.last_call = CallReport.of_inner(call.reports)
             call.scope.close()
             active_call_of_thread.reset(token)
             if call.structure is not None:

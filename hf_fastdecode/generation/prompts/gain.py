@@ -15,12 +15,20 @@ from ...cache.layout.stores import Kind
 from ...errors import Unsupported
 from ...parallel.groups import local_part
 from ..call_context import CallContext
+from .host_costs import fewest_saved
 from .prompt_plan import ComparedPrompts, PromptPlan
 from .sharing import Shared
 
 
 def require_gain(
-    call: CallContext, found: Shared, plan: PromptPlan, max_suffix: int, *, unshared: int = 0, again: int = 0
+    call: CallContext,
+    found: Shared,
+    plan: PromptPlan,
+    max_suffix: int,
+    *,
+    unshared: int = 0,
+    again: int = 0,
+    own_loop: bool = False,
 ) -> None:
     """Raise `Unsupported` unless sharing pays off, and report it.
 
@@ -30,6 +38,7 @@ def require_gain(
         unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
             has.
         again: Prompts whose last token is computed as the first step, and which the plan has without it.
+        own_loop: Whether steps are those of this package's loop, whose time on the CPU is known.
     """
     options, layout = call.options, call.structure.layout
     in_nodes = sum(plan.forest.context_lengths)
@@ -37,16 +46,21 @@ def require_gain(
     if (inputs := found.cache.inputs) is not None:
         total += plan.forest.rows * inputs.tokens
         saved += (plan.forest.rows - inputs.count) * inputs.tokens
-    least = options.fewest_saved
     reuses = found.keeps
     may_save = total if reuses else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
     if not call.must_share and call.mode == "eager" and not unshared and not divided:
-        if may_save < least:
+        if may_save < (least := options.fewest_saved):
             raise Unsupported(
                 f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
                 _what_helps(found.prompts, reuses),
+            )
+        estimated = own_loop and not reuses and options.min_saved_tokens == "auto"
+        if estimated and may_save < (least := fewest_saved(call, plan.forest, max_suffix)):
+            raise Unsupported(
+                f"sharing would save {may_save} tokens, and on the CPU a call like this gains from about {least} on",
+                f"lower min_saved_tokens to share all the same: min_saved_tokens={options.fewest_saved}",
             )
         if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")

@@ -193,7 +193,8 @@ def _planned(
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
     again = len(groups) if rerun_last_token else 0
-    require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total, again=again)
+    of_suffixes = 0 if unshared is None else unshared.total
+    require_gain(call, found, plan, max_suffix, unshared=of_suffixes, again=again, own_loop=True)
     inputs_of = None if inputs is None else inputs.of_rows
     return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
 
