@@ -4,11 +4,13 @@ import html
 import threading
 
 import pytest
+import torch
 from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
+from .architectures.classes import tiny_model_of
 from .short_calls import PROMPT, SAMPLING
 
 
@@ -129,6 +131,24 @@ def test_what_was_forced_and_not_used_is_told(model, caplog, forced):
         reason = fd.explain(model).last_call.reason
     assert reason.endswith(f"; {', '.join(f'{name}={value!r}' for name, value in forced.items())} not used")
     assert reason in caplog.text
+
+
+def test_a_generate_that_calls_that_of_parts_is_told(caplog):
+    """Kosmos-2's, whose text model generates and shares if it is enabled."""
+    model = tiny_model_of("Kosmos2ForConditionalGeneration")
+    prompt = {"input_ids": PROMPT["input_ids"][:, -40:]}
+    stock = model.generate(**prompt, max_new_tokens=3)
+    with fd.enabled(model), caplog.at_level("WARNING", logger="hf_fastdecode"):
+        assert torch.equal(model.generate(**prompt, max_new_tokens=3), stock)
+        call = fd.explain(model).last_call
+    expected = "generate of Kosmos2ForConditionalGeneration does not call that of transformers for this model; enable "
+    assert (call.path, call.reason) == ("stock", expected + "the parts that generate, and explain them: text_model")
+    assert call.reason in caplog.text
+    with fd.enabled(model.text_model, min_saved_tokens=1):
+        assert torch.equal(
+            model.generate(**{"input_ids": prompt["input_ids"].repeat(3, 1)}, max_new_tokens=3)[:1], stock
+        )
+        assert fd.explain(model.text_model).last_call.path == "shared"
 
 
 def test_stocks_own_are_never_unused(model):

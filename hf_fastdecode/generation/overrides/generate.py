@@ -127,6 +127,10 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 if ours:
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
+            if may_share and not call.reports and not model_state.disable_pending:
+                report = _new_report(model_state, call)
+                report.reason = _why_unseen(model)
+                model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{name_of(original)}, which replaces generate, left out custom_generate"
                 model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
@@ -151,6 +155,17 @@ def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
     if call is None or not call.of_prefill:
         model_state.last_call = report
     return report
+
+
+def _why_unseen(model: PreTrainedModel) -> str:
+    """Why a call of a class's own `generate` did not come to transformers' one of this model."""
+    why = f"generate of {type(model).__name__} does not call that of transformers for this model"
+    parts = [
+        name
+        for name, part in model.named_modules()
+        if name and isinstance(part, PreTrainedModel) and part.can_generate()
+    ]
+    return f"{why}; enable the parts that generate, and explain them: {', '.join(parts)}" if parts else why
 
 
 def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:
