@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,9 +19,11 @@ from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.overrides.methods import METHODS
 from .generation.prompts.kept import prefill_kept
+from .generation.prompts.prefix_store import require_room
 from .generation.report import Report
 from .generation.support.model import check_model
 from .generation.wrappers import unwrapped
+from .log import logger
 from .patches.own_attention import register_own_attention
 from .weak_method import STATE_ATTRIBUTE
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-logger = logging.getLogger("hf_fastdecode")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -45,7 +45,7 @@ def enable(
     sampler: Sampler = "auto",
     fuse_projections: FuseProjections = "auto",
     min_shared_tokens: int = 32,
-    min_saved_tokens: int = 64,
+    min_saved_tokens: int | str = "auto",
     max_prefill_tokens: int = 16384,
     max_rows: int | None = None,
     reuse_prefix: bool | int = False,
@@ -82,15 +82,19 @@ def enable(
             PyTorch, one by one. Weights are never moved or copied.
         min_shared_tokens: Shortest run of tokens shared by neighbouring prompts, at any depth, that gets a node.
         min_saved_tokens: Calls in which sharing saves fewer stored tokens run stock, which is then faster, unless
-            their steps are captured.
+            their steps are captured. ``"auto"``: 64, and on the CPU as many as take stock the time that sharing costs
+            the call, by a model of costs (docs/limits.md). Where layers have states or prompts have images, what
+            prompts begin with is computed once if that saves as many tokens; ``"auto"`` asks for about 2,048 for each
+            prefill pass that this adds.
         max_prefill_tokens: Maximum tokens per prefill forward pass; longer contexts are prefilled in chunks.
         max_rows: Most rows of a call, samples of all its prompts, that decode at once; the others wait. Calls that
             return their cache, stream, or run processors or criteria of your own decode all at once, and raise if they
             have more. None: as many as fit in memory.
         reuse_prefix: Keep the prompts' keys and values of recent calls, so that later calls prefill only new tokens:
             for prompts with a common prefix that arrive one at a time. ``True`` keeps up to 2 GiB, an integer that
-            many bytes, of at most 64 calls. They are dropped when weights or active adapters change. Prompts of at
-            least `min_saved_tokens` then run shared although nothing is saved yet.
+            many bytes (at least those of one token; 0 none), of at most 64 calls. They are dropped when weights or
+            active adapters change. Prompts of at least `min_saved_tokens` then run shared although nothing is saved
+            yet.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
             section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
             attends to it; a collective per layer merges what they found. ``"auto"`` divides between those of the
@@ -104,7 +108,7 @@ def enable(
         The same model.
 
     Raises:
-        ValueError: An option has an invalid value.
+        ValueError: An option has an invalid value, or `reuse_prefix` fewer bytes than a token of this model.
         TypeError: `model` neither is nor wraps a transformers model that generates.
     """
     options = Options(
@@ -120,7 +124,9 @@ def enable(
         sequence_parallel,
         peer_timeout,
     )
-    _install(unwrapped(model), options)
+    inner = unwrapped(model)
+    require_room(inner, options)
+    _install(inner, options)
     return model
 
 

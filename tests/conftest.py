@@ -35,6 +35,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def short_calls_share():
+    """Calls of tiny models, which are faster in stock on the CPU, share all the same; see `share_short_calls`."""
+    from .short_calls import share_short_calls
+
+    share_short_calls()
+
+
 @pytest.fixture
 def model():
     """A model of the test's own."""

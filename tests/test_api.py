@@ -225,7 +225,7 @@ def test_generate_shows_its_own_signature(model):
     [
         ({"backend": "fast"}, r"backend must be one of auto, .*, got 'fast'"),
         ({"min_shared_tokens": 0}, "min_shared_tokens must be an integer of at least 1, got 0"),
-        ({"min_saved_tokens": -1}, "min_saved_tokens must be an integer of at least 0, got -1"),
+        ({"min_saved_tokens": -1}, "min_saved_tokens must be an integer of at least 0, or .auto., got -1"),
         ({"max_prefill_tokens": 1.5}, r"max_prefill_tokens must be an integer of at least 1, got 1\.5"),
         ({"max_rows": 0}, "max_rows must be an integer of at least 1, or None for no bound, got 0"),
         ({"max_rows": True}, "max_rows must be an integer of at least 1, or None for no bound, got True"),

@@ -1,13 +1,16 @@
 """What `explain` tells of calls: shared, stock, and failed ones."""
 
+import html
 import threading
 
 import pytest
+import torch
 from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
+from .architectures.classes import tiny_model_of
 from .short_calls import PROMPT, SAMPLING
 
 
@@ -19,7 +22,7 @@ def test_explain_reads_as_text(model):
         report = fd.explain(model)
         text = str(report)
         assert "layers 0-1: prefill" in text
-        assert "1 node(s) of 80 tokens at depth 0 by cpu" in text
+        assert "1 node(s) of 80 tokens at depth 0 by cpu" in " ".join(text.split())
         assert "tokens prefilled: 80 (stock: 240)" in text
         per_token = 2 * 2 * 2 * 16 * 4
         assert report.last_call.nbytes.stored == (80 + 3 * 5) * per_token
@@ -28,8 +31,26 @@ def test_explain_reads_as_text(model):
         assert "stock (use_cache=False)" in str(fd.explain(model))
         model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
         text = str(fd.explain(model))
-        assert "steps: eager (the model must be on one CUDA device, got" in text
-        assert "generation mode 'beam_search' uses another decoding loop" in text
+        assert "steps: eager (the model must be on one CUDA device, got" in " ".join(text.split())
+        assert "generation mode 'beam_search' uses another decoding loop" in " ".join(text.split())
+
+
+def test_a_prompt_and_a_notebook_show_what_print_does(model):
+    """In 80 columns, whatever the length of a reason; layers of equal reports in one line."""
+    with fd.enabled(model):
+        for arguments in (SAMPLING, {"use_cache": False, "max_new_tokens": 2}):
+            model.generate(**PROMPT, **arguments)
+            report = fd.explain(model)
+            assert repr(report) == str(report)
+            assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
+            assert max(map(len, str(report).splitlines())) <= 80
+            words = " ".join(str(report).split())
+            assert all(" ".join(line.split()) in words for line in report.last_call.lines())
+    report.last_call.reason = "a<b & " + 60 * "word " + 100 * "x"
+    assert max(map(len, str(report).splitlines()[:-1])) <= 80
+    assert "<b" not in report._repr_html_().replace("<pre>", "")
+    call = fd.CallReport("shared", layers=["a", "a", "b", "a", "a", "a", "b"])
+    assert call.lines()[-2:] == ["  layers 0-1, 3-5: a", "  layers 2, 6: b"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +74,7 @@ def test_a_call_that_raised_is_told_as_that(model, arguments, error):
             model.generate(**PROMPT, **{name: given.get(value, value) for name, value in arguments.items()})
         assert fd.explain(model).last_call.path == "failed"
         assert "last generate call: failed (" in str(fd.explain(model))
-        assert error in str(fd.explain(model))
+        assert error in " ".join(str(fd.explain(model)).split())
         model.generate(**PROMPT, **SAMPLING)
         assert fd.explain(model).last_call.path == "shared"
 
@@ -110,6 +131,24 @@ def test_what_was_forced_and_not_used_is_told(model, caplog, forced):
         reason = fd.explain(model).last_call.reason
     assert reason.endswith(f"; {', '.join(f'{name}={value!r}' for name, value in forced.items())} not used")
     assert reason in caplog.text
+
+
+def test_a_generate_that_calls_that_of_parts_is_told(caplog):
+    """Kosmos-2's, whose text model generates and shares if it is enabled."""
+    model = tiny_model_of("Kosmos2ForConditionalGeneration")
+    prompt = {"input_ids": PROMPT["input_ids"][:, -40:]}
+    stock = model.generate(**prompt, max_new_tokens=3)
+    with fd.enabled(model), caplog.at_level("WARNING", logger="hf_fastdecode"):
+        assert torch.equal(model.generate(**prompt, max_new_tokens=3), stock)
+        call = fd.explain(model).last_call
+    expected = "generate of Kosmos2ForConditionalGeneration does not call that of transformers for this model; enable "
+    assert (call.path, call.reason) == ("stock", expected + "the parts that generate, and explain them: text_model")
+    assert call.reason in caplog.text
+    with fd.enabled(model.text_model, min_saved_tokens=1):
+        assert torch.equal(
+            model.generate(**{"input_ids": prompt["input_ids"].repeat(3, 1)}, max_new_tokens=3)[:1], stock
+        )
+        assert fd.explain(model.text_model).last_call.path == "shared"
 
 
 def test_stocks_own_are_never_unused(model):

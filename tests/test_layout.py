@@ -177,7 +177,7 @@ def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
 # of the package; conversion/fit is one apart from the rest of its folder.
 LAYERS = (
     *(
-        {"_compat", "errors", "plain_modules", "weak_method"},
+        {"_compat", "dtypes", "errors", "log", "plain_modules", "weak_method"},
         {"files"},
         {"kernels"},
         {"attention"},

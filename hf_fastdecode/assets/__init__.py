@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ..dtypes import FLOATS, torch_dtype
 from .prompt import SEPARATOR, Task, solved_example, task_prompt
 
 if TYPE_CHECKING:
@@ -83,12 +84,13 @@ def _copy(folder: Path) -> Path:
 
 
 def load_embedded(
-    dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Load the embedded Llama model (multi-head attention, RoPE, head_dim 64) and its tokenizer, of `embedded_folder`.
 
     Args:
-        dtype: of the parameters; None means torch.float32 (the file stores float16).
+        dtype: of the parameters, by name (``"float16"``, ``"fp16"``) or as torch's; None means torch.float32 (the file
+            stores float16).
         device: where the parameters go.
 
     Returns:
@@ -96,12 +98,13 @@ def load_embedded(
 
     Raises:
         FileNotFoundError: the installation lacks the weights.
+        ValueError: `dtype` is not float32, bfloat16, float16 or float64.
     """
-    import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
+    held = torch_dtype("float32" if dtype is None else dtype, (*FLOATS, "float64"))
     folder = embedded_folder()
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=held)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
 

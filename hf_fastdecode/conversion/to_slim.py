@@ -19,7 +19,7 @@ from .families import family_of, require_rope, slim_config, untied
 from .fit.cache_errors import dtype_name
 from .layers.calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
 from .layers.layer_converter import LayerConverter, below
-from .layers.plan_choice import CacheDtype, NamedPlan, PlanChoice
+from .layers.plan_choice import NamedPlan, PlanChoice
 
 
 def to_slim(
@@ -31,7 +31,7 @@ def to_slim(
     plan: NamedPlan | tuple[tuple[str, int], ...] = "auto",
     rank: int | None = None,
     tolerance: float = 2.0,
-    cache_dtype: CacheDtype = "auto",
+    cache_dtype: str | torch.dtype = "auto",
     rope: Rope = "raw",
     sparsity_threshold: float = 0.0,
 ) -> PreTrainedModel:
@@ -56,7 +56,8 @@ def to_slim(
         tolerance: For ``auto``: largest acceptable error of a layer's output, as a multiple of the error that keys and
             values in the model's dtype make.
         cache_dtype: Dtype of cached keys and V-coordinates. ``auto``: fp16 for models in bf16, else the model's dtype.
-            ``fp16``, ``bf16``: this dtype. Layers whose keys come near the end of its range keep keys and values.
+            ``fp16``, ``bf16``, also by torch's names or as `torch.dtype`: this dtype. Layers whose keys come near the
+            end of its range keep keys and values.
             ``int8``, ``fp8``: for layers whose error is at most `tolerance` times that of keys and values in int8;
             other layers are as with ``auto``.
         rope: ``raw`` caches keys before RoPE and rotates them when they are read, at positions counted from the

@@ -39,6 +39,7 @@ class ActiveCall:
         loop_is_ours: Whether this package's decoding loop was passed.
         may_hold: Whether `generate` has got it, so that what was held back comes to it.
         loop: The user's ``custom_generate``, if any.
+        reports: Of each call of transformers' `generate` that it made, of which a class's own may make several.
         given: Tensors that `generate` was given, by name.
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
@@ -52,19 +53,24 @@ class ActiveCall:
     may_hold: bool = field(default=False, init=False)
     loop: Callable[..., Any] | None = None
     given: dict[str, Tensor] = field(default_factory=dict)
-    report: CallReport | None = None
+    reports: list[CallReport] = field(default_factory=list, init=False)
     structure: Structure | None = None
     inputs: GivenInputs | None = None
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
+    @property
+    def report(self) -> CallReport | None:
+        """The report of the last of its calls of transformers' `generate`; None before the path of the first."""
+        return self.reports[-1] if self.reports else None
+
     def begin(self, *, may_hold: bool) -> None:
         """Begin one call of transformers' `generate`, which a user's or a class's own may make several times.
 
         Captures that the one before held are free again: Whisper's own makes one for each segment and temperature.
         """
-        if self.report is not None:
+        if self.reports:
             self.scope.let_go()
         self.may_hold, self.inputs = may_hold, None
 

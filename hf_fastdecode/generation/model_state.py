@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from ..log import logger
 from ..parallel.groups import sequence_group
 from ..parallel.sequence import SequenceParallel
 from ..weak_method import STATE_ATTRIBUTE
@@ -22,8 +23,6 @@ from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
 from .steps.captures import Captures
 from .structure import KeptStructure, Structure
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 class ModelState:

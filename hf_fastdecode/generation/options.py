@@ -30,6 +30,12 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
 
 _REUSED_BYTES = 2 * 2**30
 
+FEWEST_SAVED = 64
+"""Tokens that sharing must save with ``min_saved_tokens="auto"``, also where time does not ask for more."""
+
+TOKENS_OF_A_PASS = 2048
+"""Tokens that a prefill pass takes as long for as for its launches, about."""
+
 _SHORTEST_TIMEOUT = 3
 """Seconds within which a process that lives tells its peers so, with all its cores busy."""
 
@@ -47,7 +53,7 @@ class Options:
     sampler: Sampler = "auto"
     fuse_projections: FuseProjections = "auto"
     min_shared_tokens: int = 32
-    min_saved_tokens: int = 64
+    min_saved_tokens: int | str = "auto"
     max_prefill_tokens: int = 16384
     max_rows: int | None = None
     reuse_prefix: bool | int = False
@@ -58,6 +64,15 @@ class Options:
     def reused_bytes(self) -> int:
         """Maximum bytes of keys and values to keep for later calls."""
         return _REUSED_BYTES if self.reuse_prefix is True else int(self.reuse_prefix)
+
+    @property
+    def fewest_saved(self) -> int:
+        """Least tokens that sharing must save, as far as that does not depend on the call; at least 1."""
+        return FEWEST_SAVED if isinstance(self.min_saved_tokens, str) else max(1, self.min_saved_tokens)
+
+    def worth_passes(self, passes: int) -> int:
+        """Tokens that what prompts begin with must save, where it takes so many prefill passes more; at least 1."""
+        return passes * TOKENS_OF_A_PASS + 1 if isinstance(self.min_saved_tokens, str) else self.fewest_saved
 
     @property
     def forced(self) -> list[str]:
@@ -92,7 +107,8 @@ class Options:
             )
         if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:
             raise ValueError(
-                f"reuse_prefix must be True, False, or the most bytes to keep, at least 0, got {self.reuse_prefix!r}"
+                "reuse_prefix must be True (2 GiB), False, or the most bytes of keys and values to keep, at least 0, "
+                f"got {self.reuse_prefix!r}"
             )
         if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
             # Its import needs torch, and options are also read where its seconds would be lost.
@@ -101,8 +117,11 @@ class Options:
             require_sequence_group(self.sequence_parallel)
         for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
             value = getattr(self, name)
+            if name == "min_saved_tokens" and value == "auto":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+                otherwise = ', or "auto"' if name == "min_saved_tokens" else ""
+                raise ValueError(f"{name} must be an integer of at least {least}{otherwise}, got {value!r}")
         rows = self.max_rows
         if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
             raise ValueError(f"max_rows must be an integer of at least 1, or None for no bound, got {rows!r}")

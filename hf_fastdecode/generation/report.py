@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 from weakref import ref
 
@@ -12,6 +13,7 @@ from ..cache.accounting import CacheBytes, within
 from ..cache.layers.attention import SharedContextLayer
 from ..cache.layers.state import StateLayer
 from ..cache.shared import SharedContextCache
+from .report_lines import fold, lines_of, ordinal
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class CallReport:
         padded_length: Padded length of the prompts.
         forest: Description of the nodes.
         prefilled_tokens: Tokens computed before the decode steps.
+        computed_again: Prompts whose last token was computed again, as the first step: all of them were stored before.
         captured_prefill_tokens: How many of the prefilled tokens captured passes computed.
         prefill_reason: Why prefill passes that were to be captured ran eagerly; empty if none did.
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
@@ -87,6 +90,8 @@ class CallReport:
         input_bytes: Bytes of their keys and values in all layers.
         stock_input_bytes: Bytes of one input's in transformers' cache, which holds them once per row.
         parallel: How several processes computed a shared call; None otherwise.
+        inner: The reports of the calls that the model's own `generate` made, if it made several, such as Whisper's for
+            segments and temperatures; see `of_inner`.
     """
 
     path: str = "stock"
@@ -95,6 +100,7 @@ class CallReport:
     padded_length: int = 0
     forest: str = ""
     prefilled_tokens: int = 0
+    computed_again: int = 0
     captured_prefill_tokens: int = 0
     prefill_reason: str = ""
     known_tokens: tuple[int, ...] | None = None
@@ -125,6 +131,7 @@ class CallReport:
     input_bytes: int = 0
     stock_input_bytes: int = 0
     parallel: ParallelReport | None = None
+    inner: tuple[CallReport, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"cache": None}  # weak references cannot be pickled
@@ -186,63 +193,32 @@ class CallReport:
         stock += self.rows * (self.state_bytes + self.stock_input_bytes)
         return CacheBytes(stored=stored, allocated=stored, stock=stock)
 
+    @classmethod
+    def of_inner(cls, inner: Sequence[CallReport]) -> CallReport:
+        """The report of a call whose model's own `generate` made several calls of transformers'.
+
+        All fields but `path`, `reason` and `inner` are those of the inner call that shared with most rows, or of the
+        last one if none did.
+        """
+        shared = [one for one in inner if one.path == "shared"]
+        main = max(shared, key=lambda one: one.rows, default=inner[-1])
+        reason = f"{len(shared)} of its {len(inner)} inner calls share, the {ordinal(inner, main)} as below"
+        if not shared:
+            reason = f"none of its {len(inner)} inner calls shares; the last: {main.reason}"
+        if inner[-1].path == "failed":
+            return replace(main, path="failed", reason=inner[-1].reason, inner=tuple(inner))
+        return replace(main, reason=reason, inner=tuple(inner))
+
     def lines(self) -> list[str]:
         """Human-readable lines of the report."""
-        lines = [f"last generate call: {self.path} ({self.reason})"]
-        if self.path == "shared":
-            stored, _, stock = self.nbytes
-            lines += [
-                f"  {self.forest}",
-                f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
-                *([f"  of these, stored with one row alone: {self.own_tokens}"] if self.own_tokens else []),
-                *self._prefill(),
-                *self._given(),
-                f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
-                *([f"  of these, for encoder inputs ({self.inputs}): {self.input_bytes:,}"] if self.inputs else []),
-                *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
-                f"  steps: {self.mode} ({self.mode_reason})",
-                *([f"  {self.parallel}"] if self.parallel else []),
-                *([f"  as kernels: {self.fused}"] if self.fused else []),
-                f"  sampler: {self.sampler} ({self.sampler_reason})",
-                *self._events(),
-                *_layer_lines(self.layers),
-            ]
-        return lines
-
-    def _prefill(self) -> list[str]:
-        captured = self.captured_prefill_tokens
-        return [
-            *([f"  of these, by captured passes: {captured}"] if captured else []),
-            *([f"  prefill passes cannot be captured: {self.prefill_reason}"] if self.prefill_reason else []),
-        ]
-
-    def _given(self) -> list[str]:
-        if self.known_tokens is None:
-            return []
-        least, most = min(self.known_tokens), max(self.known_tokens)
-        each = f"{least}" if least == most else f"{least} to {most}"
-        return [f"  tokens of each prompt that were stored before: {each}"]
-
-    def _events(self) -> list[str]:
-        counts = {
-            "CUDA graphs captured": self.captures,
-            "compactions of finished rows": self.compactions,
-            "waves of rows, one after another": self.waves,
-        }
-        lines = [f"  {what}: {count}" for what, count in counts.items() if count]
-        if self.rows_at_once:
-            how = (
-                f"in waves: {self.waves_reason}"
-                if self.waves_reason
-                else f"{self.refilled} in places of finished ones"
-            )
-            lines.append(f"  rows at once: {self.rows_at_once} of {self.rows}, {how}")
-        return lines
+        return lines_of(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """Report of a model, returned by `hf_fastdecode.explain`; ``str(report)`` is readable text.
+    """Report of a model, returned by `hf_fastdecode.explain`; ``str(report)`` is readable text of 80 columns.
+
+    A Python prompt and a notebook show that text.
 
     Attributes:
         model: Class name of the model.
@@ -266,7 +242,12 @@ class Report:
         layers = "" if self.layer_count is None else f"{self.layer_count} layers, "
         lines = [f"{self.model}: enabled, {layers}{able}{why}"]
         lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
-        return "\n".join(lines)
+        return "\n".join(folded for line in lines for folded in fold(line))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _what_ran(layer: object) -> str:
@@ -277,13 +258,3 @@ def _what_ran(layer: object) -> str:
     if isinstance(layer, SharedContextLayer):
         ran += (f"{phase}: {what}" for phase, what in layer.ran.items())
     return "; ".join(ran) or "stores nothing"
-
-
-def _layer_lines(layers: list[str]) -> list[str]:
-    """One line per run of layers with equal reports."""
-    lines, first = [], 0
-    for what, run in groupby(layers):
-        last = first + len(list(run)) - 1
-        lines.append(f"  layer{'' if first == last else 's'} {first}{'' if first == last else f'-{last}'}: {what}")
-        first = last + 1
-    return lines

@@ -7,7 +7,6 @@ compiler of its launchers leave the interpreter to other threads. What fails her
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..log import logger
 from .installed import interpreted, triton_is_installed
-
-logger = logging.getLogger("hf_fastdecode")
 
 _MOST_THREADS = 8
 

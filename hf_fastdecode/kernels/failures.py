@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from enum import Enum
 from typing import NoReturn
 
 import torch
 
+from ..log import logger
 from .installed import triton_is_installed
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 class Kernel(Enum):

@@ -6,7 +6,6 @@ the thread that waits in it gets an error.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from threading import Lock, Thread
@@ -16,6 +15,7 @@ from weakref import WeakSet, ref
 
 from torch import distributed
 
+from ..log import logger
 from .abort import abort
 from .heartbeat import IN_CALLS, LONGEST, Heartbeat
 from .standing import Exit, Standing, parted, settled, waits_in_vain
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import PrefixStore
 
-logger = logging.getLogger("hf_fastdecode")
 
 _GRACE = 1.0
 """Seconds for a peer's error to be raised here too, and for a call to end whose store's process has ended."""

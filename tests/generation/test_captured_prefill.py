@@ -148,7 +148,9 @@ def test_windows_and_soft_caps_by_the_kernel(name, uncaptured, monkeypatch):
             found, count = first_token(model, prompt)
             assert count == prompt["attention_mask"].sum(), fd.explain(model).last_call.prefill_reason
             assert_same_prefill(found, expected)
-            assert "causal attention by triton, merged with its context, captured" in str(fd.explain(model))
+            assert "causal attention by triton, merged with its context, captured" in str(
+                fd.explain(model).last_call.lines()
+            )
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha"])
@@ -186,11 +188,11 @@ def test_a_shape_is_captured_when_it_comes_again(uncaptured, monkeypatch):
         for length in (60, 70, 50, 64, 2, 129):
             counts.append(first_token(model, ragged_prompts(length))[1])
         assert counts == [0, 0, 50, 64, 2, 0]
-        assert "of these, by captured passes" not in str(fd.explain(model))
+        assert "of these, by captured passes" not in str(fd.explain(model).last_call.lines())
         first_token(model, ragged_prompts(64))
-        assert "of these, by captured passes: 64" in str(fd.explain(model))
-        assert "layer 0: prefill: each node once" in str(fd.explain(model))
-        assert "its context, captured" in str(fd.explain(model))
+        assert "of these, by captured passes: 64" in str(fd.explain(model).last_call.lines())
+        assert "layer 0: prefill: each node once" in str(fd.explain(model).last_call.lines())
+        assert "its context, captured" in str(fd.explain(model).last_call.lines())
 
 
 def test_captures_in_vain_become_rarer(monkeypatch):
@@ -264,7 +266,7 @@ def test_a_pass_that_cannot_be_captured_runs_eagerly(kind, uncaptured, monkeypat
         first_token(model, ragged_prompts(15, 15))
         assert len(tried) == (2 if kind is RuntimeError else 4)  # several prompts may take what one does not
         assert fd.explain(model).last_call.prefill_reason == "not now"
-        assert "prefill passes cannot be captured: not now" in str(fd.explain(model))
+        assert "prefill passes cannot be captured: not now" in str(fd.explain(model).last_call.lines())
         fd.enable(model, mode="graph", **OPTIONS)
         first_token(model, ragged_prompts(100))
         assert len(tried) == (3 if kind is RuntimeError else 5)

@@ -90,7 +90,7 @@ def test_windows_hide_part_of_a_prompt(name, monkeypatch):
         errors = Errors(model)
         for lengths in ((60,), (300,), (257,), (41, 70, 20)):
             errors.add(prompts_of(*lengths, seed=lengths[0]))
-        assert "by triton, merged with its context, captured" in str(fd.explain(model))
+        assert "by triton, merged with its context, captured" in str(fd.explain(model).last_call.lines())
     errors.check()
 
 

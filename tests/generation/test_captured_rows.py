@@ -79,7 +79,7 @@ def test_tokens_are_stocks(whisper, arguments, count, at_once):
             report = fd.explain(whisper).last_call
             assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
             assert report.captured_prefill_tokens == 4 * count, report.prefill_reason
-            assert "causal attention by PyTorch, captured" in str(fd.explain(whisper))
+            assert "causal attention by PyTorch, captured" in str(fd.explain(whisper).last_call.lines())
         assert state_of(whisper).captures.by_rows.count == 1
 
 

@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import image_beginnings, pass_memory, prompt_plan
+from hf_fastdecode.generation.prompts import image_beginnings, pass_memory
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -123,7 +123,6 @@ def _images_of(args, kwargs):
 @pytest.mark.parametrize("name", WITH_STATES_TOO)
 def test_questions_about_the_same_images_share_what_comes_before(name, monkeypatch):
     """Images, and text around them, in nodes of two levels; the questions' own tokens run in passes of their own."""
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     model, counted = tiny_model_of(name), []
     inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, SMALL, 17), (6, TALL, 9), (2, TALL, 8))
     lengths = inputs["attention_mask"].sum(1).tolist()
@@ -150,7 +149,6 @@ def begin_alike(inputs, one, other, count):
 
 def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
     """Where text alone fails, because something is None that images would make."""
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     model = tiny_model_of("Qwen3VLForConditionalGeneration")
     inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24))
     begin_alike(inputs, 0, 1, 16)
@@ -171,7 +169,6 @@ def test_lists_of_each_images_numbers_keep_images_together():
 
 def test_a_beginning_ends_before_other_images(model, monkeypatch):
     """Which run behind what prompts share, in a pass of their own."""
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     inputs = prompts_with_images(model, (9, SMALL, 9), (9, (4, 4, 1), 9), (9, TALL, 9), (9, SMALL, 4, SMALL, 9))
     for other in (1, 2, 3):
         begin_alike(inputs, 0, other, 9)
@@ -184,7 +181,6 @@ def test_a_beginning_ends_before_other_images(model, monkeypatch):
 
 def test_prompts_that_attend_both_ways_share_no_beginning(monkeypatch):
     """PaliGemma's, of which one without an image does so in a pass of its own too."""
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     model = tiny_model_of("PaliGemmaForConditionalGeneration")
     inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, TALL, 10), (14,))
     begin_alike(inputs, 0, 1, 35)
@@ -245,7 +241,7 @@ def test_token_types_of_text_alone_say_nothing(model):
     inputs = prompts_with_images(model, (80,), (80,))
     inputs["input_ids"][1, :40] = inputs["input_ids"][0, :40]
     report, _ = compared(model, inputs, "samples", min_shared_tokens=16)
-    assert report.prefilled_tokens == (160 if model.config.model_type == "qwen3_5" else 120)
+    assert report.prefilled_tokens == 120
 
 
 def test_a_generate_that_makes_several_calls(monkeypatch):

@@ -9,7 +9,6 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.prompts import prompt_plan
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -54,7 +53,6 @@ def test_captured_steps_draw_what_eager_ones_do(each):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turns_over_kept_prompts_and_questions_about_one_image(each, dtype, monkeypatch):
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     model, inputs = on_gpu(each, dtype, (5, (4, 4), 19), (5, (4, 4), 21))
     model.generation_config.suppress_tokens = [
         token for name, token in vars(model.config).items() if name.endswith(("_token_id", "_index")) and token

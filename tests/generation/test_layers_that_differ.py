@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import groupby
 
 import pytest
 import torch
@@ -83,11 +84,20 @@ def test_bytes_are_those_of_each_layer(differing):
 def test_the_report_has_a_line_for_each_kind_of_layer(differing):
     with fd.enabled(differing):
         differing.generate(**PROMPT, **SAMPLING)
-        lines = [line for line in str(fd.explain(differing)).splitlines() if line.startswith("  layer")]
-    assert len(lines) == len(differing.config.layer_types)
+        lines = [line for line in fd.explain(differing).last_call.lines() if line.startswith("  layer")]
+    kinds = list(dict.fromkeys(differing.config.layer_types))
     assert ["within a window of 40 tokens" in line for line in lines] == [
-        name == "sliding_attention" for name in differing.config.layer_types
+        name == "sliding_attention" for name in kinds
     ]
+    for line, kind in zip(lines, kinds, strict=True):
+        told = line.split(":")[0].split(None, 1)[1]
+        assert told == folded([index for index, name in enumerate(differing.config.layer_types) if name == kind])
+
+
+def folded(indices):
+    """Numbers of layers as reports have them."""
+    runs = [[index for _, index in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there these steps are captured")

@@ -5,7 +5,8 @@ from weakref import ref
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -119,6 +120,46 @@ def test_stop_strings_are_for_each_row():
     with fd.enabled(model, max_rows=2):
         assert torch.equal(seeded(lambda: model.generate(**prompt, **call)), stock)
         assert fd.explain(model).last_call.waves == 3
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "log-probs"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "samples"])
+def test_rows_that_stop_strings_end_draw_on_without_an_end_token(model, sampled, recorded):
+    """Until the last row of the call ends, also those of waves that end before; and so does the generator."""
+    prompts = ragged_prompts(70) if sampled else many(copies=2)
+    call = SAMPLED if sampled else GREEDY
+    arguments = {"stop_strings": [chr(97 + number) for number in range(0, 97, 4)], "tokenizer": letters(), **call}
+    logs = [fd.TokenLogProbs() for _ in range(2)]
+
+    def drawn(log):
+        given = {"logits_processor": [log]} if recorded else {}
+        return model.generate(**prompts, **arguments, **given), torch.rand(1)
+
+    with fd.enabled(model, sampler="hf"):
+        together = seeded(lambda: drawn(logs[0]))
+    stock = seeded(lambda: model.generate(**prompts, **arguments))
+    width = prompts["input_ids"].shape[1]
+    assert torch.equal(together[0], stock)
+    assert width + 1 < stock.shape[1] < width + 14
+    for most in (1, 2):
+        with fd.enabled(model, max_rows=most, sampler="hf"):
+            assert all(map(torch.equal, seeded(lambda: drawn(logs[1])), together))
+            assert fd.explain(model).last_call.waves == -(-len(stock) // most)
+        if recorded:
+            new = stock[:, width:]
+            torch.testing.assert_close(logs[1].of(new), logs[0].of(new))
+
+
+def letters():
+    """A tokenizer of single letters, for the tiny models' vocabulary."""
+    plain = Tokenizer(models.WordLevel({chr(97 + number): number for number in range(97)}, unk_token="a"))
+    plain.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+
+    class Letters(PreTrainedTokenizerFast):
+        def convert_tokens_to_string(self, tokens):
+            return "".join(tokens)
+
+    return Letters(tokenizer_object=plain, pad_token="a")
 
 
 def test_waves_are_planned_from_free_memory(model, widths, monkeypatch, caplog):

@@ -47,7 +47,7 @@ def test_of_a_cache_that_is_hardly_used_the_log_tells(model, caplog):
         assert not caplog.records
         stock = seeded(lambda: model.generate(other, **SAMPLING, **{CACHE: None}))
         assert torch.equal(seeded(lambda: model.generate(other, **SAMPLING, **{CACHE: cache})), stock)
-        assert "tokens of each prompt that were stored before: 12" in str(fd.explain(model))
+        assert "tokens of each prompt that were stored before: 12" in str(fd.explain(model).last_call.lines())
     assert [record.getMessage() for record in caplog.records] == [
         "prompt 0 begins with 12 of the 80 or more tokens of the given cache; the rest of it is prefilled"
     ]

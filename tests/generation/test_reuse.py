@@ -43,7 +43,7 @@ def test_only_what_is_new_is_prefilled(name):
             assert call.known_tokens == (None if index == 0 else (70,))
         assert torch.equal(run(model, prompts(4)[2]), expected[2])  # its last token alone runs again
         assert fd.explain(model).last_call.prefilled_tokens == 0
-        assert "stored before: 97" in str(fd.explain(model))
+        assert "stored before: 97" in str(fd.explain(model).last_call.lines())
 
 
 def test_several_prompts_and_samples(model):
@@ -73,7 +73,7 @@ def test_memory_is_bounded(model):
             run(model, prompt)
             kept = fd.explain(model).last_call.kept_bytes
             assert kept == min(97 + 27 * index, 70 + 27 * 6) * BYTES <= bound
-        assert f"kept for later calls: {kept:,}" in str(fd.explain(model))
+        assert f"kept for later calls: {kept:,}" in str(fd.explain(model).last_call.lines())
         run(model, prompts(1, length=300)[0])
         assert fd.explain(model).last_call.kept_bytes == 0  # one call alone is more
         run(model, prompts(1)[0])
@@ -174,8 +174,35 @@ def test_a_given_cache_goes_first(model):
 
 @pytest.mark.parametrize("given", [-1, 1.5, "yes", None])
 def test_the_option_is_checked(model, given):
-    with pytest.raises(ValueError, match=f"reuse_prefix must be True, False, or the most bytes .* got {given!r}"):
+    with pytest.raises(ValueError, match=f"reuse_prefix must be True .*, False, or the most bytes .* got {given!r}"):
         fd.enable(model, reuse_prefix=given)
+
+
+@pytest.mark.parametrize("given", [1, 2, BYTES - 1])
+def test_bytes_that_hold_no_token_are_refused(model, given):
+    expected = f"reuse_prefix={given} is a number of bytes, and one token of this LlamaForCausalLM takes {BYTES} bytes"
+    with pytest.raises(ValueError, match=expected):
+        fd.enable(model, reuse_prefix=given)
+    fd.enable(model, reuse_prefix=BYTES)
+    with pytest.raises(ValueError, match=expected):
+        fd.enable(model, reuse_prefix=given)
+    fd.disable(fd.enable(model, reuse_prefix=0))
+
+
+def test_the_report_of_a_repeated_prompt_is_true(model):
+    """All its tokens were stored before, but for the last, which is computed again as the first step."""
+    with fd.enabled(model, reuse_prefix=True):
+        (prompt,) = prompts(1)
+        run(model, prompt)
+        first = str(fd.explain(model).last_call.lines())
+        assert "tokens prefilled: 97 (stock: 97)" in first
+        assert "shared (its prompts are kept for later calls)" in first
+        run(model, prompt)
+        report = fd.explain(model)
+    assert report.last_call.prefilled_tokens == 0
+    assert "97 of 97 prompt tokens were stored before" in report.last_call.reason
+    assert "0 of 97" not in str(report)
+    assert "the last token of each prompt, again, as the first step: 1" in str(report)
 
 
 def test_nodes_of_a_given_cache_are_not_passed_on(model):

@@ -14,7 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.own_code import own_code_of
 from hf_fastdecode.cache.layout.model import ModelLayout
-from hf_fastdecode.generation.prompts import pass_memory, prompt_plan
+from hf_fastdecode.generation.prompts import pass_memory
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
@@ -95,7 +95,6 @@ def test_tokens_are_stocks(each):
 
 def test_what_prompts_begin_with_is_computed_once(each, monkeypatch):
     """Rests of the same length run together behind it, no single token alone. Padding enters states as in stock."""
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     prompts = ragged_prompts(33, 50, 50, 32, shared=32)
     arguments = SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
     stock = run(each, arguments, prompts)
@@ -112,7 +111,6 @@ def test_what_prompts_begin_with_is_computed_once(each, monkeypatch):
 
 
 def test_what_prompts_begin_with_behind_kept_tokens_and_for_later_calls(model, monkeypatch):
-    monkeypatch.setattr(prompt_plan, "TOKENS_OF_A_PASS", 0)
     prompts, later = ragged_prompts(50, 45, shared=32), ragged_prompts(40, shared=32, seed=0)
     stock, beams, alone = run(model, SAMPLING, prompts), run(model, BEAMS, prompts), run(model, SAMPLING, later)
     gap = prompts | {"attention_mask": prompts["attention_mask"].clone()}
@@ -167,7 +165,7 @@ def test_prompts_that_a_cache_holds_are_computed_again(model, caplog):
         assert kept.rows == 3
         assert torch.equal(run(model, SAMPLING, **{CACHE: kept}), stock)
         assert fd.explain(model).last_call.known_tokens == (0, 0, 0)
-        assert "a state for each row" in str(fd.explain(model))
+        assert "a state for each row" in str(fd.explain(model).last_call.lines())
     assert [record.getMessage() for record in caplog.records] == [
         "prompt 0 begins with 31 tokens of the given cache, of which 0 are not computed again: states continue where "
         "a prompt or a completion in the cache ends, by at least 2 new tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -104,8 +105,33 @@ def test_long_recordings(model, arguments):
     mask = torch.ones(2, 200, dtype=torch.long)
     mask[1, 150:] = 0
     arguments = arguments | {"return_timestamps": True, "condition_on_prev_tokens": True, "attention_mask": mask}
-    stock, output, _, _ = both(model, input_features=recordings(200), **arguments)
+    stock, output, _, report = both(model, input_features=recordings(200), **arguments)
     assert torch.equal(output, stock)
+    paths = [one.path for one in report.inner]
+    assert len(paths) > 1
+    assert (report.path, paths.count("shared") > 0) == ("shared", True)
+    assert report.reason.startswith(f"{paths.count('shared')} of its {len(paths)} inner calls share, the ")
+    shared = [one for one in report.inner if one.path == "shared"]
+    assert report.rows == max(one.rows for one in shared)
+    text = "\n".join(report.lines())
+    assert all(f": {path} (" in text for path in set(paths))
+    assert "  tokens prefilled: " in text
+
+
+def test_a_report_is_of_the_whole_call(model):
+    """Also where the last of its inner calls has one row left, and runs stock."""
+    arguments = FALLBACK | {"return_timestamps": True, "language": "en"}
+    features = recordings(200)[:1].expand(3, -1, -1)
+    settings = copy.deepcopy(model.generation_config)
+    try:
+        with fd.enabled(model, min_saved_tokens=20):
+            seeded(lambda: model.generate(input_features=features, attention_mask=torch.ones(3, 200), **arguments))
+            report = fd.explain(model).last_call
+    finally:
+        model.generation_config = settings
+    assert report.path == "shared"
+    assert len(report.inner) > 1
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 SUPPRESSED = {"suppress_tokens": [100, 7, *range(107, 1700)], "begin_suppress_tokens": [220, *range(20, 90)]}

@@ -28,6 +28,7 @@ from hf_fastdecode.parallel import sequence
 
 from ..fresh_processes import run_fresh
 from ..interpreter import make_faster, merging_two_at_once
+from ..short_calls import share_short_calls
 
 SECONDS = 60
 """Time limit of a communication, after which a scenario fails that left the other processes waiting."""
@@ -125,6 +126,7 @@ def run(files: list[str], folders: dict[str, str], out: str, ranks: list[int], b
             make_faster()
             changes.enter_context(merging_two_at_once())
             sequence.SUFFIX_BLOCK = FEW_TOKENS
+        share_short_calls()
         for file in files:
             import_module(f"tests.parallel.{file}")
         gc.freeze()  # collections that code asks for leave out modules

@@ -39,7 +39,7 @@ def prompts():
 
 def expanded(model) -> bool:
     """Whether the report of the last call says so, of every layer."""
-    lines = [line for line in str(fd.explain(model)).splitlines() if "decode:" in line]
+    lines = [line for line in fd.explain(model).last_call.lines() if "decode:" in line]
     return all("as latents; 1 node(s) as keys and values made once" in line for line in lines)
 
 
@@ -92,7 +92,7 @@ def test_kept_caches_keep_latents(small):
             whole = {CACHE: kept, "return_dict_in_generate": True}
             found = seeded(lambda whole=whole: model.generate(prompt, **whole, **call))
             assert torch.equal(found.sequences, stock)
-            assert "node(s) as keys and values made once" in str(fd.explain(model))
+            assert "node(s) as keys and values made once" in str(fd.explain(model).last_call.lines())
             assert found[CACHE].state.expanded is None
             assert kept.state.expanded is None
             assert kept.nbytes == before
@@ -108,7 +108,9 @@ def test_nodes_that_do_not_fit_stay_latents(small, monkeypatch):
         monkeypatch.setattr(expansion, "_room", lambda *_, tokens=tokens: tokens * a_token)
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
-            found = f"as latents; {nodes} node(s) as keys and values made once" in str(fd.explain(model))
+            found = f"as latents; {nodes} node(s) as keys and values made once" in str(
+                fd.explain(model).last_call.lines()
+            )
             assert found is (nodes > 0)
 
 
@@ -172,7 +174,7 @@ def test_captured_steps(small, monkeypatch):
             last = fd.explain(model).last_call
             assert last.mode == "graph"
             assert expanded(model) is bool(more)
-            assert "captured, as latents" in str(fd.explain(model))
+            assert "captured, as latents" in str(fd.explain(model).last_call.lines())
             assert bool(last.compactions) is not bool(more)
     assert torch.equal(found[0], stock)
     assert torch.equal(found[1][:, 41:], drawn)
@@ -197,7 +199,7 @@ def test_half_precision_on_a_gpu(mode, monkeypatch):
     with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
         found = seeded(lambda: model.generate(**given, **call))
         assert fd.explain(model).last_call.mode == mode
-        assert "3 node(s) as keys and values made once" in str(fd.explain(model))
+        assert "3 node(s) as keys and values made once" in str(fd.explain(model).last_call.lines())
     with torch.no_grad():
         exact, stock = (
             one(found.sequences[:, :-1]).logits[:, 299:].float() for one in (copy.deepcopy(model).float(), model)

@@ -123,7 +123,7 @@ def test_captured_steps(samples, monkeypatch):
     with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.mode == "graph"
-        assert "suffixes by triton, captured, as latents" in str(fd.explain(model))
+        assert "suffixes by triton, captured, as latents" in str(fd.explain(model).last_call.lines())
 
 
 @on_the_cpu

@@ -241,4 +241,4 @@ def test_shared_context(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(model)
     with fd.enabled(model):
         assert torch.equal(tokens(model), expected)
-        assert "stock (the argument" in str(fd.explain(model))
+        assert "stock (the argument" in str(fd.explain(model).last_call.lines())

@@ -205,6 +205,8 @@ def _suffix_partial(
     """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on."""
     shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
+    if longest == shortest and queries == 1 and kv.seen is None:  # of a step, which need not make `seen` on the CPU
+        return dense.windowed_partial(packed, keys, values, oldest)
     seen = kv.seen_by(queries)
     if longest == shortest and (not seen.numel() or int(seen.min()) == longest):
         return dense.windowed_partial(packed, keys, values, oldest)

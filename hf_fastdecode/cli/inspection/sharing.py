@@ -152,7 +152,7 @@ def _stock_reason(config: Any, sizes: KVSizes, context: int, new_tokens: int, sa
     """Why a call of this size runs stock although the model can share, or None."""
     longest = context + new_tokens
     rope = rope_limit(config.get_text_config(decoder=True))
-    least = Options().min_saved_tokens
+    least = Options().fewest_saved
     if rope is not None and longest > rope:
         return f"its position embedding changes beyond {rope} tokens"
     if sizes.chunked and sizes.window is not None and longest > sizes.window:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
+from hf_fastdecode.dtypes import dtype_among
 from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, Rope, read_layers
 
 from ..fit.cache_errors import CacheError
@@ -24,12 +25,13 @@ NamedPlan = Literal["auto", "k", "x", "e", "kv"]
 
 NAMED: Final[tuple[NamedPlan, ...]] = get_args(NamedPlan)
 
-CacheDtype = Literal["auto", "fp16", "bf16", "fp8", "int8"]
-"""Names of cache dtypes; ``auto`` depends on the model's."""
-
-CACHE_DTYPES: Final[dict[CacheDtype, torch.dtype | None]] = dict(
-    zip(get_args(CacheDtype), (None, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8), strict=True)
-)
+CACHE_DTYPES: Final[dict[Any, torch.dtype | None]] = {
+    AUTO: None,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 """Cache dtypes by their names."""
 
 
@@ -48,15 +50,16 @@ class PlanChoice:
         rank: V-coordinates beside the keys of every layer, instead of a plan; None to use `plan`.
         tolerance: For ``auto`` and for 8 bits: largest acceptable output error, as a multiple of that of an ordinary
             cache; for 8 bits of that of keys and values in int8.
-        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` depends on the model's dtype;
-            ``fp8`` and ``int8`` are for layers where they are accurate enough, and for inputs too.
+        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`, or the same in another spelling (see
+            `dtypes.dtype_among`), which becomes that of `CACHE_DTYPES`. ``auto`` depends on the model's dtype; ``fp8``
+            and ``int8`` are for layers where they are accurate enough, and for inputs too.
         rope: ``raw`` caches keys before RoPE, ``unrotate`` after it.
     """
 
     plan: NamedPlan | tuple[tuple[str, int], ...] = AUTO
     rank: int | None = None
     tolerance: float = 2.0
-    cache_dtype: CacheDtype = AUTO
+    cache_dtype: str | torch.dtype = AUTO
     rope: Rope = "raw"
 
     def __post_init__(self) -> None:
@@ -75,8 +78,9 @@ class PlanChoice:
                 "tolerance must be a number of at least 1 (the error of keys and values themselves), got "
                 f"{self.tolerance!r}"
             )
-        if self.cache_dtype not in CACHE_DTYPES:
+        if (cache_dtype := dtype_among(self.cache_dtype, CACHE_DTYPES)) is None:
             raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
+        object.__setattr__(self, "cache_dtype", cache_dtype)
         if self.rope not in ROPES:
             raise PlanError(f"rope must be one of {', '.join(ROPES)}, got {self.rope!r}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from ...log import logger
 from .command import Command
 from .containers import Container
 from .fork_server import ForkedPython, ForkServer
@@ -18,8 +18,6 @@ from .limits import Limits
 from .namespaces import Bubblewrap, Unshare
 from .process import SandboxedProcess
 from .proof import prove, prove_forks
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,5 +130,5 @@ def _fork_refusal(backend: Backend) -> str | None:
         return "it has none"
     refusal = prove_forks(backend)
     if refusal is not None:
-        _LOG.warning("%s starts a new interpreter for each program, since it cannot fork: %s", backend.name, refusal)
+        logger.warning("%s starts a new interpreter for each program, since it cannot fork: %s", backend.name, refusal)
     return refusal

@@ -7,7 +7,6 @@ waiting ones take the places of finished ones (`refill`), or decode in waves, on
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..._compat import pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
+from ...log import logger
 from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..prompts.start import Start
@@ -32,8 +32,6 @@ from .sampling import Drawn, Sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
 from .wave import Wave, concatenate
-
-logger = logging.getLogger("hf_fastdecode")
 
 _REPLAY = 16
 """Tokens per row and forward pass when a wave's suffixes are recomputed."""
@@ -94,6 +92,11 @@ class Loop:
             if not fits:  # outside of `except`, where the traceback keeps the memory alive
                 self.start.cache.set_forest(forest)  # drops the suffixes; the nodes stay
                 self._split(wave, waiting)
+        if self.stopping.draws_on:  # as stock does, until the last row of the call ends
+            until = max(wave.drawn for wave in done)
+            for wave in done:
+                if wave.drawn < until:
+                    self._decode(wave, self._resume(wave, forest), until)
         self.call.report.waves = len(done) if len(done) > 1 else 0
         if self.streamer is not None:
             self.streamer.end()
@@ -200,8 +203,8 @@ class Loop:
             feed(part, positions + torch.arange(first, first + part.shape[1], device=positions.device))
         return cache
 
-    def _decode(self, wave: Wave, cache: SharedContextCache) -> None:
-        """Sample tokens until every row of the wave is finished."""
+    def _decode(self, wave: Wave, cache: SharedContextCache, until: int = 0) -> None:
+        """Sample tokens until every row of the wave is finished, or if all are, until each has so many."""
         width, stopping = self.prompts.shape[1], self.stopping
         steps: Steps | None = None  # made after the first token, which needs no step
         positions = self.start.positions[wave.rows] + wave.drawn - 1
@@ -231,7 +234,9 @@ class Loop:
             self._collect(wave, drawn)
             view = wave.with_next(tokens, width)
             given = view.contiguous() if stopping.custom else None
-            ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, self._scores(wave))
+            ended = None
+            if not until:
+                ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, self._scores(wave))
             ended = self.decisions.ended(ended, wave.unfinished)
             if given is not None:
                 view.copy_(given)  # as in stock, the user's code may change tokens in place
@@ -241,7 +246,7 @@ class Loop:
             positions, logits = positions + 1, None
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
-            if self.decisions.over(stopping.all_end(width + wave.drawn, view)):
+            if self.decisions.over(stopping.all_end(width + wave.drawn, view) or wave.drawn == until):
                 break
             mask = poller.poll(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
             if mask is None:
@@ -261,11 +266,11 @@ class Loop:
                 row_numbers = wave.rows[active]
                 self.call.report.compactions += 1
         wave.end()
-        self._undo(wave, cache, poller)
+        self._undo(wave, cache, poller, until or int(wave.ends.max()))
 
-    def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller) -> None:
-        """Remove steps run after the last row's end, before the host saw it."""
-        last, stepped = int(wave.ends.max()), wave.drawn > 1
+    def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller, last: int) -> None:
+        """Remove steps run after the last row's end, with `last` tokens, before the host saw it."""
+        stepped = wave.drawn > 1
         overrun = wave.drawn - last
         if overrun:
             for steps in (wave.scores, wave.logits, wave.logprobs):

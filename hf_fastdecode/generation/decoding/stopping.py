@@ -102,6 +102,11 @@ class Stopping:
         return bool(self._others)
 
     @property
+    def draws_on(self) -> bool:
+        """Whether finished rows go on drawing tokens until the call's last row ends, at a step that tokens decide."""
+        return self.custom and not self.pads and not self.counts_steps
+
+    @property
     def needs_all_rows(self) -> bool:
         return any(type(criterion) is not StopStringCriteria for criterion in self._others)
 

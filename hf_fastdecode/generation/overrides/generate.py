@@ -51,7 +51,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         return prepare()
     report = _new_report(model_state, active_call)
     if active_call is not None and active_call.model is model:
-        active_call.report = report
+        active_call.reports.append(report)
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
@@ -137,16 +137,22 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 if ours:
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
+            if may_share and not call.reports and not model_state.disable_pending:
+                report = _new_report(model_state, call)
+                report.reason = _why_unseen(model)
+                model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{name_of(original)}, which replaces generate, left out custom_generate"
                 model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
             return output
         except BaseException as error:
             if call.report is None:  # failed before the path was chosen
-                call.report = _new_report(model_state, call)
-            call.report.fail(error)
+                call.reports.append(_new_report(model_state, call))
+            call.reports[-1].fail(error)
             raise
         finally:
+            if len(call.reports) > 1 and model_state.last_call is call.reports[-1]:
+                model_state.last_call = CallReport.of_inner(call.reports)
             call.scope.close()
             active_call_of_thread.reset(token)
             if call.structure is not None:
@@ -159,6 +165,17 @@ def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
     if call is None or not call.of_prefill:
         model_state.last_call = report
     return report
+
+
+def _why_unseen(model: PreTrainedModel) -> str:
+    """Why a call of a class's own `generate` did not come to transformers' one of this model."""
+    why = f"generate of {type(model).__name__} does not call that of transformers for this model"
+    parts = [
+        name
+        for name, part in model.named_modules()
+        if name and isinstance(part, PreTrainedModel) and part.can_generate()
+    ]
+    return f"{why}; enable the parts that generate, and explain them: {', '.join(parts)}" if parts else why
 
 
 def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:

@@ -33,10 +33,11 @@ from ..steps.modes import holding_captures
 from ..support.call import OWN_METHOD, check_arguments
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted, require_rows
 from .by_rows import Rows, counted_with_padding, row_passes, try_step
+from .gain import require_gain
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, end_prefill, find_shared, merge_returned, planned_alike, require_gain
+from .sharing import Shared, end_prefill, find_shared, merge_returned, planned_alike
 
 _KNOWN_ARGUMENTS = {
     "attention_mask",

@@ -86,7 +86,9 @@ def _prefill_text(
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
         if by_rows := bool(structure.layout.states):
             prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
-            prompts = prompts.from_ends(cache, continues=structure.layout.continues_states, alike=True)
+            prompts = prompts.from_ends(
+                cache, continues=structure.layout.continues_states, alike=True, worth=options.worth_passes
+            )
             plan, rows = prompts.plan(), None
         elif by_rows := places_tokens(inner):  # no two of them share
             least = max(len(group.tokens) for group in groups) + 1

@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from ..._compat import tensor_version
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
+from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...parallel.groups import local_part
 from ..fingerprint import Fingerprint
 from ..identity import pass_settings
+from ..options import Options
 from ..structure import Structure
 from .prompt_plan import PromptGroup, StoredPrompts
 
@@ -46,6 +48,19 @@ class _Kept:
         parts += [one for layer in self.cache.state_layers for end in layer.ends.values() for one in end.tensors]
         stored = (part.untyped_storage() for part in parts)
         return {(one.device, one.data_ptr()): one.nbytes() for one in stored}
+
+
+def require_room(model: PreTrainedModel, options: Options) -> None:
+    """Raise ValueError if ``reuse_prefix`` is a number of bytes in which no token of the model can be kept."""
+    if isinstance(options.reuse_prefix, bool) or not options.reuse_prefix:
+        return
+    numbers = sum(store.numbers for store in ModelLayout.of(model).per_token.values())
+    if options.reuse_prefix < (needed := numbers * model.dtype.itemsize):
+        raise ValueError(
+            f"reuse_prefix={options.reuse_prefix} is a number of bytes, and one token of this {type(model).__name__} "
+            f"takes {needed:,} bytes of keys and values; give the most bytes to keep, such as 2**30 for 1 GiB, or "
+            "True for 2 GiB"
+        )
 
 
 class PrefixStore:

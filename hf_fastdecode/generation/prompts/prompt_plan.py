@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,9 +21,6 @@ _ITEM = 8  # bytes of an int64 id
 
 FEWEST = 2
 """Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
-
-TOKENS_OF_A_PASS = 2048
-"""Tokens that a prefill pass takes as long for as for its launches, about."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +172,8 @@ class ComparedPrompts:
     Attributes:
         stored: For each group, the path in the cache that begins like it, and the number of tokens in common.
         common: Length of the common prefix of groups ``i`` and ``i + 1``.
+        forgone: Where prompts begin alike and share nothing, since that takes further passes: the tokens that it would
+            save, and the least that it must save.
     """
 
     groups: list[PromptGroup]
@@ -183,6 +182,7 @@ class ComparedPrompts:
     next_segment: int
     min_shared_tokens: int
     recompute: int
+    forgone: tuple[int, int] | None = None
 
     @cached_property
     def _tree(self) -> PrefixTree:
@@ -235,13 +235,16 @@ class ComparedPrompts:
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
 
-    def from_ends(self, cache: SharedContextCache, *, continues: bool, alike: bool = False) -> ComparedPrompts:
+    def from_ends(
+        self, cache: SharedContextCache, *, continues: bool, worth: Callable[[int], int], alike: bool = False
+    ) -> ComparedPrompts:
         """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
 
         Whole prompts are computed again where their layers cannot continue from a state (`continues`), or where one
         token is left: a single token runs by other code than several, which may round otherwise. So are those with
         gaps, and all if a prompt of the cache had gaps: states also depend on hidden places. Prompts share nothing
-        with each other unless they are `alike`: of text alone, so that those that begin alike may share that.
+        with each other unless they are `alike`: of text alone, so that those that begin alike may share that, if it
+        saves as many tokens as `worth` says, see `if_it_saves`.
         """
         continues = continues and not cache.gaps
         most = [
@@ -255,18 +258,25 @@ class ComparedPrompts:
         prompts = replace(self, stored=stored, recompute=0)
         ends = {path_slice(path, 0, held) for path, held in stored}
         if alike and continues and len(ends) == 1 and not any(group.gaps for group in self.groups):
-            sharing = prompts._leaving_no_single_token()
-            if sharing._saves_more_than_its_passes_take(packed=False):
-                return sharing
+            return prompts._leaving_no_single_token().if_it_saves(worth, packed=False)
         return prompts.apart()
 
     def apart(self) -> ComparedPrompts:
         """The same, where no prompts share anything."""
         return replace(self, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
 
-    def if_it_saves(self) -> ComparedPrompts:
-        """The same, or `apart` if passes of their own for what prompts have in common take longer than they save."""
-        return self if self._saves_more_than_its_passes_take(packed=True) else self.apart()
+    def if_it_saves(self, worth: Callable[[int], int], *, packed: bool = True) -> ComparedPrompts:
+        """The same, or `apart` if passes of their own for what prompts have in common take longer than they save.
+
+        Args:
+            worth: From the number of further passes, the tokens that these must save.
+            packed: Whether the prompts' rests run in one pass, and not in one for each length.
+        """
+        saved, passes = self._saved_and_passes(packed=packed)
+        least = worth(passes)
+        if saved >= least:
+            return self
+        return replace(self.apart(), forgone=(saved, least) if saved > 0 else None)
 
     def _leaving_no_single_token(self) -> ComparedPrompts:
         """The same with common prefixes so short that no single token is computed from a state.
@@ -280,13 +290,12 @@ class ComparedPrompts:
         common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
         return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, FEWEST))
 
-    def _saves_more_than_its_passes_take(self, *, packed: bool) -> bool:
-        """Whether common prefixes save tokens enough for their own passes, and for those of prompts' rests: one, or
-        unless they are `packed`, one for each length."""
+    def _saved_and_passes(self, *, packed: bool) -> tuple[int, int]:
+        """Tokens that common prefixes save, and the further passes for them and for prompts' rests."""
         alone = sum(len(group.tokens) for group in self.groups) - sum(self.reused_lengths)
         lengths = ((run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges)
         passes = {(depth, 0 if packed else length) for depth, length in lengths}
-        return alone - self.new_length > (len(passes) - 1) * TOKENS_OF_A_PASS
+        return alone - self.new_length, max(0, len(passes) - 1)
 
     def plan(self) -> PromptPlan:
         """Plan nodes for the shared prefixes, and the prefill of what is not reused."""

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
-from weakref import ref
 
 import torch
-from transformers import PreTrainedModel
 
-from ...attention.forest import Forest
-from ...attention.launch.costs import prefill_rate
-from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
 from ...cache.consolidate import consolidate
-from ...cache.layout.model import ModelLayout
-from ...cache.layout.stores import Kind
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
+from ...log import logger
 from ...parallel.agreement import described
-from ...parallel.groups import local_part
 from ..beside import Beside
 from ..call_context import CallContext
 from ..fingerprint import filled_by
 from .image_beginnings import ImageBeginnings
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts
-
-logger = logging.getLogger("hf_fastdecode")
 
 
 @dataclass
@@ -93,7 +81,7 @@ def find_shared(
         if not ahead and not numbers_hold(call):
             base = None
     elif reuse and text and not layout.prefills_by_rows:
-        advice = call.state.repeated.advice(call.model, groups, least=max(1, options.min_saved_tokens))
+        advice = call.state.repeated.advice(call.model, groups, least=options.fewest_saved)
         if advice is not None:
             call.state.log_once(advice)
     alike = alike or not text
@@ -129,12 +117,12 @@ def find_shared(
             )
     if states:
         held = prompts.stored_lengths
-        prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike)
+        prompts = prompts.from_ends(cache, continues=layout.continues_states, alike=alike, worth=options.worth_passes)
         if given is not None:
             _warn_if_states_continue_little(held, prompts.reused_lengths, continues=layout.continues_states)
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     if images is not None:
-        prompts = images.reusing(prompts if states else prompts.if_it_saves())
+        prompts = images.reusing(prompts if states else prompts.if_it_saves(options.worth_passes))
         call.report.known_tokens = None if base is None else prompts.reused_lengths
     cache.gaps = any(group.gaps for group in groups)
     return Shared(cache, prompts, base is not None, keeps and reuse and text)
@@ -178,56 +166,6 @@ def _same_plans(call: CallContext, planned: Planned) -> bool:
         "stored": described([[(span.start, span.length) for span in path] for path in dict.fromkeys(paths)]),
     }
     return call.ranks.differences(fields) is None
-
-
-def require_gain(call: CallContext, found: Shared, plan: PromptPlan, max_suffix: int, *, unshared: int = 0) -> None:
-    """Raise `Unsupported` unless sharing pays off, and report it.
-
-    Args:
-        call: The call, with the mode set.
-        max_suffix: Maximum tokens appended per row.
-        unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
-            has.
-    """
-    options, layout = call.options, call.structure.layout
-    in_nodes = sum(plan.forest.context_lengths)
-    total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
-    if (inputs := found.cache.inputs) is not None:
-        total += plan.forest.rows * inputs.tokens
-        saved += (plan.forest.rows - inputs.count) * inputs.tokens
-    least = max(1, options.min_saved_tokens)
-    reuses = found.keeps
-    may_save = total if reuses else saved  # later calls may reuse every token
-    # Captured steps are faster than stock's even without sharing.
-    divided = call.structure.parallel is not None  # which is to save memory and time of each context
-    if not call.must_share and call.mode == "eager" and not unshared and not divided:
-        if may_save < least:
-            raise Unsupported(
-                f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
-                _what_helps(found.prompts.groups, reuses),
-            )
-        if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
-            raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
-    report = call.report
-    report.path, report.reason = "shared", f"{saved} of {total} context tokens are shared by rows"
-    if found.reuses:
-        report.reason += f", {sum(found.prompts.reused_lengths)} were stored before"
-    report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens) + unshared
-    report.cache = ref(found.cache)
-
-
-def _what_helps(groups: list[PromptGroup], reuse_prefix: bool | int) -> str:
-    """What would make calls like one of these prompts save more."""
-    if reuse_prefix:
-        return "prompts this short are not kept for later calls; lower min_saved_tokens to keep them"
-    if len(groups) > 1:
-        return "rows share what neighbours begin with: put prompts that begin alike next to each other"
-    if groups[0].count > 1:
-        return "draw more samples, or of longer prompts"
-    return (
-        "draw several samples in a call (num_return_sequences), or enable(model, reuse_prefix=True) for prompts that "
-        "begin alike and arrive one at a time"
-    )
 
 
 def numbers_hold(call: CallContext, beside: Beside | None = None) -> bool:
@@ -275,29 +213,6 @@ def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool)
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint
             )
     call.report.observe_nodes(cache)
-
-
-def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
-    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill."""
-    if model.device.type != "cuda" or model.dtype.itemsize != 2:
-        return None
-    seconds = defaultdict[str, float](float)
-    for store, layers in layout.distinct.items():
-        if not store.numbers or store.kind is Kind.LATENT:  # no prediction: stock makes all keys anew in each step
-            return None
-        heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
-        for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():
-            seconds[name] += layers * one
-    if not seconds:
-        return None
-    best = min(seconds, key=lambda name: seconds[name])
-    choice = Choice(best, {name: time / len(layout.per_token) for name, time in seconds.items()})
-    if choice.name != PLAIN:
-        return None
-    lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
-    parameters = sum(local_part(parameter).numel() for parameter in model.parameters())
-    saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
-    return choice if lost > saved else None
 
 
 def _check_cache(call: CallContext, cache: SharedContextCache) -> None:

@@ -22,10 +22,11 @@ from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from ..support.prompts import PLACED_OTHERWISE, check_prompts, check_unkept, require_counted, require_rows
 from .by_rows import Rows, counted_with_padding, prefill_rows, try_step
+from .gain import require_gain
 from .image_beginnings import ImageBeginnings, kept_ids
 from .packed import node_logits, prefill_nodes, stacked
 from .prompt_plan import PromptGroup, PromptPlan, group_prompts
-from .sharing import Shared, end_prefill, find_shared, merge_returned, numbers_hold, planned_alike, require_gain
+from .sharing import Shared, end_prefill, find_shared, merge_returned, numbers_hold, planned_alike
 from .unshared_prompts import UnsharedPrompts, prefill_unshared, unshared_prompts
 
 _BEHIND = "images behind stored tokens"
@@ -189,7 +190,9 @@ def _planned(
     elif unshared is not None:
         found.prompts = found.prompts.without_last(found.prompts.unshared_lengths)
     plan = found.prompts.plan()
-    require_gain(call, found, plan, max_suffix, unshared=0 if unshared is None else unshared.total)
+    again = len(groups) if rerun_last_token else 0
+    of_suffixes = 0 if unshared is None else unshared.total
+    require_gain(call, found, plan, max_suffix, unshared=of_suffixes, again=again, own_loop=True)
     inputs_of = None if inputs is None else inputs.of_rows
     return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
 

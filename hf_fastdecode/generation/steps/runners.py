@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
 
@@ -12,13 +11,12 @@ from transformers import PreTrainedModel
 from ...attention.forest import Path
 from ...attention.launch import own_nodes
 from ...cache.shared import SharedContextCache
+from ...log import logger
 from ...parallel.agreement import ALONE, PassFailedError, Ranks
 from ..forward_pass import forward_pass
 from ..structure import Structure
 from .captures import Captures
 from .cuda_graph import CaptureOptions, bucket
-
-logger = logging.getLogger("hf_fastdecode")
 
 _STEPS_OF_A_CAPTURE = 8
 """Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""

@@ -1,0 +1,131 @@
+"""Decides whether sharing makes a call faster, or the prompts that begin alike, and says why not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from weakref import ref
+
+from transformers import PreTrainedModel
+
+from ...attention.forest import Forest
+from ...attention.launch.costs import prefill_rate
+from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
+from ...cache.layout.model import ModelLayout
+from ...cache.layout.stores import Kind
+from ...errors import Unsupported
+from ...parallel.groups import local_part
+from ..call_context import CallContext
+from .host_costs import fewest_saved
+from .prompt_plan import ComparedPrompts, PromptPlan
+from .sharing import Shared
+
+
+def require_gain(
+    call: CallContext,
+    found: Shared,
+    plan: PromptPlan,
+    max_suffix: int,
+    *,
+    unshared: int = 0,
+    again: int = 0,
+    own_loop: bool = False,
+) -> None:
+    """Raise `Unsupported` unless sharing pays off, and report it.
+
+    Args:
+        call: The call, with the mode set.
+        max_suffix: Maximum tokens appended per row.
+        unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
+            has.
+        again: Prompts whose last token is computed as the first step, and which the plan has without it.
+        own_loop: Whether steps are those of this package's loop, whose time on the CPU is known.
+    """
+    options, layout = call.options, call.structure.layout
+    in_nodes = sum(plan.forest.context_lengths)
+    total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
+    if (inputs := found.cache.inputs) is not None:
+        total += plan.forest.rows * inputs.tokens
+        saved += (plan.forest.rows - inputs.count) * inputs.tokens
+    reuses = found.keeps
+    may_save = total if reuses else saved  # later calls may reuse every token
+    # Captured steps are faster than stock's even without sharing.
+    divided = call.structure.parallel is not None  # which is to save memory and time of each context
+    if not call.must_share and call.mode == "eager" and not unshared and not divided:
+        if may_save < (least := options.fewest_saved):
+            raise Unsupported(
+                f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
+                _what_helps(found.prompts, reuses),
+            )
+        estimated = own_loop and not reuses and options.min_saved_tokens == "auto"
+        if estimated and may_save < (least := fewest_saved(call, plan.forest, max_suffix)):
+            raise Unsupported(
+                f"sharing would save {may_save} tokens, and on the CPU a call like this gains from about {least} on",
+                f"lower min_saved_tokens to share all the same: min_saved_tokens={options.fewest_saved}",
+            )
+        if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
+            raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
+    report = call.report
+    why = (
+        [f"{saved} of {total} context tokens are shared by rows"] if saved or (not reuses and not found.reuses) else []
+    )
+    if found.reuses:
+        prompt_tokens = sum(len(group.tokens) for group in found.prompts.groups) + again
+        why.append(f"{sum(report.known_tokens or ())} of {prompt_tokens} prompt tokens were stored before")
+    elif not why:
+        why.append("its prompts are kept for later calls")
+    if (forgone := _forgone(found.prompts)) is not None:
+        why.append(forgone)
+    report.path, report.reason, report.computed_again = "shared", "; ".join(why), again
+    report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens) + unshared
+    report.cache = ref(found.cache)
+
+
+def _forgone(prompts: ComparedPrompts) -> str | None:
+    """Why prompts that begin alike share nothing, and the remedy, if they could."""
+    if prompts.forgone is None:
+        return None
+    saved, least = prompts.forgone
+    return (
+        f"sharing what prompts begin with would save {saved} tokens, fewer than the {least} for which its further "
+        "prefill passes pay; lower min_saved_tokens to share it"
+    )
+
+
+def _what_helps(prompts: ComparedPrompts, reuse_prefix: bool | int) -> str:
+    """What would make calls like one of these prompts save more."""
+    groups = prompts.groups
+    if (forgone := _forgone(prompts)) is not None:
+        return forgone
+    if reuse_prefix:
+        return "prompts this short are not kept for later calls; lower min_saved_tokens to keep them"
+    if len(groups) > 1:
+        return "rows share what neighbours begin with: put prompts that begin alike next to each other"
+    if groups[0].count > 1:
+        return "draw more samples, or of longer prompts"
+    return (
+        "draw several samples in a call (num_return_sequences), or enable(model, reuse_prefix=True) for prompts that "
+        "begin alike and arrive one at a time"
+    )
+
+
+def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
+    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill."""
+    if model.device.type != "cuda" or model.dtype.itemsize != 2:
+        return None
+    seconds = defaultdict[str, float](float)
+    for store, layers in layout.distinct.items():
+        if not store.numbers or store.kind is Kind.LATENT:  # no prediction: stock makes all keys anew in each step
+            return None
+        heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
+        for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():
+            seconds[name] += layers * one
+    if not seconds:
+        return None
+    best = min(seconds, key=lambda name: seconds[name])
+    choice = Choice(best, {name: time / len(layout.per_token) for name, time in seconds.items()})
+    if choice.name != PLAIN:
+        return None
+    lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
+    parameters = sum(local_part(parameter).numel() for parameter in model.parameters())
+    saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
+    return choice if lost > saved else None

@@ -1,0 +1,114 @@
+"""Measures what sharing costs a call on the CPU, and writes the table of docs/limits.md.
+
+Calls of tiny models, whose arithmetic takes next to no time, are timed in turns with stock's, by the process's own
+time: for one new token, and for some more, with few layers and with many. What sharing saved of prefill and of reads,
+by `Savings`, is added to the difference.
+
+Run ``OMP_NUM_THREADS=1 python -m tools.host_costs`` from a clone, and copy the constants that it prints to
+`generation/prompts/host_costs.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, set_seed
+
+import hf_fastdecode as fd
+from hf_fastdecode.generation.prompts.host_costs import HostCosts, Savings
+from hf_fastdecode.generation.structure import Structure
+from tests.architectures.classes import class_named
+from tests.architectures.overrides import OVERRIDES
+from tests.architectures.shrink import TOKENS, shrunken
+from tests.image_inputs import prompts_with_images
+
+from .pages import DOCS, replace_table
+
+KINDS: Final = {
+    "keys and values": "LlamaForCausalLM",
+    "images": "Qwen3VLForConditionalGeneration",
+    "states": "Qwen3_5ForCausalLM",
+    "latents": "DeepseekV3ForCausalLM",
+    "an encoder": "T5ForConditionalGeneration",
+}
+FEW, MANY, ROWS, STEPS, REPEATS = 2, 6, 8, 32, 6
+HEADER: Final = "| calls with | measured on | a call, ms | a step and layer, µs |\n|---|---|---|---|\n"
+
+
+def model_of(name: str, layers: int) -> PreTrainedModel:
+    """A random tiny model with so many decoder layers, in fp32."""
+    kind = class_named(name)
+    config = shrunken(kind.config_class, OVERRIDES.get(name, {}))
+    text = config.get_text_config(decoder=True)
+    for part in {id(config): config, id(text): text}.values():
+        for field in ("num_hidden_layers", "num_decoder_layers"):
+            if getattr(part, field, None):
+                setattr(part, field, layers)
+        if getattr(part, "layer_types", None):
+            part.layer_types = (list(part.layer_types) * layers)[:layers]
+    torch.manual_seed(0)
+    model = cast(PreTrainedModel, kind(config).eval())
+    model.generation_config = GenerationConfig(**TOKENS | {"eos_token_id": None})
+    return model
+
+
+def seconds(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int) -> float:
+    """The process's seconds of a call of `ROWS` samples of so many tokens."""
+    set_seed(0)
+    begin = time.process_time()
+    model.generate(**inputs, do_sample=True, num_return_sequences=ROWS, max_new_tokens=tokens, min_new_tokens=tokens)
+    return time.process_time() - begin
+
+
+def lost(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int) -> float:
+    """Seconds that a call takes longer than stock's, with what sharing saved of prefill and reads added."""
+    stock, shared, saved = float("inf"), float("inf"), 0
+    for repeat in range(REPEATS):
+        now = seconds(model, inputs, tokens)
+        stock = min(stock, now) if repeat else stock
+        with fd.enabled(model, min_saved_tokens=0):
+            seconds(model, inputs, tokens)
+            shared = min(shared, seconds(model, inputs, tokens))
+            report = fd.explain(model).last_call
+            assert report is not None and report.path == "shared", report
+            saved = int(report.reason.split()[0])
+    given: Any = SimpleNamespace(model=model, structure=Structure(model), inputs=None)
+    savings = Savings.of(given)
+    return shared - stock + saved * (savings.prefill + (tokens - 1) * savings.step)
+
+
+def costs_of(kind: str) -> HostCosts:
+    """The costs of one kind of calls."""
+    few, many = (model_of(KINDS[kind], layers) for layers in (FEW, MANY))
+    inputs = {"input_ids": torch.randint(3, 60, (1, 52))}
+    if kind == "images":
+        inputs = prompts_with_images(few, [24, (4, 4), 24])
+    first, every = lost(few, inputs, 1), [lost(model, inputs, 1 + STEPS) for model in (few, many)]
+    layer = (every[1] - every[0]) / STEPS / (MANY - FEW)
+    of_steps = every[0] - first - STEPS * FEW * layer  # of a step, whatever its layers: counted with them
+    return HostCosts(max(0.0, first), layer + max(0.0, of_steps) / STEPS / FEW)
+
+
+def main() -> None:
+    """Measure, print the constants and write the table."""
+    torch.set_num_threads(1)
+    lines = []
+    for kind, name in KINDS.items():
+        costs = costs_of(kind)
+        call, layer = round(1e3 * costs.call, 1), int(round(1e6 * costs.layer, -1))
+        print(f'    "{kind}": HostCosts(call={call}e-3, layer={layer}e-6),', flush=True)
+        lines.append(f"| {kind} | {name} | {call} | {layer} |\n")
+    cpu = Path("/proc/cpuinfo").read_text()
+    machine = next((line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "a CPU")
+    note = f"\nOne thread of {machine}, torch {torch.__version__}, transformers {transformers.__version__}, fp32.\n"
+    replace_table(DOCS / "limits.md", "tools.host_costs", HEADER + "".join(lines) + note)
+
+
+if __name__ == "__main__":
+    main()
