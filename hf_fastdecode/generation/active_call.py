@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
 
 from .call_context import CallContext, CallScope
 from .inputs.given import GivenInputs
@@ -39,6 +40,8 @@ class ActiveCall:
         loop_is_ours: Whether this package's decoding loop was passed.
         may_hold: Whether `generate` has got it, so that what was held back comes to it.
         loop: The user's ``custom_generate``, if any.
+        mode: The mode that `generate` chose; None before that.
+        synced_gpus: Whether all processes must run as many passes.
         given: Tensors that `generate` was given, by name.
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
@@ -51,6 +54,8 @@ class ActiveCall:
     loop_is_ours: bool
     may_hold: bool = field(default=False, init=False)
     loop: Callable[..., Any] | None = None
+    mode: GenerationMode | None = field(default=None, init=False)
+    synced_gpus: bool = field(default=False, init=False)
     given: dict[str, Tensor] = field(default_factory=dict)
     report: CallReport | None = None
     structure: Structure | None = None
@@ -66,7 +71,7 @@ class ActiveCall:
         """
         if self.report is not None:
             self.scope.let_go()
-        self.may_hold, self.inputs = may_hold, None
+        self.may_hold, self.inputs, self.mode = may_hold, None, None
 
     def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
         """Take images, videos or audio out of these model arguments, until `give_back`.
