@@ -14,9 +14,9 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.inputs.encoded import encode_distinct
+from hf_fastdecode.generation.gathering import Gathering
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.generation.structure import Structure
-from hf_fastdecode.generation.support import call as support
 
 from ..architectures.classes import tiny_model_of
 from ..module_calls import before_calls
@@ -179,8 +179,7 @@ def test_inputs_with_one_number_each():
 
 def test_encoders_whose_passes_gather_parameters(model, monkeypatch):
     """All processes run as many passes, whatever inputs each of them has."""
-    monkeypatch.setattr(support, "in_several_processes", lambda: True)
-    monkeypatch.setattr(Structure, "gathers_parameters", True)
+    monkeypatch.setattr(Structure, "gathering", Gathering("as if", "none"))
     repeated, rows = {name: one.repeat_interleave(2, 0) for name, one in inputs(model).items()}, []
     count = len(repeated["input_ids"])
     with (

@@ -197,7 +197,12 @@ def extract_generation_mode_kwargs(
     call = active_call_of_thread.get()
     if call is not None and call.model is model:
         call.begin(may_hold=custom_generate is decode and not model.config.is_encoder_decoder)
-    found: dict[str, Any] = original(None if custom_generate is decode else custom_generate, *args, **kwargs)
+    given = signature_of(original).bind(None if custom_generate is decode else custom_generate, *args, **kwargs)
+    if in_several_processes() and given.arguments.get("synced_gpus", False) is None:
+        # transformers asks by the kind of training alone, also of parameters that are gathered for the call.
+        synced = structure_of_call(model_state, model).gathering is not None
+        given.arguments["synced_gpus"] = None if synced else False
+    found: dict[str, Any] = original(*given.args, **given.kwargs)
     if call is not None and call.model is model:
         call.synced_gpus = bool(found.get("synced_gpus"))
     return found
