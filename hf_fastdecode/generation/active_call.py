@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
 from .call_context import CallContext, CallScope
+from .forward_pass import left_out
 from .inputs.given import GivenInputs
 from .model_state import ModelState
 from .report import CallReport
@@ -79,7 +80,7 @@ class ActiveCall:
         What a method of the instance prepares is none of them, such as the tasks of PEFT's prompt tuning.
         """
         prepare = vars(self.model).get("prepare_inputs_for_generation")
-        taken = () if prepare is None else signature(prepare).parameters
+        taken = left_out(self.model, arguments) | (set() if prepare is None else signature(prepare).parameters.keys())
         others = {name: value for name, value in arguments.items() if name not in taken}
         if self.inputs is None and (inputs := GivenInputs.among(others, encode)) is not None:
             self.inputs = inputs

@@ -269,6 +269,33 @@ def test_encoders_of_calls_that_run_stock_run_as_in_stock(kind, request):
     assert torch.equal(after, state)
 
 
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_labels_change_nothing(each, arguments):
+    """transformers' trainer hands them on, other ones for each row."""
+    given = {name: one[[0, 0, 1]] for name, one in inputs(each).items()} | arguments
+    given["labels"] = torch.arange(15).view(3, 5)
+    stock = seeded(lambda: each.generate(**given))
+    with fd.enabled(each, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: each.generate(**given)), stock)
+        report = fd.explain(each).last_call
+        assert (report.path, report.inputs) == ("shared", 2), report.reason
+
+
+def test_labels_that_a_model_reads_run_stock(model, monkeypatch):
+    """Its own preparation of passes says so."""
+    prepare = type(model).prepare_inputs_for_generation
+
+    def reads_labels(self, *args, labels=None, **kwargs):
+        return prepare(self, *args, **kwargs) | {"labels": labels}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", reads_labels)
+    with fd.enabled(model, min_saved_tokens=1):
+        run(model, {"max_new_tokens": 1}, labels=torch.full((3, 1), 4))
+        assert "the argument 'labels' is not accelerated yet" in fd.explain(model).last_call.reason
+        seen = run(model, {}, labels=INPUTS["input_ids"], custom_generate=lambda model, input_ids, **given: given)
+        assert "labels" in seen
+
+
 def test_a_call_that_does_not_fit_at_once_is_split(model, monkeypatch):
     rows = [0, 0, 0, 1, 1, 2, 2]
     given = {name: one[rows] for name, one in inputs(model).items()}

@@ -18,7 +18,7 @@ from ...parallel.groups import in_several_processes
 from ...parallel.unwatched import UNWATCHED, Unwatched
 from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
-from ..forward_pass import forget_offset
+from ..forward_pass import forget_offset, left_out
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import hold_before_encoding
 from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
@@ -56,6 +56,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
+    for name in left_out(model, model_kwargs) if users_loop is None else ():
+        del model_kwargs[name]
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     report.ranks = call.ranks.count
@@ -229,16 +231,19 @@ def encode(
     if not model.config.is_encoder_decoder:
         return hold_before_encoding(model_state, model, inputs_tensor, model_kwargs, *args)
     original = model_state.methods.original(model, ENCODE)
-    if model_kwargs.get(ENCODER_OUTPUTS) is not None or not _shares_encoder(model_state, model, model_kwargs, args):
+    unread = {name: model_kwargs[name] for name in left_out(model, model_kwargs)}
+    read = {name: value for name, value in model_kwargs.items() if name not in unread}
+    if read.get(ENCODER_OUTPUTS) is not None or not _shares_encoder(model_state, model, read, args):
         found: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
         return found
     tokens = tokens_of_encoder(model, inputs_tensor)
-    return encode_distinct(
+    encoded = encode_distinct(
         lambda inputs, arguments: original(inputs, arguments, *args),
         inputs_tensor,
-        model_kwargs,
+        read,
         None if tokens is None else max(1, model_state.options.max_prefill_tokens // max(1, tokens)),
     )
+    return encoded | unread
 
 
 def _shares_encoder(
