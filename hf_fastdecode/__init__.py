@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
     from .parallel.plans import sequence_parallel_plan
+    from .trainer_callback import FastDecodeCallback
 
 __version__ = "0.2.0"
 
 __all__ = [
     "CallReport",
+    "FastDecodeCallback",
     "Report",
     "SharedContextCache",
     "TokenLogProbs",
@@ -37,6 +39,7 @@ __all__ = [
 # torch and transformers take seconds to import, so the modules behind the names load when the first name is used.
 _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
+    "FastDecodeCallback": "trainer_callback",
     "SharedContextCache": "cache.shared",
     "TokenLogProbs": "generation.decoding.token_log_probs",
     "embedded_folder": "assets",

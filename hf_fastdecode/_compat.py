@@ -176,6 +176,18 @@ def local_tensor(tensor: Tensor) -> Tensor | None:
     return local
 
 
+def fsdp2_stays_gathered(module: Any) -> bool:
+    """Whether an `FSDPModule` has all of its parameters, and keeps them in passes; replace it if torch tells.
+
+    The root's own are kept after its first pass, unless it was asked otherwise (`_auto_reshard_after_forward`).
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and earlier have one
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return all(group.is_unsharded and not group._reshard_after_forward for group in groups)
+
+
 def free_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces of all streams; remove it when ``torch.cuda.empty_cache`` does."""
     torch._C._cuda_clearCublasWorkspaces()

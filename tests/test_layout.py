@@ -184,7 +184,15 @@ LAYERS = (
         {"parallel"},
         {"cache"},
     ),
-    *({"conversion/fit"}, {"generation", "patches"}, {"assets"}, {"api"}, {"measurement"}, {"model_names"}),
+    *(
+        {"conversion/fit"},
+        {"generation", "patches"},
+        {"assets"},
+        {"api"},
+        {"trainer_callback", "enabled_loading"},
+        {"measurement"},
+        {"model_names"},
+    ),
     *({"conversion"}, {"evals"}, {"bench"}, {"cli"}, {"__main__"}),
 )
 

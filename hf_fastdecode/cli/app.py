@@ -20,6 +20,7 @@ from .generate import generate
 from .inspection import inspect
 from .options import HELP_NAMES
 from .programs import PASS_ON, lm_eval, serve
+from .run import WORDS, run
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -36,6 +37,7 @@ app.command("inspect", cls=ManyValues)(inspect)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 app.command("serve", context_settings=PASS_ON)(serve)
+app.command("run", context_settings=WORDS, no_args_is_help=True)(run)
 app.add_typer(bench, name="bench")
 app.add_typer(evaluations, name="eval")
 

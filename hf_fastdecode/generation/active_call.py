@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
 
 from .call_context import CallContext, CallScope
+from .forward_pass import left_out
 from .inputs.given import GivenInputs
 from .model_state import ModelState
 from .report import CallReport
@@ -40,6 +42,8 @@ class ActiveCall:
         may_hold: Whether `generate` has got it, so that what was held back comes to it.
         loop: The user's ``custom_generate``, if any.
         reports: Of each call of transformers' `generate` that it made, of which a class's own may make several.
+        mode: The mode that `generate` chose; None before that.
+        synced_gpus: Whether all processes must run as many passes.
         given: Tensors that `generate` was given, by name.
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
@@ -52,6 +56,8 @@ class ActiveCall:
     loop_is_ours: bool
     may_hold: bool = field(default=False, init=False)
     loop: Callable[..., Any] | None = None
+    mode: GenerationMode | None = field(default=None, init=False)
+    synced_gpus: bool = field(default=False, init=False)
     given: dict[str, Tensor] = field(default_factory=dict)
     reports: list[CallReport] = field(default_factory=list, init=False)
     structure: Structure | None = None
@@ -72,7 +78,7 @@ class ActiveCall:
         """
         if self.reports:
             self.scope.let_go()
-        self.may_hold, self.inputs = may_hold, None
+        self.may_hold, self.inputs, self.mode = may_hold, None, None
 
     def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
         """Take images, videos or audio out of these model arguments, until `give_back`.
@@ -80,7 +86,7 @@ class ActiveCall:
         What a method of the instance prepares is none of them, such as the tasks of PEFT's prompt tuning.
         """
         prepare = vars(self.model).get("prepare_inputs_for_generation")
-        taken = () if prepare is None else signature(prepare).parameters
+        taken = left_out(self.model, arguments) | (set() if prepare is None else signature(prepare).parameters.keys())
         others = {name: value for name, value in arguments.items() if name not in taken}
         if self.inputs is None and (inputs := GivenInputs.among(others, encode)) is not None:
             self.inputs = inputs

@@ -16,24 +16,11 @@ from torch import nn
 from .._compat import global_forward_hooks
 from ..errors import Unsupported
 from ..weak_method import STATE_ATTRIBUTE
+from .known_hooks import Role, defining_module, name_of, role_of, unbound
 from .model_walk import ModelWalk
 
-# Packages whose hooks are independent of shape: they move tensors, gather parameters or record outputs.
-_KNOWN_HOOKS = (
-    "transformers",
-    "accelerate",
-    "torch.nn.utils",
-    "torch.nn.parallel",
-    "torch.distributed",
-    "hf_fastdecode",
-)
 # Where transformers' tensor parallelism gives modules a forward, which communicates.
 _SPLITTING = ("transformers.distributed.tensor_parallel",)
-# Adds noise scaled by the row length.
-_UNSAFE_HOOKS = ("transformers.integrations.neftune",)
-_RECORDING = "transformers.utils.output_capturing"
-# PEFT's other hooks select an adapter per row.
-_REQUIRE_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 # Methods of PEFT that compute each token by itself, as the test of all methods found. Others, e.g. Lily, whose router
 # averages over a row, would compute other values of packed prompts.
 _PEFT_METHODS = (
@@ -73,21 +60,21 @@ def check_code(walk: ModelWalk) -> None:
     """Raise `Unsupported` if third-party hooks, modules or `forward`s would see packed prompts."""
     for hook in global_forward_hooks():
         if not _is_known_hook(hook):
-            raise Unsupported(f"all modules have a forward hook, {_name(hook)}, {_WHY}")
+            raise Unsupported(f"all modules have a forward hook, {name_of(hook)}, {_WHY}")
     # Custom model classes, also from the hub, define modules of their own.
     known = (*_KNOWN_CODE, type(walk.model).__module__)
     for module in walk.with_code:
         for hook in _hooks(module):
             if not _is_known_hook(hook):
-                raise Unsupported(f"{_where(walk, module)} has a forward hook, {_name(hook)}, {_WHY}")
+                raise Unsupported(f"{_where(walk, module)} has a forward hook, {name_of(hook)}, {_WHY}")
         for piece in _own_code(module):
-            if not _is_of(_defining_module(piece), known):
-                raise Unsupported(f"{_where(walk, module)} has a forward of its own, {_name(piece)}, {_WHY}")
+            if not _is_of(defining_module(piece), known):
+                raise Unsupported(f"{_where(walk, module)} has a forward of its own, {name_of(piece)}, {_WHY}")
     for kind, first in walk.classes.items():
         for method, default in ((kind.forward, None), (kind.__call__, nn.Module.__call__)):
             for piece in () if method is default else _with_wrapped(method):
-                if not _is_of(_defining_module(piece), known):
-                    raise Unsupported(f"{_where(walk, first)} runs third-party code, {_name(piece)}, {_WHY}")
+                if not _is_of(defining_module(piece), known):
+                    raise Unsupported(f"{_where(walk, first)} runs third-party code, {name_of(piece)}, {_WHY}")
 
 
 def _where(walk: ModelWalk, module: nn.Module) -> str:
@@ -96,23 +83,18 @@ def _where(walk: ModelWalk, module: nn.Module) -> str:
 
 
 def is_capturable(hook: Any) -> bool:
-    """Whether a captured step may leave a hook out: it only makes inputs require a gradient, or records outputs.
-
-    transformers leaves its recording hooks on a model from the first pass that returns hidden states; they do nothing
-    in other passes.
-    """
-    name, module = getattr(_unbound(hook), "__name__", ""), _defining_module(hook)
-    return _is_of(module, (_RECORDING,)) or (name in _REQUIRE_GRAD and _is_of(module, ("transformers", "peft")))
+    """Whether a captured step may leave a hook out."""
+    return role_of(hook) is Role.IDLE
 
 
 def is_of_transformers(method: Any) -> bool:
     """Whether a method, and what it wraps, is transformers' code."""
-    return all(_is_of(_defining_module(piece), ("transformers",)) for piece in _with_wrapped(method))
+    return all(_is_of(defining_module(piece), ("transformers",)) for piece in _with_wrapped(method))
 
 
 def splits_module(forward: Any) -> bool:
     """Whether a module's own forward is that of tensor parallelism, which is the same in every call."""
-    return _is_of(_defining_module(forward), _SPLITTING)
+    return _is_of(defining_module(forward), _SPLITTING)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -136,7 +118,7 @@ def _own_code(module: nn.Module) -> Iterator[Any]:
     state = vars(module).get(STATE_ATTRIBUTE)
     beneath = state.methods.original(module, "forward") if state is not None else None
     for method in (vars(module).get("forward"), beneath, vars(module).get("_call_impl")):
-        while method is not None and _unbound(method) is not type(module).forward:
+        while method is not None and unbound(method) is not type(module).forward:
             yield from _pieces(method, module)
             method = getattr(method, "__wrapped__", None)
 
@@ -165,28 +147,8 @@ def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:
 
 
 def _is_known_hook(hook: Any) -> bool:
-    home = _defining_module(hook)
-    return is_capturable(hook) or (_is_of(home, _KNOWN_HOOKS) and not _is_of(home, _UNSAFE_HOOKS))
+    return role_of(hook) in (Role.IDLE, Role.SAFE, Role.GATHERS)  # for `gathering` refuses the last where it must
 
 
 def _is_of(home: str, packages: tuple[str, ...]) -> bool:
     return any(home == package or home.startswith(f"{package}.") for package in packages)
-
-
-def _unbound(function: Any) -> Any:
-    """The function inside bound methods and partials."""
-    while isinstance(function, types.MethodType | functools.partial):
-        function = function.__func__ if isinstance(function, types.MethodType) else function.func
-    return function
-
-
-def _defining_module(function: Any) -> str:
-    """Module where a callable is defined; ``__module__`` may be copied from a wrapped function."""
-    bare = _unbound(function)
-    return str(getattr(bare, "__globals__", {}).get("__name__") or type(bare).__module__)
-
-
-def _name(function: Any) -> str:
-    bare = _unbound(function)
-    code = getattr(bare, "__code__", None)  # __qualname__ may be copied from a wrapped function
-    return f"{_defining_module(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"

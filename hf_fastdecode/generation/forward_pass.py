@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -92,3 +92,20 @@ def forget_offset(model: PreTrainedModel) -> None:
     for owner in owners:
         if isinstance(getattr(owner, "rope_deltas", None), Tensor):
             owner.rope_deltas = None
+
+
+_LEFT_OUT: Final = frozenset({"labels"})
+"""Arguments that transformers' trainers hand `generate` with a batch, and its preparation of a pass leaves out."""
+
+
+def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
+    """Names of model arguments that no pass gets, by the model's own preparation, so that they change no token."""
+    given = {name: arguments[name] for name in _LEFT_OUT & arguments.keys()}
+    if not given:
+        return set()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
+    try:
+        prepared = model.prepare_inputs_for_generation(ids, use_cache=True, is_first_iteration=False, **given)
+    except Exception:  # a method of the model's own, which needs more than that
+        return set()
+    return given.keys() - prepared.keys()

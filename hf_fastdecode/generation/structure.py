@@ -9,18 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..attention.active_passes import RowLengths, active
 from ..cache.layout.model import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import common_group, gathers_parameters, in_several_processes, splitting_groups
+from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import SequenceParallel
 from ..parallel.watches import watch_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
+from .gathering import Gathering, find_gathering
 from .model_walk import ModelWalk
 from .model_watch import ModelWatch
 from .stand_ins import StandIns, find_stand_ins
@@ -73,15 +72,14 @@ class Structure:
                 groups = [whole, *(group for group in (dividing, *groups) if group is not whole)]
         except Unsupported:  # for which `check_state` or `check_sequence_parallel` refuses the model
             groups = [] if dividing is None else [dividing]
-        if not groups or (dividing is None and self.gathers_parameters):
+        if not groups or (dividing is None and self.gathering is not None):
             return ALONE
         return Together(groups[0], input_device(self._model), watch_of(groups))
 
     @property
-    def gathers_parameters(self) -> bool:
-        """Whether processes hold parts of the parameters, which passes gather; each may have prompts of its own."""
-        sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(self._model)
-        return bool(sharded) or gathers_parameters(self.walk.classes)
+    def gathering(self) -> Gathering | None:
+        """What gathers parameters in each pass, from processes which may each have prompts of their own."""
+        return find_gathering(self.walk)
 
     @cached_property
     def fused(self) -> FusedModules | None:

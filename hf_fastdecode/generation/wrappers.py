@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-_INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "base_model", "model")
-"""Wrappers' attributes for the inner model: torch.compile, DDP and DataParallel, FSDP, PEFT, PEFT's tuners."""
+_INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module", "base_model", "model")
+"""Wrappers' attributes for the inner model: torch.compile, DDP and DataParallel, FSDP, Lightning Fabric, PEFT, PEFT's
+tuners."""
 
 
 def unwrapped(model: object) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._compat import local_tensor
 from ..errors import Unsupported
@@ -21,8 +21,8 @@ def splitting_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
     """The process groups over which parameters are split, as by tensor or expert parallelism; empty without one.
 
     The first is one of most processes, which must include those of the others. All of its processes run the same
-    passes, in each of which they communicate. The groups of a model whose parameters are gathered before use are found
-    too, see `gathers_parameters`.
+    passes, in each of which they communicate. The groups of a model whose passes gather parameters (FSDP 2) are found
+    too.
 
     Raises:
         Unsupported: No group has all processes, as with two dimensions of a mesh.
@@ -129,15 +129,6 @@ def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> Proc
         f"its parameters are split between the processes {split}, and contexts would be divided between {divided}",
         "take both from one device mesh of two dimensions, or use sequence_parallel=False",
     )
-
-
-def gathers_parameters(classes: Iterable[type[nn.Module]]) -> bool:
-    """Whether passes gather parameters of these modules (FSDP 2): then processes may have prompts of their own."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(issubclass(kind, FSDPModule) for kind in classes)
 
 
 def in_several_processes() -> bool:

@@ -13,8 +13,8 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.generation.gathering import Gathering
 from hf_fastdecode.generation.inputs.encoded import encode_distinct
-from hf_fastdecode.generation.overrides import generate
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.generation.structure import Structure
 
@@ -179,8 +179,7 @@ def test_inputs_with_one_number_each():
 
 def test_encoders_whose_passes_gather_parameters(model, monkeypatch):
     """All processes run as many passes, whatever inputs each of them has."""
-    monkeypatch.setattr(generate, "in_several_processes", lambda: True)
-    monkeypatch.setattr(Structure, "gathers_parameters", True)
+    monkeypatch.setattr(Structure, "gathering", Gathering("as if", "none"))
     repeated, rows = {name: one.repeat_interleave(2, 0) for name, one in inputs(model).items()}, []
     count = len(repeated["input_ids"])
     with (
@@ -214,6 +213,87 @@ def test_encoders_run_as_in_stock(model):
             report = fd.explain(model).last_call
         assert report.path == "shared"
         assert report.inputs == (2 if "input_ids" in other else 3)
+
+
+def steered(module, args, output):
+    """A hook that changes each row in a way of its own."""
+    rows = torch.arange(len(output.last_hidden_state))[:, None, None]
+    return BaseModelOutput(last_hidden_state=output.last_hidden_state * (1 + rows))
+
+
+def prompted(adapted, args):
+    """As PEFT's hooks choose an adapter for each row."""
+    assert len(args[0]) == 3
+
+
+def dropping(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+            module.train()
+
+
+STOCK = {
+    "hook": (lambda model: model.get_encoder().register_forward_hook(steered), {}),
+    "rows": (lambda model: model.get_encoder().block[0].register_forward_pre_hook(prompted), {}),
+    "dropout": (dropping, {}),
+    "no-cache": (None, {"use_cache": False}),
+    "attentions": (None, {"output_attentions": True}),
+    "synced": (None, {"synced_gpus": True}),
+}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_encoders_of_calls_that_run_stock_run_as_in_stock(kind, request):
+    """Rows of equal inputs may differ there, by hooks and random numbers."""
+    model = tiny_model_of("T5ForConditionalGeneration")
+    (change, more), rows = STOCK[kind], []
+    if kind == "synced":
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        request.addfinalizer(torch.distributed.destroy_process_group)
+    given = {"input_ids": INPUTS["input_ids"][[0, 0, 0]], "max_new_tokens": NEW} | more
+    if change is not None:
+        change(model)
+
+    def call():
+        torch.manual_seed(3)
+        return model.generate(**given), torch.get_rng_state()
+
+    with before_calls(model.get_encoder(), lambda args, kwargs: rows.append(kwargs["input_ids"].shape)):
+        stock, state = call()
+        with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=2 * WIDTH):
+            tokens, after = call()
+            assert fd.explain(model).last_call.path == "stock"
+    assert rows[1:] == rows[:1]
+    assert torch.equal(tokens, stock)
+    assert torch.equal(after, state)
+
+
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+def test_labels_change_nothing(each, arguments):
+    """transformers' trainer hands them on, other ones for each row."""
+    given = {name: one[[0, 0, 1]] for name, one in inputs(each).items()} | arguments
+    given["labels"] = torch.arange(15).view(3, 5)
+    stock = seeded(lambda: each.generate(**given))
+    with fd.enabled(each, min_saved_tokens=1):
+        assert torch.equal(seeded(lambda: each.generate(**given)), stock)
+        report = fd.explain(each).last_call
+        assert (report.path, report.inputs) == ("shared", 2), report.reason
+
+
+def test_labels_that_a_model_reads_run_stock(model, monkeypatch):
+    """Its own preparation of passes says so."""
+    prepare = type(model).prepare_inputs_for_generation
+
+    def reads_labels(self, *args, labels=None, **kwargs):
+        return prepare(self, *args, **kwargs) | {"labels": labels}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", reads_labels)
+    with fd.enabled(model, min_saved_tokens=1):
+        run(model, {"max_new_tokens": 1}, labels=torch.full((3, 1), 4))
+        assert "the argument 'labels' is not accelerated yet" in fd.explain(model).last_call.reason
+        seen = run(model, {}, labels=INPUTS["input_ids"], custom_generate=lambda model, input_ids, **given: given)
+        assert "labels" in seen
 
 
 def test_a_call_that_does_not_fit_at_once_is_split(model, monkeypatch):

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import sys
+import types
 
 import accelerate
 import pytest
@@ -16,7 +18,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, takes_cache
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .calls import PROMPT, SAMPLING
+from .calls import PROMPT, SAMPLING, both
 
 PROMPTS = ragged_prompts(57, 71, 40, 66, shared=33)
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -321,3 +323,66 @@ def test_third_party_code_beneath_a_decorator_of_transformers_is_seen(monkeypatc
     with fd.enabled(model):
         model.generate(**PROMPT, **SAMPLING)
         assert "runs third-party code" in fd.explain(model).last_call.reason
+
+
+def hook_of(module, name, *, wrapper=None):
+    """A hook as a library defines it, which sees the root's passes; the wrapper's module decorates it."""
+    library = {"__name__": module}
+    exec(f"def make():\n def {name}(module, *given):\n  return None\n return {name}", library)
+    if wrapper is None:
+        return library["make"]()
+    decorator = {"__name__": wrapper}
+    exec("def decorate(func):\n def wrapped_fn(*given):\n  return func(*given)\n return wrapped_fn", decorator)
+    return decorator["decorate"](library["make"]())
+
+
+ENGINE, ZERO_3 = "deepspeed.runtime.engine", "deepspeed.runtime.zero.parameter_offload"
+OF_LIBRARIES = {
+    "deepspeed-before": ((ENGINE, "_module_forward_pre_hook"), "shared: "),
+    "deepspeed-after": ((ENGINE, "_module_forward_post_hook"), "shared: "),
+    "deepspeed-unknown": (
+        (ENGINE, "check_dataloader_inputs_same_across_ranks"),
+        "stock: LlamaForCausalLM has a forward",
+    ),
+    "zero-3-gathered": ((ZERO_3, "_start_of_forward_hook", "deepspeed.utils.nvtx"), "shared: "),
+    "zero-3": (
+        (ZERO_3, "_pre_forward_module_hook", "torch._dynamo.eval_frame"),
+        "stock: ZeRO-3 divides its parameters",
+    ),
+    "nvtx-unknown": (("research", "steer", "deepspeed.utils.nvtx"), "stock: LlamaForCausalLM has a forward hook"),
+    "lightning": (("lightning.pytorch.profilers.pytorch", "start_recording_forward"), "shared: "),
+    "context-parallel": (("accelerate.big_modeling", "_self_attn_pre_forward_hook"), "stock: LlamaForCausalLM has a"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_LIBRARIES)
+def test_hooks_of_training_libraries(kind, model, monkeypatch):
+    """Calls share where a library's hooks do not depend on rows, and else name what they do."""
+    (module, name, *wrapper), expected = OF_LIBRARIES[kind]
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    hook = model.register_forward_pre_hook(hook_of(module, name, wrapper=next(iter(wrapper), None)))
+    try:
+        stock, tokens, call = both(model, lambda: SAMPLING)
+        assert f"{call.path}: {call.reason}".startswith(expected)
+        assert torch.equal(tokens, stock)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("status", "path"), [("AVAILABLE", "shared"), ("NOT_AVAILABLE", "stock"), ("INFLIGHT", "stock")]
+)
+def test_parameters_of_zero_3(status, path, monkeypatch):
+    """Divided ones are not there when a pass is prepared; gathered ones are as any others."""
+    model = tiny_model()
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    for parameter in model.parameters():
+        parameter.ds_status = types.SimpleNamespace(name=status)
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING)
+        call = fd.explain(model).last_call
+        assert call.path == ("shared" if status == "AVAILABLE" else "stock")
+        if status != "AVAILABLE":
+            assert "ds3_gather_for_generation" in call.reason
+            with pytest.raises(ValueError, match="ZeRO-3 divides its parameters"):
+                fd.prefill(model, PROMPT)

@@ -391,3 +391,11 @@ def test_a_model_that_sees_images():
     seeing = PROMPT | {"input_ids": ids, "pixel_values": 9 * torch.rand(1, 3, 28, 28)}
     stock, shared, call = both(model, lambda: SAMPLING, seeing)
     assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
+
+
+def test_labels_do_not_tell_prompts_apart(model):
+    prompts = ragged_prompts(75, 63, shared=60)
+    more = {"labels": prompts["input_ids"]}
+    stock, shared, call = both(model, lambda: SAMPLING | more, prompts)
+    assert torch.equal(shared, stock)
+    assert call.prefilled_tokens == 75 + 3, call.reason

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM
@@ -121,17 +119,6 @@ def data_parallel(models: Models) -> Any:
 
 
 @scenario
-def fully_sharded(models: Models) -> Any:
-    """Processes that hold parts of the weights, and gather them before use: prompts of their own too."""
-    model = copy.deepcopy(models.alone["llama"])
-    ids = PROMPTS[:, models.rank :].contiguous()
-    expected = draw(model, 0, ids, **GREEDY)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with fd.enabled(model):
-        return draw(model, 0, ids, **GREEDY, synced_gpus=True) == expected, reason(model)
-
-
-@scenario
 def several_groups(models: Models) -> Any:
     """Weights split over two groups of two processes each (the members of one are pretended)."""
     groups = [mock.Mock(size=lambda: 2, members=one) for one in ([0, 1], [models.rank, 2 + models.rank])]
@@ -222,8 +209,6 @@ def test_prompts_of_processes_that_compute_alone_may_differ(seen):
     assert (first[0], second[0]) == (87 + 8, 86 + 8)
     assert first[1].startswith("shared: ")
     assert second[1].startswith("shared: ")
-    sharded = "stock: its parameters are sharded over processes, which must run the same forward passes"
-    assert same_value(seen, "fully_sharded") == [True, sharded]
 
 
 def test_models_of_several_groups_run_stock(seen):

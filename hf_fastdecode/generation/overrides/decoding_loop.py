@@ -13,12 +13,10 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE, is_compiled_in_place
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
 from ..active_call import active_call_of_thread
 from ..decoding.decisions import agreed_criteria
 from ..decoding.decode import decode_shared
 from ..loop_argument import reads_its_cache
-from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.start import start_shared
 from ..same_calls import require_same_draws
 from ..steps.early_kernels import begin_compiling_sampler
@@ -47,8 +45,6 @@ def decode(
         begin_compiling_sampler(call, logits_processor, input_ids)
         with call_passes(call) as passes:
             with call.or_stock():
-                if synced_gpus:
-                    raise _synced()
                 call.ranks.watch.at("prefill")
                 start = start_shared(call, passes, input_ids)
             if not call.runs_stock:
@@ -68,11 +64,6 @@ def decode(
             model_kwargs[CACHE] = call.stock_cache()
         require_same_draws(call, "transformers")
         call.ranks.watch.enter_foreign_loop()
-    cache = model_kwargs.get(CACHE)
-    if synced_gpus and isinstance(cache, SharedContextCache) and isinstance(cache.first_pass, FirstPassPrompts):
-        cache.first_pass.call.refuse(_synced())
-        cache.first_pass.enter_stock()
-        model_kwargs[CACHE] = cache.first_pass.stock
     if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
         active_call.give_back(model_kwargs)
     elif active_call is not None and active_call.inputs is not None:
@@ -106,7 +97,3 @@ def _for_callers(model: PreTrainedModel, output: Any) -> Any:
     if not isinstance(output.get(CACHE), SharedContextCache):
         return output
     return type(output)(**{name: value for name, value in output.items() if name != CACHE})
-
-
-def _synced() -> Unsupported:
-    return Unsupported("synced_gpus=True: all processes must run the same number of forward passes")

@@ -8,19 +8,18 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
 from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
-from ...cache.encoder_decoders import ENCODER_DECODERS, leaves_tokens_out
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported
+from ...errors import Unsupported, reason_of
 from ...parallel.groups import in_several_processes
 from ...parallel.unwatched import UNWATCHED, Unwatched
 from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
-from ..forward_pass import forget_offset
+from ..forward_pass import forget_offset, left_out
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import hold_before_encoding
 from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
@@ -58,6 +57,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         return prepare()
     generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
+    for name in left_out(model, model_kwargs) if users_loop is None else ():
+        del model_kwargs[name]
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
     report.ranks, call.loop_is_users = call.ranks.count, users_loop is not None
@@ -72,12 +73,10 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
     require_same_call(call, given_tensors, loop or generation_mode.value)
     with call.or_stock(), call.ranks.together():
-        check_call(model, structure, generation_mode, generation_config, model_kwargs)
+        _require_shareable(call, generation_mode, active_call)
         if call.inputs is not None:
             call.inputs.check(model, structure, generation_mode)
         check_sequence_parallel(model, structure, longest=max_cache_length + 1)
-        if not loop_is_ours and users_loop is None:
-            raise Unsupported(_why_not_ours(model_state, model))
         if loop is not None and generation_config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
@@ -114,6 +113,15 @@ def _stock_cache(prepare: Callable[[], Any], model_kwargs: dict[str, Any]) -> Ca
     prepare()
     cache: Cache | None = model_kwargs.get(CACHE)
     return cache
+
+
+def _require_shareable(call: CallContext, mode: GenerationMode, active_call: ActiveCall | None) -> None:
+    """Raise `Unsupported` if a call must run stock, by what is known of it before an encoder runs."""
+    check_call(call.model, call.structure, mode, call.config, call.arguments)
+    if active_call is None or not (active_call.loop_is_ours or active_call.loop):
+        raise Unsupported(_why_not_ours(call.state, call.model))
+    if active_call.model is call.model and active_call.synced_gpus:
+        raise Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
 
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +226,15 @@ def extract_generation_mode_kwargs(
     call = active_call_of_thread.get()
     if call is not None and call.model is model:
         call.begin(may_hold=custom_generate is decode and not model.config.is_encoder_decoder)
-    return original(None if custom_generate is decode else custom_generate, *args, **kwargs)
+    given = signature_of(original).bind(None if custom_generate is decode else custom_generate, *args, **kwargs)
+    if in_several_processes() and given.arguments.get("synced_gpus", False) is None:
+        # transformers asks by the kind of training alone, also of parameters that are gathered for the call.
+        synced = structure_of_call(model_state, model).gathering is not None
+        given.arguments["synced_gpus"] = None if synced else False
+    found: dict[str, Any] = original(*given.args, **given.kwargs)
+    if call is not None and call.model is model:
+        call.synced_gpus = bool(found.get("synced_gpus"))
+    return found
 
 
 def get_deprecated_gen_repo(
@@ -230,6 +246,8 @@ def get_deprecated_gen_repo(
 ) -> Any:
     """Hide this package's loop from the model's own method."""
     original = model_state.methods.original(model, "_get_deprecated_gen_repo")
+    if (call := active_call_of_thread.get()) is not None and call.model is model:
+        call.mode = mode
     return original(mode, trust_remote_code, None if custom_generate is decode else custom_generate)
 
 
@@ -240,18 +258,39 @@ def encode(
     if not model.config.is_encoder_decoder:
         return hold_before_encoding(model_state, model, inputs_tensor, model_kwargs, *args)
     original = model_state.methods.original(model, ENCODE)
-    encodes = model.config.model_type in ENCODER_DECODERS and model_kwargs.get(ENCODER_OUTPUTS) is None
-    alone = model_state.disable_pending or model.training  # noise of training differs from row to row
-    alone = alone or leaves_tokens_out(model.config)
-    if encodes and not alone and in_several_processes():  # each of which runs the passes of the others
-        alone = structure_of_call(model_state, model).gathers_parameters
-    if not encodes or alone:
+    unread = {name: model_kwargs[name] for name in left_out(model, model_kwargs)}
+    read = {name: value for name, value in model_kwargs.items() if name not in unread}
+    if read.get(ENCODER_OUTPUTS) is not None or not _shares_encoder(model_state, model, read, args):
         found: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
         return found
     tokens = tokens_of_encoder(model, inputs_tensor)
-    return encode_distinct(
+    encoded = encode_distinct(
         lambda inputs, arguments: original(inputs, arguments, *args),
         inputs_tensor,
-        model_kwargs,
+        read,
         None if tokens is None else max(1, model_state.options.max_prefill_tokens // max(1, tokens)),
     )
+    return encoded | unread
+
+
+def _shares_encoder(
+    model_state: ModelState, model: PreTrainedModel, arguments: dict[str, Any], others: tuple[Any, ...]
+) -> bool:
+    """Whether a call's encoder may run once for equal inputs, which calls that run stock must not notice.
+
+    Rows of equal inputs differ by noise, by hooks and by adapters of their own; `check_call` refuses all of these.
+
+    Args:
+        others: Arguments of `ENCODE`, one of which is the generation config.
+    """
+    active_call, config = (
+        active_call_of_thread.get(),
+        next((x for x in others if isinstance(x, GenerationConfig)), None),
+    )
+    if config is None or active_call is None or active_call.model is not model or active_call.mode is None:
+        return False
+    if model_state.disable_pending or model.training:  # which draws numbers in each pass, though none drops anything
+        return False
+    structure = structure_of_call(model_state, model)
+    call = CallContext(model, model_state, config, arguments, CallReport(), structure)
+    return reason_of(_require_shareable, call, active_call.mode, active_call) is None

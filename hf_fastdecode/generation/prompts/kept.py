@@ -21,7 +21,7 @@ from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
 from ..structure import Structure
-from ..support.model import check_model, check_sequence_parallel, check_state, check_states, rope_limit
+from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
 from ..support.prompts import check_prompts
 from .by_rows import Rows, prefill_rows
 from .packed import prefill_nodes
@@ -72,7 +72,7 @@ def _prefill_text(
             )
         with _or_value_error(f"{type(inner).__name__} cannot share context"):
             check_model(inner, structure.layout)
-            check_states(structure)
+            check_processes(structure)
             check_state(structure.walk)
         input_ids, mask = padded_ids(inputs)
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):

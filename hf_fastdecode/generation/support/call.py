@@ -13,11 +13,10 @@ from ...attention.own_code import own_code_of
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ...parallel.groups import in_several_processes
 from ..call_context import CallContext
 from ..inputs.encoded import prompt_names
 from ..structure import Structure
-from .model import check_model, check_state, check_states, rope_limit
+from .model import check_model, check_processes, check_state, rope_limit
 
 # Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
 # position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask or token types out of steps, or
@@ -68,7 +67,7 @@ def check_call(
     check_model(model, structure.layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
-    check_states(structure)
+    check_processes(structure)
     if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
         if structure.layout.cross:
             raise Unsupported("assisted decoding is not accelerated yet for models with an encoder")
@@ -101,8 +100,6 @@ def check_call(
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     structure.kept("state", lambda: check_state(structure.walk))
-    if in_several_processes() and structure.gathers_parameters:
-        raise Unsupported("its parameters are sharded over processes, which must run the same forward passes")
     limit = rope_limit(structure.text_config)
     if limit is not None and config.max_length > limit:
         raise Unsupported(

@@ -147,11 +147,6 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
     if (parallel := structure.parallel) is None:
         return
     alone = "use sequence_parallel=False"
-    if structure.gathers_parameters:
-        raise Unsupported(
-            "its parameters are gathered for each pass (FSDP, ZeRO-3) by processes that may have prompts of their own",
-            alone,
-        )
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise Unsupported(f"it is on several devices ({names}), and each process divides contexts on one", alone)
@@ -182,8 +177,11 @@ def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
     return None
 
 
-def check_states(structure: Structure) -> None:
-    """Raise `Unsupported` where layers have states, or an encoder, and several processes compute the model."""
+def check_processes(structure: Structure) -> None:
+    """Raise `Unsupported` where passes gather parameters from several processes, or where several processes compute a
+    model whose layers have states, or an encoder."""
+    if (gathering := structure.gathering) is not None:
+        raise Unsupported(*gathering)
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
     if structure.layout.prefills_by_rows and (structure.parallel is not None or structure.ranks.count > 1):
         raise Unsupported(f"{what} not shared where several processes compute a model yet")
