@@ -291,6 +291,8 @@ def _sized_videos(
 ) -> Iterator[dict[str, Tensor]]:
     """Those of a number of rows divisible by 8 as two frames of half as many."""
     for arguments in _video_forms(model, videos):
+        if "video_second_per_grid" in inspect.signature(type(model).forward).parameters:
+            arguments["video_second_per_grid"] = torch.tensor([0.5 + seed for _, _, seed in map(_seeded, videos)])
         for grid in arguments["video_grid_thw"]:
             if grid[1] % 8 == 0:
                 grid[0], grid[1] = 2, grid[1] // 2

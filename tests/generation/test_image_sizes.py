@@ -17,7 +17,7 @@ from hf_fastdecode.generation.inputs.rows import InputRows
 from ..architectures.classes import tiny_model_of
 from ..cases import exhaustive_but
 from ..image_inputs import prompts_with_images
-from .image_calls import CALLS, run
+from .image_calls import run
 
 A, B, C, LARGE = (4, 4, 1), (4, 4, 2), (4, 4, 3), (8, 8, 5)
 TWO, OTHER, ONE, NONE = (4, A, 3, B, 2), (4, A, 3, C, 2), (6, LARGE, 7), (5,)

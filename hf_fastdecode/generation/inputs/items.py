@@ -132,7 +132,7 @@ class Items:
     merge: int | None = None
 
     @classmethod
-    def among(cls, kind: str, arguments: dict[str, Tensor], config: PreTrainedConfig) -> Items | None:
+    def among(cls, kind: str, arguments: dict[str, Tensor], config: PreTrainedConfig | None = None) -> Items | None:
         """Those that these arguments hold; None where it is not clear which entries are of one item."""
         lengths = {name: len(value) if value.dim() else 0 for name, value in arguments.items()}
         grid = arguments.get(f"{kind}_grid_thw")
