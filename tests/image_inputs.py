@@ -44,6 +44,8 @@ def prompts_with_images(
     config: Any = model.config
     generator = torch.Generator().manual_seed(seed)
     place = _first(config, f"{kind}_token_id", f"{kind}_token_index")
+    if sized and kind == "video" and str(config.model_type).startswith("glm"):
+        place = config.image_token_id
     images = [part for parts in prompts for part in parts if not isinstance(part, int)]
     features = Features({}, [])
     if images:
@@ -78,7 +80,7 @@ def prompts_with_images(
 
 def _runs(config: Any, arguments: dict[str, Tensor]) -> list[int]:
     """In how many runs the tokens of each image stand: of a video's frames, or of the rows of an image (Pixtral)."""
-    if "video_grid_thw" in arguments and str(config.model_type).startswith(("qwen3", "cosmos3", "cohere_compass")):
+    if "video_grid_thw" in arguments and str(config.model_type).startswith(("qwen3", "cosmos3", "cohere_compass", "glm")):
         frames: list[int] = arguments["video_grid_thw"][:, 0].tolist()
         return frames
     return [2] * len(arguments["image_sizes"]) if "image_sizes" in arguments else []

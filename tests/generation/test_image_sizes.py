@@ -36,7 +36,7 @@ CASES = {
     "DeepseekOcr2ForConditionalGeneration": "image",  # tiles of all images, and numbers of them
     "Gemma3ForConditionalGeneration": "image",
     "Gemma4ForConditionalGeneration": "image",  # image_position_ids
-    "Glm4vForConditionalGeneration": "image",
+    "Glm4vForConditionalGeneration": "video",  # in tokens of images
     "GlmAsrForConditionalGeneration": "audio",
     "Idefics2ForConditionalGeneration": "image",
     "Idefics3ForConditionalGeneration": "image",  # a row of images, and of padding, for each prompt

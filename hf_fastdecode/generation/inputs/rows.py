@@ -259,9 +259,15 @@ class InputRows:
         return [0] * self.rows if held is None else held.sum(1).tolist()
 
     def _held(self, kind: str) -> Tensor | None:
-        """Which tokens stand for images of a kind, ``[given rows, width]`` bool; None if the config names none."""
-        token = self._token(kind)
-        return None if token is None else self._ids == token
+        """Which tokens stand for images of a kind, ``[given rows, width]`` bool; None if the config names none.
+
+        Where there is one kind alone, tokens of another may stand for it: in GLM-4V, those of images for videos.
+        """
+        places = {one: self._ids == token for one in KINDS if (token := self._token(one)) is not None}
+        others = [held for one, held in places.items() if one != kind and bool(held.any())]
+        if len(self._kinds) == len(others) == 1 and (kind not in places or not bool(places[kind].any())):
+            return others[0]
+        return places.get(kind)
 
     def _token(self, kind: str) -> int | None:
         """The token that stands for images of a kind."""
