@@ -80,7 +80,9 @@ def prompts_with_images(
 
 def _runs(config: Any, arguments: dict[str, Tensor]) -> list[int]:
     """In how many runs the tokens of each image stand: of a video's frames, or of the rows of an image (Pixtral)."""
-    if "video_grid_thw" in arguments and str(config.model_type).startswith(("qwen3", "cosmos3", "cohere_compass", "glm")):
+    if "video_grid_thw" in arguments and str(config.model_type).startswith(
+        ("qwen3", "cosmos3", "cohere_compass", "glm")
+    ):
         frames: list[int] = arguments["video_grid_thw"][:, 0].tolist()
         return frames
     return [2] * len(arguments["image_sizes"]) if "image_sizes" in arguments else []

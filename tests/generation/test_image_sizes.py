@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.inputs import items
 from hf_fastdecode.generation.inputs.given import GivenInputs
 from hf_fastdecode.generation.inputs.rows import InputRows
 
@@ -99,6 +100,20 @@ def test_kept_caches_know_each_of_a_prompts_images(name):
         known = fd.explain(model).last_call.known_tokens[0]
     token = getattr(model.config, f"{kind}_token_id")
     assert 0 < int((other["input_ids"][0, :known] == token).sum()) < int((other["input_ids"] == token).sum())
+
+
+def test_no_size_is_counted_that_is_not_asked_for(monkeypatch):
+    """An encoder's pass counts the tokens of each size once, where prompts run apart."""
+    model = tiny_model_of("Mistral3ForConditionalGeneration")
+    inputs, counted = prompts_with_images(model, TWO, ONE, NONE, sized=True), []
+    encoded = items._encoded_tokens
+    monkeypatch.setattr(items, "_encoded_tokens", lambda *args: counted.append(1) or encoded(*args))
+    for most, sizes in ((16384, 0), (16, 2)):
+        with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
+            run(model, inputs, "samples")
+            assert len(counted) == sizes
+            run(model, inputs, "samples")
+            assert len(counted) == sizes
 
 
 IMAGE, SOUND = 90, 91
