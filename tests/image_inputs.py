@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 Part = int | tuple[int, ...]
 """Part of a prompt: a number of random tokens, or an image: rows and columns of patches, and its seed, if not 0.
@@ -27,9 +30,13 @@ class Features(NamedTuple):
 
 
 def prompts_with_images(
-    model: PreTrainedModel, *prompts: Sequence[Part], kind: str = "image", seed: int = 0
+    model: PreTrainedModel, *prompts: Sequence[Part], kind: str = "image", seed: int = 0, sized: bool = False
 ) -> dict[str, Tensor]:
     """Left-padded prompts with their images, as the model's processor gives them.
+
+    Args:
+        sized: Whether images have the rows and columns that they are given with, also where models may have one size
+            for all; and prompts that differ in the seeds of images alone have equal text. Some videos have two frames.
 
     Raises:
         LookupError: No form that is known here suits the model.
@@ -37,17 +44,26 @@ def prompts_with_images(
     config: Any = model.config
     generator = torch.Generator().manual_seed(seed)
     place = _first(config, f"{kind}_token_id", f"{kind}_token_index")
+    if sized and kind == "video" and str(config.model_type).startswith("glm"):
+        place = config.image_token_id
     images = [part for parts in prompts for part in parts if not isinstance(part, int)]
-    features = _features(model, kind, images) if images else Features({}, [])
+    features = Features({}, [])
+    if images:
+        counts_of_rows = [sum(not isinstance(part, int) for part in parts) for parts in prompts]
+        features = _features(model, kind, images, counts_of_rows if sized else None)
     counts, rows = iter(features.tokens), list[Tensor]()
     before, after = ([] if one is None else [one] for one in _frame(config, kind))
+    broken = [7] if sized and "image_sizes" in features.arguments else []
+    runs = iter(_runs(config, features.arguments) if sized else ())
     for parts in prompts:
+        generator = _generator_of(parts) if sized else generator
         tokens = list[Tensor]()
         for part in parts:
             if isinstance(part, int):
                 tokens.append(torch.randint(3, 90, (part,), generator=generator))
             else:
-                tokens.append(torch.tensor([*before, *[place] * next(counts), *after]))
+                run, rest = divmod(next(counts), number := next(runs, 1))
+                tokens.append(torch.tensor([*before, *[place] * run, *after, *broken] * number + [place] * rest))
         rows.append(torch.cat(tokens))
     width = max(map(len, rows))
     ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
@@ -60,6 +76,21 @@ def prompts_with_images(
     if (tiles := inputs.get("aspect_ratio_mask")) is not None:
         inputs["cross_attention_mask"] = _seen_by_tokens(ids == place, tiles)
     return inputs
+
+
+def _runs(config: Any, arguments: dict[str, Tensor]) -> list[int]:
+    """In how many runs the tokens of each image stand: of a video's frames, or of the rows of an image (Pixtral)."""
+    if "video_grid_thw" in arguments and str(config.model_type).startswith(
+        ("qwen3", "cosmos3", "cohere_compass", "glm")
+    ):
+        frames: list[int] = arguments["video_grid_thw"][:, 0].tolist()
+        return frames
+    return [2] * len(arguments["image_sizes"]) if "image_sizes" in arguments else []
+
+
+def _generator_of(parts: Sequence[Part]) -> torch.Generator:
+    sizes = [part if isinstance(part, int) else part[:2] for part in parts]
+    return torch.Generator().manual_seed(zlib.crc32(repr(sizes).encode()))
 
 
 def _seen_by_tokens(images: Tensor, tiles: Tensor) -> Tensor:
@@ -82,19 +113,34 @@ def _frame(config: Any, kind: str) -> tuple[int | None, int | None]:
     return next(((getattr(config, a), getattr(config, b)) for a, b in ends if getattr(config, a, None)), (None, None))
 
 
-def _features(model: PreTrainedModel, kind: str, images: Sequence[tuple[int, ...]]) -> Features:
-    forms = {"image": _image_forms, "video": _video_forms, "audio": _audio_forms}[kind]
+def _features(
+    model: PreTrainedModel, kind: str, images: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int] | None
+) -> Features:
+    forms = {"image": _image_forms, "video": _video_forms, "audio": _audio_forms}[kind](model, images)
+    if counts_of_rows is not None:
+        sized = {"image": _sized_images, "audio": _sized_sounds, "video": _sized_videos}[kind]
+        forms = chain(sized(model, images, counts_of_rows), forms)
     errors = []
-    for arguments in forms(model, images):
+    for arguments in forms:
         try:
-            return Features(arguments, _tokens(model, kind, arguments, len(images)))
+            return Features(arguments, _tokens(model, kind, arguments, len(images), counts_of_rows))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     raise LookupError(f"no form of {kind}s suits {type(model).__name__}: {errors[-3:]}")
 
 
-def _tokens(model: PreTrainedModel, kind: str, arguments: dict[str, Tensor], count: int) -> list[int]:
-    """Tokens of each image, as the model itself makes them."""
+def _tokens(
+    model: PreTrainedModel,
+    kind: str,
+    arguments: dict[str, Tensor],
+    count: int,
+    counts_of_rows: Sequence[int] | None = None,
+) -> list[int]:
+    """Tokens of each image, as the model itself makes them.
+
+    Args:
+        counts_of_rows: Images of each row; None where all have equally many tokens.
+    """
     if model.config.model_type == "qwen2_audio":
         frames = arguments["feature_attention_mask"].sum(1)
         made: list[int] = model.model.audio_tower._get_feat_extract_output_lengths(frames)[1].tolist()
@@ -109,6 +155,14 @@ def _tokens(model: PreTrainedModel, kind: str, arguments: dict[str, Tensor], cou
     with torch.no_grad():
         output = encode(**there, return_dict=True)
     pooled = output.pooler_output
+    of_rows = counts_of_rows is not None and next(iter(arguments.values())).shape[:2] == (
+        *(len(counts_of_rows), max(counts_of_rows)),
+    )
+    if of_rows and isinstance(pooled, list | tuple) and len(arguments) == 1:
+        pooled = torch.cat(list(pooled))  # of all images of a row
+    elif counts_of_rows is not None and isinstance(pooled, Tensor) and pooled.dim() == 2 and count > 1:
+        of_each = [{name: part[one : one + 1] for name, part in arguments.items()} for one in range(count)]
+        return [_tokens(model, kind, one, 1)[0] for one in of_each]
     if isinstance(pooled, Tensor) and pooled.dim() == 2:
         each, rest = divmod(len(pooled), count)
         if rest:
@@ -183,6 +237,82 @@ def _audio_forms(model: PreTrainedModel, sounds: Sequence[tuple[int, ...]]) -> I
             for name in ("input_features_mask", "feature_attention_mask"):
                 if name in takes:
                     yield {"input_features": features, name: torch.ones(len(sounds), frames, dtype=torch.long)}
+
+
+def _sized_images(
+    model: PreTrainedModel, images: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int]
+) -> Iterator[dict[str, Tensor]]:
+    """Forms in which images have rows and columns, or rows of a batch their own number of images."""
+    config: Any = model.config
+    takes = inspect.signature(type(model).forward).parameters
+    vision = _first(config, "vision_config", "vision_model_config", "perception_config") or config
+    patch, channels = _first(vision, "patch_size") or 14, _first(vision, "num_channels") or 3
+    patch = patch if isinstance(patch, int) else patch[0]
+    size = _first(vision, "image_size") or 4 * patch
+    size = size if isinstance(size, int) else size[0]
+    seeded = list(map(_seeded, images))
+    sizes = torch.tensor([[high * patch, wide * patch] for high, wide, _ in seeded])
+    if "image_sizes" in takes:
+        if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
+            tiles = [image_size_to_num_patches(one, pinpoints, size) for one in sizes.tolist()]
+            pixels = torch.zeros(len(images), max(tiles), channels, size, size)
+            for own, count, (_, _, seed) in zip(pixels, tiles, seeded, strict=True):
+                own[:count] = _random((count, channels, size, size), seed)
+        else:
+            pixels = torch.zeros(len(images), channels, *sizes.amax(0).tolist())
+            for own, (high, wide), (_, _, seed) in zip(pixels, sizes.tolist(), seeded, strict=True):
+                own[:, :high, :wide] = _random((channels, high, wide), seed)
+        yield {"pixel_values": pixels, "image_sizes": sizes}
+    if "spatial_shapes" in takes or "image_position_ids" in takes:
+        most = max(high * wide for high, wide, _ in seeded)
+        patches, shown = torch.zeros(len(images), most, channels * patch**2), torch.zeros(len(images), most).long()
+        places = torch.full((len(images), most, 2), -1)
+        for row, (high, wide, seed) in enumerate(seeded):
+            patches[row, : high * wide] = _random((high * wide, channels * patch**2), seed)
+            shown[row, : high * wide] = 1
+            places[row, : high * wide] = torch.cartesian_prod(torch.arange(wide), torch.arange(high))
+        shapes = torch.tensor([[high, wide] for high, wide, _ in seeded])
+        if "image_position_ids" in takes:
+            yield {"pixel_values": patches, "image_position_ids": places}
+        else:
+            yield {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": shown}
+    if "num_local_patches" in takes:
+        locals_ = [_random((wide // high, channels, size, size), seed + 50) for high, wide, seed in seeded]
+        pixels = torch.stack([_random((channels, size, size), seed) for _, _, seed in seeded])
+        parts = torch.tensor(list(map(len, locals_)))
+        yield {"pixel_values": pixels, "pixel_values_local": torch.cat(locals_), "num_local_patches": parts}
+    if "pixel_attention_mask" in takes:
+        pixels = torch.zeros(len(counts_of_rows), max(counts_of_rows), channels, size, size)
+        ones = (_random((channels, size, size), seed) for _, _, seed in seeded)
+        for own, count in zip(pixels, counts_of_rows, strict=True):
+            for place in range(count):
+                own[place] = next(ones)
+        yield {"pixel_values": pixels}
+
+
+def _sized_videos(
+    model: PreTrainedModel, videos: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int]
+) -> Iterator[dict[str, Tensor]]:
+    """Those of a number of rows divisible by 8 as two frames of half as many."""
+    for arguments in _video_forms(model, videos):
+        if "video_second_per_grid" in inspect.signature(type(model).forward).parameters:
+            arguments["video_second_per_grid"] = torch.tensor([0.5 + seed for _, _, seed in map(_seeded, videos)])
+        for grid in arguments["video_grid_thw"]:
+            if grid[1] % 8 == 0:
+                grid[0], grid[1] = 2, grid[1] // 2
+        yield arguments
+
+
+def _sized_sounds(
+    model: PreTrainedModel, sounds: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int]
+) -> Iterator[dict[str, Tensor]]:
+    """Sounds of as many frames as their rows and columns say, of all that there may be."""
+    for arguments in _audio_forms(model, sounds):
+        for name, mask in arguments.items():
+            if name.endswith("mask"):
+                for row, (high, wide, _) in enumerate(map(_seeded, sounds)):
+                    mask[row, mask.shape[1] * high * wide // 32 :] = 0
+                yield arguments
 
 
 def _first(config: Any, *names: str) -> Any:

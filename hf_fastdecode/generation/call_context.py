@@ -21,6 +21,7 @@ from ..parallel.agreement import Ranks
 from .fingerprint import Fingerprint
 from .inputs.encoded import PromptNames, prompt_names
 from .inputs.given import GivenInputs
+from .inputs.items import counting_tokens
 from .inputs.rows import InputRows
 from .model_state import ModelState
 from .options import Options
@@ -186,7 +187,10 @@ class CallContext:
     @cached_property
     def input_rows(self) -> InputRows | None:
         """Which of the inputs belong to which row; None of text alone."""
-        return None if self.inputs is None else InputRows(self.inputs, self.model.config)
+        if self.inputs is None:
+            return None
+        count_tokens = counting_tokens(self.model, self.structure, self.arguments)
+        return InputRows(self.inputs, self.model.config, count_tokens)
 
     @property
     def ranks(self) -> Ranks:

@@ -13,6 +13,7 @@ CALLS = {
     "greedy": {"do_sample": False},
     "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3},
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "one sample": {"do_sample": True, "top_k": 0},
 }
 SMALL, TALL, WIDE = (4, 4), (8, 4, 1), (4, 6, 2)
 SEVERAL = [(5, SMALL, 9), (3, TALL, 4, WIDE, 7), (12,)]

@@ -163,8 +163,8 @@ def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
 
 def test_lists_of_each_images_numbers_keep_images_together():
     pixels = {"pixel_values": torch.zeros(2, 3), "layers": [-2, -1, 0]}
-    assert len(features._images(pixels)) == 2
-    assert features._images(pixels | {"patches_of_images": [1, 1]}) is None
+    assert len(features._images("image", pixels)) == 2
+    assert features._images("image", pixels | {"patches_of_images": [1, 1]}) is None
 
 
 def test_a_beginning_ends_before_other_images(model, monkeypatch):

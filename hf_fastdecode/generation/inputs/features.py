@@ -25,8 +25,10 @@ from transformers.utils import ModelOutput
 
 from ...attention.active_passes import as_stock
 from ..replaced_calls import ReplacedCall, replaced_calls
+from .items import KINDS, Items
 
-_METHODS: Final = ("get_image_features", "get_video_features", "get_audio_features")
+_KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}
+"""Of the items that a method encodes, by its name."""
 
 _SPARE: Final = ("last_hidden_state", "hidden_states", "attentions")
 """Fields that features are made from, which are left out where they are not those of single images."""
@@ -49,6 +51,8 @@ class _Image(NamedTuple):
 
     def equals(self, other: _Image) -> bool:
         """Whether they are equal bit by bit, so that features are."""
+        if self.parts.keys() != other.parts.keys():
+            return False
         pairs = ((part, other.parts[name]) for name, part in self.parts.items())
         return self.sums == other.sums and all(torch.equal(*pair) for pair in pairs)
 
@@ -88,7 +92,7 @@ class SharedFeatures:
     def __init__(self, model: PreTrainedModel):
         owners = [
             (next((one for one in (model.base_model, model) if hasattr(type(one), name)), None), name)
-            for name in _METHODS
+            for name in _KIND
         ]
         self._calls = [
             ReplacedCall(owner, name, _encoding(owner, name)) for owner, name in owners if owner is not None
@@ -109,7 +113,7 @@ class SharedFeatures:
 
     def encode(self, method: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
         """What a method of this name returns for these arguments."""
-        before, images = self._known.pop(name, []), _images(arguments)
+        before, images = self._known.pop(name, []), _images(_KIND[name], arguments)
         if images is None or name in self._not_apart:
             return method(**arguments)
         distinct, places = list[_Image](), list[int]()
@@ -156,24 +160,22 @@ def _encoding(owner: nn.Module, name: str) -> Callable[..., Any]:
     return encode
 
 
-def _images(arguments: Mapping[str, Any]) -> list[_Image] | None:
-    """The images among these arguments; None where it is not known which part is of which."""
+def _images(kind: str, arguments: Mapping[str, Any]) -> list[_Image] | None:
+    """The images among a method's arguments; None where it is not known which part is of which."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     lists = [value for value in arguments.values() if isinstance(value, list | tuple)]
     if not tensors or any(not tensor.dim() or not len(tensor) for tensor in tensors.values()):
         return None
     if any(isinstance(one, Tensor) for value in lists for one in value):
         return None
-    grid = next((tensor for name, tensor in tensors.items() if name.endswith("grid_thw")), None)
-    patches = None if grid is None else [int(count) for count in grid.prod(1).tolist()]
-    count = len(next(iter(tensors.values())) if grid is None else grid)
-    if any(len(value) == count for value in lists):  # each image's own number
+    items = Items.among(kind, tensors)
+    if items is None or any(len(value) == len(items) for value in lists):  # each image's own number
         return None
+    grid = tensors.get(f"{kind}_grid_thw")
+    patches = None if grid is None else [int(count) for count in grid.prod(1).tolist()]
     parts, sums = list[Sequence[Tensor]](), list[list[int]]()
-    for tensor in tensors.values():
-        sizes = [1] * count if len(tensor) == count else patches
-        if sizes is None or sum(sizes) != len(tensor):
-            return None
+    for name, tensor in tensors.items():
+        sizes = items.sizes[name]
         parts.append(tensor.detach().split(sizes))
         bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
         of_rows = bits.reshape(len(bits), -1).sum(1, dtype=torch.int64)

@@ -136,7 +136,8 @@ class GivenInputs:
             if name in known:
                 continue
             of_tokens = isinstance(value, Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (rows, width)
-            if of_tokens or name == "token_type_ids" or not isinstance(value, Tensor) or value.is_floating_point():
+            of_features = not isinstance(value, Tensor) or (value.is_floating_point() and value.dim() > 1)
+            if of_tokens or of_features or name == "token_type_ids":
                 raise Unsupported(f"every step takes the argument {name!r}, which is not accelerated yet")
 
 

@@ -2,12 +2,12 @@
 
 transformers gives them in several forms: a row of numbers for each token, a part for each image (a prompt has any
 number of these), or the patches of all images end to end. Features take the places of placeholder tokens in order, so
-the placeholders of each row say how many images are its own.
+the tokens of each image and of each row say which images are the row's own: `items` has the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,15 +17,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import Unsupported
 from .given import GivenInputs
-
-_AUDIO = ("audio", "feature", "speech", "input_values")
-
-
-class _Counts(NamedTuple):
-    """Placeholder tokens of each row: how many, and in how many runs without a gap."""
-
-    tokens: list[int]
-    runs: list[int]
+from .items import KINDS, CountTokens, Items, by_kind, of_tokens
 
 
 class RowImage(NamedTuple):
@@ -43,30 +35,37 @@ class RowImage(NamedTuple):
 class InputRows:
     """The inputs of a call's given rows.
 
+    Args:
+        given: What the call was given.
+        config: Of the model: which tokens stand for images.
+        count_tokens: Tokens of an image, where sizes and config do not say it.
+
     Attributes:
-        apart: Whether the inputs of each row are known, so that rows with equal ones are one input, and inputs run in
-            several passes.
-        unclear: Otherwise, the name of an argument whose parts no row can be told to own.
+        copies: Rows of the call for each given one.
+        rows: Given ones.
+        width: Of the prompts, padding included.
     """
 
-    def __init__(self, given: GivenInputs, config: PreTrainedConfig):
+    def __init__(self, given: GivenInputs, config: PreTrainedConfig, count_tokens: CountTokens):
         assert given.ids is not None
         self._arguments, self._ids, self._config = given.arguments, given.ids, config
+        self._count_tokens = count_tokens
         self.copies, self.rows, self.width = given.copies, *given.ids.shape
-        self._starts: dict[str, list[int]] = {}
-        self.unclear: str | None = None
-        self._counted: dict[str, _Counts | None] = {}
-        if self.rows > 1:
-            for name, value in self._arguments.items():
-                starts = self._starts_of(name, value) if isinstance(value, Tensor) and value.dim() else None
-                if starts is None:
-                    self.unclear = name
-                    break
-                self._starts[name] = starts
 
     @property
     def apart(self) -> bool:
-        return self.unclear is None
+        """Whether the inputs of each row are known, so that rows with equal ones are one input, and inputs run in
+        several passes."""
+        return self.rows == 1 or self.unclear is None
+
+    @cached_property
+    def unclear(self) -> str | None:
+        """The name of an argument whose parts no row, or no token, is known to own."""
+        others = (name for name, value in self._arguments.items() if not isinstance(value, Tensor) or not value.dim())
+        if (unclear := next(others, self._unmarked)) is None and self.rows > 1:
+            unknown = (next(iter(own)) for kind, own in self._kinds.items() if kind not in self._starts)
+            unclear = next(unknown, None)
+        return unclear
 
     def numbers(self) -> Tensor:
         """A number for each row of the call, ``[rows]`` on the CPU: equal ones of neighbours with equal inputs.
@@ -74,12 +73,9 @@ class InputRows:
         Rows whose prompts differ may have equal ones.
         """
         number, numbers = 0, [0]
-        alike = [False] * self.rows
-        if self.apart and self.rows > 1:
-            alike[1:] = (self._ids[1:] == self._ids[:-1]).all(1).tolist()
-        for row in range(1, self.rows):
-            both = ((self._part(name, row), self._part(name, row - 1)) for name in self._starts)
-            number += not (alike[row] and all(torch.equal(*parts) for parts in both))
+        alike = (self._ids[1:] == self._ids[:-1]).all(1).tolist()
+        for row, same in enumerate(alike, 1):
+            number += not (same and self.apart and _equal(self._parts(row), self._parts(row - 1)))
             numbers.append(number)
         return torch.tensor(numbers, device="cpu").repeat_interleave(self.copies)
 
@@ -95,9 +91,11 @@ class InputRows:
             return self._of_places(given, places)
         if given == list(range(self.rows)) or not self.apart:
             return dict(self._arguments)
-        parts = {name: [self._part(name, row) for row in given] for name in self._starts}
-        joined = {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
-        return {name: value for name, value in joined.items() if len(value)}
+        parts: dict[str, list[Tensor]] = {}
+        for row in given:
+            for name, part in self._parts(row).items():
+                parts.setdefault(name, []).append(part)
+        return {name: torch.cat(own) if len(own) > 1 else own[0] for name, own in parts.items()}
 
     def _of_places(self, given: Sequence[int], places: Tensor) -> dict[str, Any]:
         """The arguments of some of the tokens of given rows, and of the images that these stand for."""
@@ -119,8 +117,7 @@ class InputRows:
         if not bool((stands & here).any()):
             return
         if not bool((stands & ~here).any()):
-            names = (name for name in self._arguments if name not in self._of_tokens)
-            yield {name: part for name in names if len(part := self._part(name, given))}
+            yield {name: part for name, part in self._parts(given).items() if name not in self._of_tokens}
             return
         for image in self.images_of(given):
             if bool(here[image.places].any()):
@@ -137,30 +134,25 @@ class InputRows:
         return all(bool(behind.all()) or not bool(behind.any()) for behind in images)
 
     def images_of(self, given: int) -> Iterator[RowImage]:
-        """The images of a given row: each by itself where a grid tells how many tokens it has, else all of a kind.
+        """The images of a given row: each by itself where it is known how many tokens it has, else all of a kind.
 
         Raises:
             Unsupported: An argument is not known to belong to tokens of the row.
         """
-        names: dict[str, list[str]] = {}
-        for name, value in self._arguments.items():
-            if self.unclear is not None or not isinstance(value, Tensor) or not value.dim():
-                raise Unsupported(f"it is not known which tokens the argument {self.unclear or name!r} belongs to")
-            if name not in self._of_tokens:
-                names.setdefault(_kind(name), []).append(name)
+        if self.unclear is not None:
+            raise Unsupported(f"it is not known which tokens the argument {self.unclear!r} belongs to")
         stands = torch.zeros(self.width, dtype=torch.bool, device="cpu")
-        for kind, of_kind in names.items():
-            token = self._token(kind)
-            held = torch.zeros_like(stands) if token is None else (self._ids[given] == token).cpu()
-            parts = {name: part for name in of_kind if len(part := self._part(name, given))}
-            if bool(held.any()) != bool(parts):
-                raise Unsupported(f"it is not known which tokens the argument {of_kind[0]!r} belongs to")
-            stands |= held
-            if parts:
-                yield from _each(kind, held.nonzero().flatten(), parts)
+        for kind, arguments in self._kinds.items():
+            held = self._held(kind)
+            own = torch.zeros_like(stands) if held is None else held[given].cpu()
+            images = list(self._images_of(kind, given, own.nonzero().flatten()))
+            if bool(own.any()) != bool(images):
+                raise Unsupported(f"it is not known which tokens the argument {next(iter(arguments))!r} belongs to")
+            stands |= own
+            yield from images
         typed = (value[given].cpu() != 0 for value in self._of_tokens.values())
         if any(bool((one.flatten(1).any(1) if one.dim() > 1 else one).logical_and(~stands).any()) for one in typed):
-            if not names:
+            if not self._kinds:
                 raise Unsupported(
                     f"{next(iter(self._of_tokens))!r} says that tokens are of images, and the call has none",
                     "pass all that the processor returns for the whole prompt",
@@ -187,7 +179,7 @@ class InputRows:
     @cached_property
     def _stands(self) -> Tensor:
         """Which tokens stand for images, ``[given rows, width]`` bool on the CPU; all of them if it is not known."""
-        held = [self._ids == token for kind in ("image", "video", "audio") if (token := self._token(kind)) is not None]
+        held = [self._ids == token for kind in KINDS if (token := self._token(kind)) is not None]
         held += [value.to(self._ids.device) != 0 for value in self._of_tokens.values()]
         if not held:
             return torch.ones(self._ids.shape, dtype=torch.bool, device="cpu")
@@ -196,111 +188,92 @@ class InputRows:
     @cached_property
     def _of_tokens(self) -> dict[str, Tensor]:
         """Arguments with a part for each token, ``[given rows, width, ...]``."""
-        return {
-            name: value
-            for name, value in self._arguments.items()
-            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == self._ids.shape
-        }
+        return {name: value for name, value in self._arguments.items() if of_tokens(name, value, self._ids)}
 
     def of_tokens(self, row: int, length: int, count: int) -> list[Tensor]:
         """Of a row of the call with `length` tokens behind its padding, what arguments have for the first `count`."""
         first = self.width - length
         return [value[row // self.copies, first : first + count] for value in self._of_tokens.values()]
 
-    def _part(self, name: str, row: int) -> Tensor:
-        starts = self._starts[name] if self.rows > 1 else [0, len(self._arguments[name])]
-        part: Tensor = self._arguments[name][starts[row] : starts[row + 1]]
-        return part
+    def _parts(self, given: int) -> dict[str, Tensor]:
+        """What arguments have for a given row, whose part of each is known."""
+        if self.rows == 1:
+            return {name: value for name, value in self._arguments.items() if isinstance(value, Tensor)}
+        parts = {name: value[given : given + 1] for name, value in self._of_tokens.items()}
+        for kind, starts in self._starts.items():
+            parts |= self._items[kind].part(*starts[given : given + 2])
+        return parts
 
-    def _starts_of(self, name: str, value: Tensor) -> list[int] | None:
-        """Where the parts of each row begin along the first dimension, and the end; None if it is not known."""
-        if value.dim() > 1 and value.shape[:2] == self._ids.shape:
-            return list(range(self.rows + 1))
-        kind = _kind(name)
-        counts = self._counts(kind)
+    def _images_of(self, kind: str, given: int, places: Tensor) -> Iterator[RowImage]:
+        """The images of one kind of a given row, whose tokens are at these places, see `images_of`."""
+        if kind not in self._starts:  # of the only row
+            yield RowImage(places, self._kinds[kind])
+            return
+        items, (first, end) = self._items[kind], self._starts[kind][given : given + 2]
+        counts = None if end - first < 2 else self._counts[kind]
         if counts is None:
-            return None
-        grid, size = self._arguments.get(f"{kind}_grid_thw"), len(value)
-        if isinstance(grid, Tensor):
-            patches = grid.prod(1).tolist()
-            images = self._images(patches, counts)
-            if images is None:
-                return None
-            if size == len(grid):
-                return images
-            first = _sums(patches)
-            return [first[image] for image in images] if size == sum(patches) else None
-        if size == self.rows and all(counts.tokens):  # of each row, or of its one image
-            return list(range(self.rows + 1))
-        if size == sum(counts.runs) and size != self.rows:
-            return _sums(counts.runs)
-        each, rest = divmod(sum(counts.tokens), size)
-        if size != self.rows and not rest and not any(count % each for count in counts.tokens):
-            return _sums([count // each for count in counts.tokens])
-        return None
+            if end > first:
+                yield RowImage(places, items.part(first, end))
+            return
+        for index, own in enumerate(places.split(counts[first:end]), first):
+            yield RowImage(own, items.part(index, index + 1))
 
-    @staticmethod
-    def _images(patches: list[int], counts: _Counts) -> list[int] | None:
-        """Where the images of each row begin, and the end, by their patches: as many stand behind each placeholder."""
-        tokens = sum(counts.tokens)
-        merged, rest = divmod(sum(patches), tokens) if tokens else (0, 1)
-        if not rest and not any(count % merged for count in patches):
-            return _cut([count // merged for count in patches], counts.tokens)
-        return _sums(counts.runs) if sum(counts.runs) == len(patches) else None
+    @cached_property
+    def _kinds(self) -> dict[str, dict[str, Tensor]]:
+        """Arguments by kind, without those of tokens."""
+        return by_kind(self._tensors)[0]
 
-    def _counts(self, kind: str) -> _Counts | None:
-        if kind not in self._counted:
-            self._counted[kind] = self._count(kind)
-        return self._counted[kind]
+    @cached_property
+    def _unmarked(self) -> str | None:
+        """The name of an argument of no kind."""
+        return by_kind(self._tensors)[1]
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """Arguments with parts that are not those of tokens."""
+        found = {name: value for name, value in self._arguments.items() if name not in self._of_tokens}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()}
+
+    @cached_property
+    def _items(self) -> dict[str, Items]:
+        """The images of each kind, where it is known which parts are of one."""
+        found = {kind: Items.among(kind, arguments, self._config) for kind, arguments in self._kinds.items()}
+        return {kind: items for kind, items in found.items() if items is not None}
+
+    @cached_property
+    def _starts(self) -> dict[str, list[int]]:
+        """Which image of a kind is the first of each row, and the number of images, by kind, where that is known."""
+        if self.rows == 1:
+            return {kind: [0, len(items)] for kind, items in self._items.items()}
+        found = {kind: items.starts(self._tokens(kind), self._count_tokens) for kind, items in self._items.items()}
+        return {kind: starts for kind, starts in found.items() if starts is not None}
+
+    @cached_property
+    def _counts(self) -> dict[str, list[int] | None]:
+        """How many tokens each image of a kind has, where that is known."""
+        return {kind: items.counts(self._tokens(kind), self._count_tokens) for kind, items in self._items.items()}
+
+    def _tokens(self, kind: str) -> list[int]:
+        """How many tokens of each given row stand for images of a kind."""
+        held = self._held(kind)
+        return [0] * self.rows if held is None else held.sum(1).tolist()
+
+    def _held(self, kind: str) -> Tensor | None:
+        """Which tokens stand for images of a kind, ``[given rows, width]`` bool; None if the config names none.
+
+        Where there is one kind alone, tokens of another may stand for it: in GLM-4V, those of images for videos.
+        """
+        places = {one: self._ids == token for one in KINDS if (token := self._token(one)) is not None}
+        others = [held for one, held in places.items() if one != kind and bool(held.any())]
+        if len(self._kinds) == len(others) == 1 and (kind not in places or not bool(places[kind].any())):
+            return others[0]
+        return places.get(kind)
 
     def _token(self, kind: str) -> int | None:
         """The token that stands for images of a kind."""
         names = (f"{kind}_token_id", f"{kind}_token_index")
         return next((value for name in names if isinstance(value := getattr(self._config, name, None), int)), None)
 
-    def _count(self, kind: str) -> _Counts | None:
-        token = self._token(kind)
-        if token is None:
-            return None
-        held = self._ids == token
-        begins = held[:, :1].sum(1) + (held[:, 1:] & ~held[:, :-1]).sum(1)
-        tokens, runs = torch.stack((held.sum(1), begins)).tolist()
-        return _Counts(tokens, runs)
 
-
-def _kind(name: str) -> str:
-    if "video" in name or name.startswith("second_per_grid"):
-        return "video"
-    return "audio" if any(part in name for part in _AUDIO) else "image"
-
-
-def _each(kind: str, places: Tensor, parts: dict[str, Tensor]) -> Iterator[RowImage]:
-    """The images of one kind by themselves, if that is known, see `InputRows.images_of`."""
-    grid = parts.get(f"{kind}_grid_thw")
-    patches = [] if grid is None else [int(count) for count in grid.prod(1).tolist()]
-    merged, rest = divmod(sum(patches), len(places))
-    sizes = {
-        name: {len(patches): [1] * len(patches), sum(patches): patches}.get(len(part)) for name, part in parts.items()
-    }
-    if not patches or rest or any(count % merged for count in patches) or None in sizes.values():
-        yield RowImage(places, parts)
-        return
-    of_images = {name: part.split(sizes[name]) for name, part in parts.items()}
-    for index, own in enumerate(places.split([count // merged for count in patches])):
-        yield RowImage(own, {name: split[index] for name, split in of_images.items()})
-
-
-def _sums(counts: Iterable[int]) -> list[int]:
-    sums = [0]
-    for count in counts:
-        sums.append(sums[-1] + count)
-    return sums
-
-
-def _cut(sizes: Sequence[int], wanted: Sequence[int]) -> list[int] | None:
-    """Where runs of items begin whose sizes add up to the wanted ones, and the end; None where they do not."""
-    sums = {size: index for index, size in enumerate(_sums(sizes))}
-    cuts = [sums.get(size) for size in _sums(wanted)]
-    if any(cut is None for cut in cuts) or cuts[-1] != len(sizes):
-        return None
-    return [cut for cut in cuts if cut is not None]
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())

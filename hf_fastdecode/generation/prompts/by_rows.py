@@ -34,7 +34,7 @@ from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass, stacked
 from .pass_memory import ImagePasses, tokens_that_fit
-from .pass_parts import Form, passes, passes_by_input, whole_prompts
+from .pass_parts import Form, Part, passes, passes_by_input, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
 
@@ -184,8 +184,8 @@ def row_passes(
         at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
         runs = passes_by_input(prompts, rows.inputs_of, *at_once)
     features = None if rows.images is None else SharedFeatures(model)
-    if rows.images is not None and not rows.images.apart:
-        runs = iter([prompts])
+    if rows.images is not None:
+        runs = _runs_of_known(rows.images, runs, prompts, room)
     for run in runs:
         items = [one.item for one in run]
         part = rows.part(torch.tensor([one.group for one in run], device=rows.inputs.device))
@@ -215,6 +215,21 @@ def row_passes(
             if one.number:
                 cache.forget_states(end_of(one.item.context))
     cache.set_forest(plan.forest, width)
+
+
+def _runs_of_known(
+    images: InputRows, runs: Iterator[list[Part]], prompts: list[Part], room: ImagePasses | None
+) -> Iterator[list[Part]]:
+    """These runs, or one of all prompts where it is not known which images are whose.
+
+    That is asked where there are several runs alone: it may take an encoder's pass.
+    """
+    if room is None or room.settled:
+        listed = list(runs)
+        if len(listed) == 1:
+            return iter(listed)
+        runs = iter(listed)
+    return runs if images.apart else iter([prompts])
 
 
 def _packed_pass(

@@ -42,7 +42,7 @@ class ImageBeginnings(NamedTuple):
         """The same prompts, of which neighbours have in common what they may share."""
         images, common = self.call.input_rows, prompts.common
         shared = [0] * len(common)
-        if images is not None and images.apart and any(common):
+        if images is not None and any(common) and images.apart:
             pairs = list(zip(pairwise(_firsts(prompts.groups)), common, strict=True))
             with suppress(Unsupported):
                 shared = [_shared(images, self.call.positions.ids, *pair, length) for pair, length in pairs]

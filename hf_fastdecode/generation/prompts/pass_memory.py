@@ -64,6 +64,11 @@ class ImagePasses:
         self._known = _bytes_with_images.setdefault(model, {})
         self._usable = None if positions <= _FEW else usable_memory(input_device(model))
 
+    @property
+    def settled(self) -> bool:
+        """Whether the number is known before the first pass."""
+        return self._usable is None or self._dtype in self._known
+
     def most(self) -> int:
         """The number, 1 before it is known: a pass has one prompt at least."""
         if self._usable is None:
@@ -74,7 +79,7 @@ class ImagePasses:
     @contextmanager
     def counting(self, positions: int) -> Iterator[None]:
         """Context of a pass of so many positions."""
-        if self._usable is None or self._dtype in self._known:
+        if self.settled:
             yield
             return
         with _Counted() as counted:
