@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 Part = int | tuple[int, ...]
 """Part of a prompt: a number of random tokens, or an image: rows and columns of patches, and its seed, if not 0.
@@ -27,9 +29,13 @@ class Features(NamedTuple):
 
 
 def prompts_with_images(
-    model: PreTrainedModel, *prompts: Sequence[Part], kind: str = "image", seed: int = 0
+    model: PreTrainedModel, *prompts: Sequence[Part], kind: str = "image", seed: int = 0, sized: bool = False
 ) -> dict[str, Tensor]:
     """Left-padded prompts with their images, as the model's processor gives them.
+
+    Args:
+        sized: Whether images have the rows and columns that they are given with, also where models may have one size
+            for all; and equal prompts have equal text.
 
     Raises:
         LookupError: No form that is known here suits the model.
@@ -38,10 +44,14 @@ def prompts_with_images(
     generator = torch.Generator().manual_seed(seed)
     place = _first(config, f"{kind}_token_id", f"{kind}_token_index")
     images = [part for parts in prompts for part in parts if not isinstance(part, int)]
-    features = _features(model, kind, images) if images else Features({}, [])
+    features = Features({}, [])
+    if images:
+        counts_of_rows = [sum(not isinstance(part, int) for part in parts) for parts in prompts]
+        features = _features(model, kind, images, counts_of_rows if sized else None)
     counts, rows = iter(features.tokens), list[Tensor]()
     before, after = ([] if one is None else [one] for one in _frame(config, kind))
     for parts in prompts:
+        generator = torch.Generator().manual_seed(hash(parts) % 2**31) if sized else generator
         tokens = list[Tensor]()
         for part in parts:
             if isinstance(part, int):
@@ -82,10 +92,15 @@ def _frame(config: Any, kind: str) -> tuple[int | None, int | None]:
     return next(((getattr(config, a), getattr(config, b)) for a, b in ends if getattr(config, a, None)), (None, None))
 
 
-def _features(model: PreTrainedModel, kind: str, images: Sequence[tuple[int, ...]]) -> Features:
-    forms = {"image": _image_forms, "video": _video_forms, "audio": _audio_forms}[kind]
+def _features(
+    model: PreTrainedModel, kind: str, images: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int] | None
+) -> Features:
+    forms = {"image": _image_forms, "video": _video_forms, "audio": _audio_forms}[kind](model, images)
+    if counts_of_rows is not None:
+        sized = {"image": _sized_images, "audio": _sized_sounds}.get(kind, lambda *_: ())
+        forms = chain(sized(model, images, counts_of_rows), forms)
     errors = []
-    for arguments in forms(model, images):
+    for arguments in forms:
         try:
             return Features(arguments, _tokens(model, kind, arguments, len(images)))
         except Exception as error:
@@ -183,6 +198,69 @@ def _audio_forms(model: PreTrainedModel, sounds: Sequence[tuple[int, ...]]) -> I
             for name in ("input_features_mask", "feature_attention_mask"):
                 if name in takes:
                     yield {"input_features": features, name: torch.ones(len(sounds), frames, dtype=torch.long)}
+
+
+def _sized_images(
+    model: PreTrainedModel, images: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int]
+) -> Iterator[dict[str, Tensor]]:
+    """Forms in which images have rows and columns, or rows of a batch their own number of images."""
+    config: Any = model.config
+    takes = inspect.signature(type(model).forward).parameters
+    vision = _first(config, "vision_config", "vision_model_config", "perception_config") or config
+    patch, channels = _first(vision, "patch_size") or 14, _first(vision, "num_channels") or 3
+    patch = patch if isinstance(patch, int) else patch[0]
+    size = _first(vision, "image_size") or 4 * patch
+    size = size if isinstance(size, int) else size[0]
+    seeded = list(map(_seeded, images))
+    sizes = torch.tensor([[high * patch, wide * patch] for high, wide, _ in seeded])
+    if "image_sizes" in takes:
+        if (pinpoints := getattr(config, "image_grid_pinpoints", None)) is not None:
+            tiles = [image_size_to_num_patches(one, pinpoints, size) for one in sizes.tolist()]
+            pixels = torch.zeros(len(images), max(tiles), channels, size, size)
+            for own, count, (_, _, seed) in zip(pixels, tiles, seeded, strict=True):
+                own[:count] = _random((count, channels, size, size), seed)
+        else:
+            pixels = torch.zeros(len(images), channels, *sizes.amax(0).tolist())
+            for own, (high, wide), (_, _, seed) in zip(pixels, sizes.tolist(), seeded, strict=True):
+                own[:, :high, :wide] = _random((channels, high, wide), seed)
+        yield {"pixel_values": pixels, "image_sizes": sizes}
+    if "spatial_shapes" in takes or "image_position_ids" in takes:
+        most = max(high * wide for high, wide, _ in seeded)
+        patches, shown = torch.zeros(len(images), most, channels * patch**2), torch.zeros(len(images), most).long()
+        places = torch.full((len(images), most, 2), -1)
+        for row, (high, wide, seed) in enumerate(seeded):
+            patches[row, : high * wide] = _random((high * wide, channels * patch**2), seed)
+            shown[row, : high * wide] = 1
+            places[row, : high * wide] = torch.cartesian_prod(torch.arange(wide), torch.arange(high))
+        shapes = torch.tensor([[high, wide] for high, wide, _ in seeded])
+        if "image_position_ids" in takes:
+            yield {"pixel_values": patches, "image_position_ids": places}
+        else:
+            yield {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": shown}
+    if "num_local_patches" in takes:
+        locals_ = [_random((wide // high, channels, size, size), seed + 50) for high, wide, seed in seeded]
+        pixels = torch.stack([_random((channels, size, size), seed) for _, _, seed in seeded])
+        parts = torch.tensor(list(map(len, locals_)))
+        yield {"pixel_values": pixels, "pixel_values_local": torch.cat(locals_), "num_local_patches": parts}
+    if "pixel_attention_mask" in takes:
+        pixels = torch.zeros(len(counts_of_rows), max(counts_of_rows), channels, size, size)
+        ones = (_random((channels, size, size), seed) for _, _, seed in seeded)
+        for own, count in zip(pixels, counts_of_rows, strict=True):
+            for place in range(count):
+                own[place] = next(ones)
+        yield {"pixel_values": pixels}
+
+
+def _sized_sounds(
+    model: PreTrainedModel, sounds: Sequence[tuple[int, ...]], counts_of_rows: Sequence[int]
+) -> Iterator[dict[str, Tensor]]:
+    """Sounds of as many frames as their rows and columns say, of all that there may be."""
+    for arguments in _audio_forms(model, sounds):
+        for name, mask in arguments.items():
+            if name.endswith("mask"):
+                for row, (high, wide, _) in enumerate(map(_seeded, sounds)):
+                    mask[row, mask.shape[1] * high * wide // 32 :] = 0
+                yield arguments
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -127,7 +127,15 @@ LAYERS = (
         {"parallel"},
         {"cache"},
     ),
-    *({"conversion/fit"}, {"generation", "patches"}, {"assets"}, {"api"}, {"measurement"}, {"model_names"}),
+    *(
+        {"conversion/fit"},
+        {"generation", "patches"},
+        {"assets"},
+        {"api"},
+        {"measurement"},
+        {"model_names"},
+        {"model_loading"},
+    ),
     *({"conversion"}, {"evals"}, {"bench"}, {"cli"}, {"__main__"}),
 )
 

@@ -12,7 +12,7 @@ OPTIONS: Final = {
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
-            *("calibration", "chat", "data", "device", "dtype", "format", "limit"),
+            *("cache_dtype", "calibration", "chat", "data", "device", "dtype", "format", "limit"),
             *("max_shard_size", "n", "new_tokens", "out", "plan", "plot", "point", "points", "rank", "resume", "rows"),
             *("sandbox", "shard", "shots", "split", "task", "task_ids", "tokens", "tolerance", "tree", "verify"),
         )

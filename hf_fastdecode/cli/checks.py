@@ -15,7 +15,6 @@ from .interrupts import exit_on_interrupt
 if TYPE_CHECKING:
     import torch
 
-DTYPES: Final = ("float32", "bfloat16", "float16")
 LEAST_TEMPERATURE: Final = 1e-6  # logits divided by much less overflow float32
 _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
@@ -42,11 +41,6 @@ def check_enable_options(
     except ValueError as error:
         text = str(error).replace("fuse_projections", "fuse-projections").replace("max_rows", "max-rows")
         raise InputError(text if text.startswith("$") else f"--{text}") from error
-
-
-def check_dtype(name: str, *, auto: bool = True) -> None:
-    """Refuse a dtype that models are not loaded in; `auto` is one only if it is allowed."""
-    check_choice("dtype", [name], ("auto", *DTYPES) if auto else DTYPES)
 
 
 def check_device(name: str) -> None:

@@ -12,7 +12,8 @@ from typing import Annotated, Final
 import typer
 
 from ..errors import InputError, one_line
-from .checks import check_choice, check_dtype
+from ..model_names import parse_dtype
+from .checks import check_choice
 from .console import FailedCheck, note, quiet_libraries
 from .interrupts import exit_on_interrupt
 from .options import MODEL
@@ -122,7 +123,7 @@ def convert_checkpoint(
             --calibration said.safetensors --transcript said.txt
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
-    check_dtype(dtype)
+    dtype = parse_dtype(dtype)
     check_choice("format", [form], ("slim", "full"))
     if target is None and not dry_run:
         raise InputError("name the folder to make, or give --dry-run to measure only")

@@ -14,8 +14,8 @@ import typer
 
 from ..assets import few_shot_prompt
 from ..errors import InputError
-from ..model_names import config_file
-from .checks import check_device, check_dtype, pick_device, pick_tasks
+from ..model_names import config_file, parse_dtype
+from .checks import check_device, pick_device, pick_tasks
 from .console import forced_options, note, progress_bar, quiet_libraries
 from .demo import SHOTS
 from .interrupts import exit_on_interrupt
@@ -91,7 +91,7 @@ def generate(
         raise InputError("--stop got an empty string, which would end every completion at once; leave it out")
     stops = [given_text(string, "--stop") for string in stops]
     options = how.arguments()
-    check_dtype(dtype)
+    dtype = parse_dtype(dtype)
     check_device(device)
     config_file(model)
     if shots is not None and not task_id:
@@ -109,7 +109,7 @@ def generate(
             from .models import load_model, machine
 
         place = pick_device(device)
-        loaded, tokenizer = load_model(model, dtype, place)
+        loaded, tokenizer = load_model(model, dtype, place, encoders=True)
         with progress_bar("generate", sampling.max_new_tokens) as on_step, forced_options():
             generated = run_generate(loaded, tokenizer, texts, sampling, stop=stops, options=options, on_step=on_step)
     for completion in generated.completions:

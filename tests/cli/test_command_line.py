@@ -147,7 +147,10 @@ def test_public_names_load_when_used():
         ("generate --prompt x --fuse-projections true --mode eager", "--fuse-projections=True cannot run with mode="),
         ("generate --prompt x --fuse-projections true --device cpu", "fuse_projections=True cannot run: "),
         ("generate --prompt x --stock --fuse-projections true", "--fuse-projections true is for hf_fastdecode"),
-        ("generate --prompt x --dtype half", "--dtype must be one of auto, float32, bfloat16, float16, got 'half'"),
+        (
+            "generate --prompt x --dtype half",
+            "--dtype must be one of auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), got 'half'",
+        ),
         ("generate --prompt x --task-id 127", "--task-id is a prompt, and another was given"),
         ("generate --prompt x --shots 3", "--shots 3 is for the prompt of a --task-id"),
         ("generate --task-id 5", "there is no task 5; the embedded tasks have ids from"),

@@ -85,6 +85,14 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     assert "for layers in 8 bits" not in done.stdout
 
 
+def test_both_spellings_of_a_cache_dtype(source: Path) -> None:
+    words = ("convert-checkpoint", source, "--dry-run", "--json", "--cache-dtype")
+    for short, name in (("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8_e4m3fn")):
+        reports = [json.loads(run(*words, spelling).stdout) for spelling in (short, name)]
+        assert reports[0] == reports[1]
+        assert reports[0]["cache_dtype"] == name
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_rope(source: Path, tmp_path: Path) -> None:
     done = run("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")

@@ -11,8 +11,8 @@ from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import LOOPS, WAYS, CompletionCase, GenerateCase, PromptTree, spans
 from ...errors import InputError
 from ...measurement.shapes import SHAPES
-from ...model_names import EMBEDDED
-from ..checks import check_choice, check_dtype
+from ...model_names import EMBEDDED, parse_dtype
+from ..checks import check_choice
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, ShapeDtype, Shapes, Trees, points
@@ -68,7 +68,7 @@ def completions(
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
     check_ways(ways, [name for name in WAYS if name not in _LEFT_OUT])
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
     numbers = _marks(marks)
     if numbers[-1] < 2:

@@ -13,8 +13,8 @@ from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree
 from ...bench.generate.inputs.shapes import INPUT_SHAPES
 from ...errors import InputError
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
-from ...model_names import EMBEDDED, load_config, max_positions
-from ..checks import check_choice, check_dtype
+from ...model_names import EMBEDDED, load_config, max_positions, parse_dtype
+from ..checks import check_choice
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import (
@@ -133,7 +133,7 @@ def generate(
     finishes = finishes if finish_mean is None else [f"~{finish_mean}"]
     ways = way or list(DEFAULT_WAYS)
     check_ways(ways, WAYS)
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     check_choice("shape", shape or [], (*SHAPES, *INPUT_SHAPES, EMBEDDED))
     with bad_input():
         cases = chosen(

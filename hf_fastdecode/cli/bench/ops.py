@@ -16,7 +16,8 @@ from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
 from ...errors import InputError
 from ...measurement.runner import check_out
 from ...measurement.tables import show as show_table
-from ..checks import check_choice, check_device, check_dtype
+from ...model_names import parse_dtype
+from ..checks import check_choice, check_device
 from ..interrupts import exit_on_interrupt
 from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
 from .report import C, chosen, find_device, measured, refuse_red, report, show_cases
@@ -91,7 +92,7 @@ def ops(
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
     if dtype is not None:
-        check_dtype(dtype, auto=False)
+        dtype = parse_dtype(dtype, auto=False)
     cases = chosen(with_dtype(_cases(OP_SETS, sets, device, "small"), dtype), only)
     if show:
         return show_cases(cases)

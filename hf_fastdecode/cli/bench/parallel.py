@@ -23,7 +23,8 @@ from ...errors import InputError
 from ...measurement.runner import check_out, failed
 from ...measurement.shapes import SHAPES
 from ...measurement.tables import show as show_table
-from ..checks import check_choice, check_dtype
+from ...model_names import parse_dtype
+from ..checks import check_choice
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import Check, ListCases, Repeats, ShapeDtype, repeatable
@@ -131,7 +132,7 @@ def parallel(
         raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {_ways_of()}")
     check_choice("fill", [fill], FILLS)
     check_choice("shape", shape or [], SHAPES)
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(
             f"--device must be auto, cpu or cuda, since each process has a GPU of its own, got {device!r}"

@@ -15,12 +15,11 @@ from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.records import Task
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
-from ...model_names import SHAPE, check_model
+from ...model_names import SHAPE, check_model, parse_dtype
 from ..checks import (
     check_choice,
     check_count,
     check_device,
-    check_dtype,
     check_enable_options,
     check_sampling,
     parse_counts,
@@ -120,7 +119,7 @@ class ModelOptions:
 
     def check(self) -> None:
         """Refuse values out of their bounds, before torch is imported."""
-        check_dtype(self.dtype)
+        parse_dtype(self.dtype)
         check_device(self.device)
         check_model(self.model)
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ...model_names import config_file, load_config
-from ..checks import check_count, check_dtype, check_enable_options
+from ...model_names import config_file, load_config, parse_dtype
+from ..checks import check_count, check_enable_options
 from ..console import quiet_libraries
 from ..interrupts import exit_on_interrupt
 
@@ -83,7 +83,7 @@ def inspect(
     check_count("batch", *batches)
     if encoder_tokens is not None:
         check_count("encoder-tokens", encoder_tokens)
-    check_dtype(dtype)
+    dtype = parse_dtype(dtype)
     check_enable_options()
     for name in model:
         config_file(name)

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, read_layers
+from hf_fastdecode.patches.slim_layers import ALL_PLANS, CACHE_DTYPES, PLANS, ROPES, read_layers
 
+from ...model_names import parse_dtype
 from ..fit.cache_errors import CacheError
 from ..fit.cached_numbers import EIGHT_BITS
 from ..fit.layer_plan import LayerPlan, in_eight_bits
@@ -21,15 +22,6 @@ AUTO: Final = "auto"
 
 NAMED: Final = (AUTO, "k", "x", "e", "kv")
 """Plans for all layers."""
-
-CACHE_DTYPES: Final = {
-    AUTO: None,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
-"""Cache dtypes by the names of the option."""
 
 
 class PlanError(ValueError):
@@ -47,8 +39,9 @@ class PlanChoice:
         rank: V-coordinates beside the keys of every layer, instead of a plan; None to use `plan`.
         tolerance: For ``auto`` and for 8 bits: largest acceptable output error, as a multiple of that of an ordinary
             cache; for 8 bits of that of keys and values in int8.
-        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`. ``auto`` depends on the model's dtype;
-            ``fp8`` and ``int8`` are for layers where they are accurate enough, and for inputs too.
+        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`, also by its short name. ``auto`` depends
+            on the model's dtype; ``fp8`` and ``int8`` are for layers where they are accurate enough, and for inputs
+            too.
         rope: ``raw`` caches keys before RoPE, ``unrotate`` after it.
     """
 
@@ -74,21 +67,24 @@ class PlanChoice:
                 "tolerance must be a number of at least 1 (the error of keys and values themselves), got "
                 f"{self.tolerance!r}"
             )
-        if self.cache_dtype not in CACHE_DTYPES:
-            raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
+        dtype = parse_dtype(self.cache_dtype, known=CACHE_DTYPES, argument="cache_dtype")
+        object.__setattr__(self, "cache_dtype", dtype)
         if self.rope not in ROPES:
             raise PlanError(f"rope must be one of {', '.join(ROPES)}, got {self.rope!r}")
 
     @property
     def eight_bits(self) -> torch.dtype | None:
         """The cache dtype if it has 8 bits."""
-        dtype = CACHE_DTYPES[self.cache_dtype]
-        return dtype if dtype in EIGHT_BITS else None
+        return self._dtype if self._dtype in EIGHT_BITS else None
 
     @property
     def wider(self) -> torch.dtype | None:
         """The cache dtype if it has more bits."""
-        return None if self.eight_bits else CACHE_DTYPES[self.cache_dtype]
+        return None if self.eight_bits else self._dtype
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return None if self.cache_dtype == AUTO else getattr(torch, self.cache_dtype)
 
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
         """Plan and rank asked for layer `index` of `layers`; ``auto`` has rank 0.
