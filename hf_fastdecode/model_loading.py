@@ -83,14 +83,20 @@ def load_weights(name: str, dtype: str | torch.dtype, device: torch.device) -> P
     if dtype == "auto" and name == EMBEDDED:
         dtype = config.dtype
     base = base_of(name)
-    if base is not None and find_spec("peft") is None:
-        raise InputError(f"{name} is an adapter of {base}, which needs PEFT; pip install peft")
+    if base is not None:
+        check_peft(name, base)
     with _loading(name, device):
         model = _checked_weights(name if base is None else base, config, dtype, device)
         if base is not None:
             with _quiet():
                 model.load_adapter(_place(name))
     return model.eval()
+
+
+def check_peft(name: str, base: str) -> None:
+    """Refuse an adapter of a base model without the package that puts it there."""
+    if find_spec("peft") is None:
+        raise InputError(f"{name} is an adapter of {base}, which needs PEFT; pip install peft")
 
 
 def _checked_weights(name: str, config: Any, dtype: str | torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -19,7 +19,8 @@ from .evaluation import app as evaluations
 from .generate import generate
 from .inspection import inspect
 from .options import HELP_NAMES
-from .programs import PASS_ON, lm_eval, serve
+from .programs import PASS_ON, lm_eval
+from .serve import serve
 
 app = typer.Typer(
     cls=OneLineErrors,

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from hf_fastdecode.errors import InputError
 
-from ..files import Record, json_lines, parse_records, read_bytes, write_text
+from ..files import Record, json_lines, parse_records, read_bytes, shown, write_text
 from .prompts.stop_rules import parses
 from .records import Sample, Task
 from .tasks import TaskIds
@@ -50,7 +50,7 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
         raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another `task`")
     index = fields.get("index", seen[task.task_id])
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise record.error(f"field 'index' must be an integer of at least 0, got {index!r}")
+        raise record.error(f"field 'index' must be an integer of at least 0, got {shown(index)}; mend that line")
     seen[task.task_id] += 1
     if "completion" in fields:
         completion = record.text("completion")
@@ -77,7 +77,7 @@ def _number(record: Record, name: str, kind: type) -> Any:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise record.error(f"field {name!r} must be a number, got {value!r}")
+        raise record.error(f"field {name!r} must be a number, got {shown(value)}; mend that line")
     return kind(value)
 
 

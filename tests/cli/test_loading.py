@@ -126,7 +126,9 @@ def test_adapters_without_a_model(command, content, message, adapter, monkeypatc
 def test_a_tokenizer_of_python(tmp_path):
     tokenizer = ByT5Tokenizer()
     torch.manual_seed(0)
-    config = LlamaConfig(**SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1)
+    config = LlamaConfig(
+        **SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, max_position_embeddings=8192
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     words = ("--model", tmp_path, "--limit", 1, "--n", 2, "--max-new-tokens", 8, "--out", tmp_path / "run")

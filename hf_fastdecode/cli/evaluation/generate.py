@@ -17,7 +17,7 @@ from ...evals.settings import Drawing, RunSettings, prompts_digest
 from ...evals.tasks import TaskSet
 from ...model_names import max_positions
 from ..checks import pick_device
-from ..console import forced_options, note, quiet_libraries
+from ..console import forced_options, note, quiet_libraries, resumed_by_same_command
 from ..interrupts import exit_on_interrupt
 from ..options import expand_option_groups
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
@@ -128,7 +128,7 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
         rows=options.decoding.rows,
         drawing=prepared.drawing,
     )
-    with forced_options():
+    with forced_options(), resumed_by_same_command(folder):
         drawn = generate_samples(
             model,
             prepared.tokenizer,

@@ -14,7 +14,7 @@ from ...evals.records import Sample
 from ...evals.settings import read_settings
 from ...evals.tasks import TaskSet
 from ..checks import check_choice, pick_device
-from ..console import note, quiet_libraries
+from ..console import note, quiet_libraries, resumed_by_same_command
 from ..options import expand_option_groups
 from .options import ModelOptions, PromptOptions, Samples, TaskOptions
 
@@ -66,7 +66,8 @@ def rescore(
     prompts = prompt_options(samples, prompts)
     with quiet_libraries(warnings=True):
         loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
-        rescore_samples(loaded, tokenizer, prompts.make(chosen, tokenizer), chosen.tasks, given, out)
+        with resumed_by_same_command(out):
+            rescore_samples(loaded, tokenizer, prompts.make(chosen, tokenizer), chosen.tasks, given, out)
     note(f"{len(given):,} samples with log-probabilities in {out}")
 
 
