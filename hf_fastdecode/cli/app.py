@@ -21,6 +21,7 @@ from .inspection import inspect
 from .options import HELP_NAMES
 from .programs import PASS_ON, lm_eval
 from .serve import serve
+from .tables import prints_tables
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -33,8 +34,8 @@ app = typer.Typer(
 # In the order of the help.
 app.command()(demo)
 app.command()(generate)
-app.command("inspect", cls=ManyValues)(inspect)
-app.command("convert-checkpoint")(convert_checkpoint)
+app.command("inspect", cls=ManyValues)(prints_tables(inspect))
+app.command("convert-checkpoint")(prints_tables(convert_checkpoint, "--table-format"))
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 app.command("serve", context_settings=PASS_ON)(serve)
 app.add_typer(bench, name="bench")

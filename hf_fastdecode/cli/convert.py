@@ -17,6 +17,7 @@ from .checks import check_choice
 from .console import FailedCheck, note, quiet_libraries
 from .interrupts import exit_on_interrupt
 from .options import MODEL
+from .tables import show_tables
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -143,7 +144,6 @@ def convert_checkpoint(
     with quiet_libraries():
         with exit_on_interrupt():
             import torch
-            from rich.console import Console
             from tqdm import tqdm
 
             from hf_fastdecode.conversion.checkpoint import convert
@@ -203,7 +203,7 @@ def convert_checkpoint(
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(conversion_text(report))
+        show_tables(conversion_text(report))
     if left_out := report.get("left_out"):
         names = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
         note(

@@ -143,7 +143,7 @@ def enabled_models() -> Iterator[None]:
 
 def _explained(app: Any) -> Any:
     """The application, which answers what the caller can set right with 400 and the remedy, in place of a bare 500."""
-    from fastapi.responses import JSONResponse
+    from transformers.cli.serving.server import JSONResponse
 
     @app.exception_handler(ValueError)  # type: ignore[untyped-decorator]
     async def refuse(_request: Any, error: ValueError) -> JSONResponse:

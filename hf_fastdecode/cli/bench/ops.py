@@ -15,11 +15,11 @@ from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
 from ...errors import InputError
 from ...measurement.runner import check_out
-from ...measurement.tables import show as show_table
 from ...model_names import parse_dtype
 from ..checks import check_choice, check_device
 from ..interrupts import exit_on_interrupt
 from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
+from ..tables import show_tables
 from .report import C, chosen, find_device, measured, refuse_red, report, show_cases
 
 if TYPE_CHECKING:
@@ -206,6 +206,6 @@ def slim(
         from ...bench.slim.table import slim_table
 
     rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
-    show_table(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
+    show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
     refuse_red(rows, out)

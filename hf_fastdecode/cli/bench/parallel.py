@@ -22,12 +22,12 @@ from ...bench.parallel.cases import (
 from ...errors import InputError
 from ...measurement.runner import check_out, failed
 from ...measurement.shapes import SHAPES
-from ...measurement.tables import show as show_table
 from ...model_names import parse_dtype
 from ..checks import check_choice
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import Check, ListCases, Repeats, ShapeDtype, repeatable
+from ..tables import show_tables
 from .generate import parse_point
 from .report import measured, show_cases
 
@@ -195,7 +195,7 @@ def _measure(
     for name, own in cases.items():
         chosen = [one for one in ways if one in KINDS[name]]
         rows = measured(own, chosen, bench.measure, bench.processes.device, _file(out, name))
-        show_table(parallel_table(rows))
+        show_tables(parallel_table(rows))
         typer.echo(f"rows: {_file(out, name)}")
         found += rows
     return found
@@ -226,7 +226,7 @@ def _simulate(
         if nvlink is not None:
             cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
     found = predictions(cluster, heads, contexts)
-    show_table(scaling_table(found, cluster, heads))
+    show_tables(scaling_table(found, cluster, heads))
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
 
 

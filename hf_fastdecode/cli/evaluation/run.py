@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from ...evals.sandbox import Sandbox
 from ...evals.settings import VERDICTS
+from ...evals.tasks import TaskSet
 from ..checks import parse_counts
 from ..console import note, quiet_libraries
 from ..options import expand_option_groups
+from ..tables import prints_tables, show_tables
 from .generate import Options, draw_samples, launched_shard, load_suitable_tasks, prepare
 from .latency import time_samples
 from .options import (
@@ -60,6 +63,7 @@ def run(
     shard = launched_shard(model.device)
     folder = run_folder(out, tasks.task, model.model)
     if shard.number == 1:
+        note(_scoring(chosen, draw.check()[-1], place, folder))
         verdicts = check_references(chosen.tasks, place, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
@@ -85,6 +89,16 @@ def run(
     write_and_show(folder, folder, reporting)
 
 
+def _scoring(chosen: TaskSet, n: int, place: Sandbox, folder: Path) -> str:
+    """What a run is going to score, and where, in one line."""
+    count, languages = len(chosen.tasks), sorted({task.language for task in chosen.tasks})
+    return (
+        f"scores {n * count:,} samples, {n:,} of each of {count:,} tasks ({chosen.name}, {', '.join(languages)}), in the "
+        f"sandbox {place.name}; samples go to {folder}"
+    )
+
+
+@prints_tables
 @expand_option_groups
 def report(
     folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
@@ -114,12 +128,10 @@ def write_and_show(
     folder: Path, out: Path, options: ReportOptions, *, ns: list[int] | None = None, rank: bool = True, seed: int = 0
 ) -> None:
     """Write the report of a run and show its tables."""
-    from rich.console import Console
-
     from ...evals.report import report as build
     from ...evals.report import report_text, write_report
 
     found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
     files = write_report(found, out)
-    Console().print(report_text(found))
+    show_tables(report_text(found))
     note("written: " + ", ".join(str(path) for path in files))
