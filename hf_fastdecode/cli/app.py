@@ -66,7 +66,7 @@ def main(
 
     Many completions of one prompt read the same keys and values: hf_fastdecode computes, stores and reads them once.
 
-    Start with `hf-fastdecode demo`.
+    Start with `hf-fastdecode demo`. In several processes: `torchrun --nproc-per-node 2 -m hf_fastdecode -- COMMAND`.
 
     Exit codes: 0; 2 for bad input, 1 for a check that failed or an error of ours, each in one line on stderr; 130
     after Ctrl-C; 141 when the reader of stdout went away. With HF_FASTDECODE_TRACEBACK=1 in the environment, errors

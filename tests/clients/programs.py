@@ -95,13 +95,14 @@ def save_adapter(folder: Path) -> tuple[Path, Path]:
     from peft import LoraConfig, get_peft_model
 
     base = saved_model(folder)
+    torch.manual_seed(0)
     model = get_peft_model(
         fd.load_embedded()[0], LoraConfig(target_modules=["o_proj", "v_proj"], init_lora_weights=False)
     )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
-                weight.normal_()
+                weight.normal_(std=4)
     model.peft_config["default"].base_model_name_or_path = str(base)
     model.save_pretrained(folder / "adapter")
     return folder / "adapter", base

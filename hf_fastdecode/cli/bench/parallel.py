@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_W
 """What is measured, and in which ways."""
 
 _WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
-_START = "torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel"
+_START = "torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel"
 _POINTS, _POINTS_ON_CPU = ("131072x1", "262144x1"), ("96x2",)
 
 
@@ -93,6 +93,7 @@ def parallel(
     """Decoding over several GPUs: whole steps, attention alone, and collectives alone; or a prediction for more.
 
     It runs in processes that torchrun starts, one a GPU (on a CPU they communicate by gloo, which is to try it out).
+    Without the `--` in front of the command torchrun takes options that begin like its own for these.
 
     Steps (`--kind steps`): `one-gpu` is an enabled model on one GPU, `sequence` the same on every GPU with the context
     divided between them (`sequence_parallel="auto"`), `tensor` a model split by transformers' tensor parallelism and
@@ -112,15 +113,15 @@ def parallel(
 
     Examples:
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps \\
-            --point 262144x1 --way sequence
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel \\
+            --kind steps --point 262144x1 --way sequence
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps \\
-            --point 65536x1 --fill prefill
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel \\
+            --kind steps --point 65536x1 --fill prefill
 
-        torchrun --nproc-per-node 4 -m hf_fastdecode bench parallel \\
+        torchrun --nproc-per-node 4 -m hf_fastdecode -- bench parallel \\
             --kind attention --shape 7b-mha --point 196608x16
 
         hf-fastdecode bench parallel --simulate --infiniband 100,5

@@ -47,7 +47,8 @@ def run(
     """Draw samples, time drawing, score in a sandbox, and report pass@n and pass@top-m against latency.
 
     Without arguments: the embedded model on the embedded tasks, offline. Everything goes into a folder, from which the
-    same command goes on after an interruption. The steps are commands of their own: generate, latency, score, report.
+    same command goes on after an interruption. Behind `torchrun ... -m hf_fastdecode` a `--` comes before the command,
+    else torchrun takes `--n` for its own. The steps are commands of their own: generate, latency, score, report.
 
     Examples:
 
@@ -55,6 +56,8 @@ def run(
         hf-fastdecode eval run --limit 20 --n 1,8 --latency 1
         hf-fastdecode eval run --model MODEL --task mbpp --n 1,4,16,64 \\
             --out runs/mbpp
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- eval run --model MODEL \\
+            --n 1,64
     """
     reporting.check()
     options = Options(tasks, model, prompts, draw, decoding)
@@ -93,8 +96,8 @@ def _scoring(chosen: TaskSet, n: int, place: Sandbox, folder: Path) -> str:
     """What a run is going to score, and where, in one line."""
     count, languages = len(chosen.tasks), sorted({task.language for task in chosen.tasks})
     return (
-        f"scores {n * count:,} samples, {n:,} of each of {count:,} tasks ({chosen.name}, {', '.join(languages)}), in the "
-        f"sandbox {place.name}; samples go to {folder}"
+        f"scores {n * count:,} samples, {n:,} of each of {count:,} tasks ({chosen.name}, {', '.join(languages)}), "
+        f"in the sandbox {place.name}; samples go to {folder}"
     )
 
 
@@ -119,6 +122,10 @@ def report(
 
     All n follow exactly from one pool of samples per task. Accuracy and latency come from runs of their own, and are
     joined by n. Intervals are bootstrap intervals over tasks.
+
+    Examples:
+
+        hf-fastdecode eval report runs/mbpp --n 1,8,64 --format markdown
     """
     ns = None if n is None else parse_counts("n", n)
     write_and_show(folder, out or folder, reporting, ns=ns, rank=rank, seed=seed)

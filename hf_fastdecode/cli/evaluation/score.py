@@ -92,6 +92,10 @@ def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
     """Run the tasks' reference solutions on their tests: a check of data, sandbox and toolchain.
 
     Lists each failure with its cause. The exit code is 1 when a reference solution does not pass.
+
+    Examples:
+
+        hf-fastdecode eval check --task mbpp --data mbpp.jsonl
     """
     chosen = tasks.load().tasks
     verdicts = check_references(chosen, sandbox.make(chosen), sandbox)

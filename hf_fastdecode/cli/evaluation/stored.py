@@ -57,6 +57,10 @@ def rescore(
 
     The model may be another one than drew them. A run's folder knows its prompts. Run the same command again after an
     interruption, and it goes on.
+
+    Examples:
+
+        hf-fastdecode eval rescore runs/mbpp --model MODEL --out rescored.jsonl
     """
     from ...evals.generation.rescore import rescore_samples
     from ..models import load_model
