@@ -209,7 +209,7 @@ class Record:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise self.error(f"field {name!r} must be a text, got {self._shown(name)}")
+            raise self.error(f"field {name!r} must be a text, got {self._shown(name)}; mend that record")
         return value
 
     def texts(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ class Record:
         if value is None and default is not None:
             return default
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.error(f"field {name!r} must be a list of texts, got {self._shown(name)}")
+            raise self.error(f"field {name!r} must be a list of texts, got {self._shown(name)}; mend that record")
         return tuple(value)
 
     def error(self, message: str) -> InputError:

@@ -36,7 +36,7 @@ def parse_dtype(text: str, *, auto: bool = True, known: Collection[str] = DTYPES
         return name
     short = {full: f"{full} ({one})" for one, full in _SHORT.items()}
     names = ["auto"] * auto + [short.get(full, full) for full in known]
-    raise InputError(f"`{argument}` must be one of {', '.join(names)}, got {text!r}")
+    raise InputError(f"`{argument}` must be one of {', '.join(names)}, got {text!r}; choose one")
 
 
 def local_folder(name: str) -> Path | None:
@@ -172,7 +172,10 @@ def _read_config(place: str, name: str, **options: Any) -> Any:
                 f"there is no folder {name}, the Hugging Face Hub is not reachable, and {name} is not in its local "
                 f"cache; name a local folder, check the network, or use {EMBEDDED!r}"
             ) from error
-        raise InputError(f"transformers cannot read the config of {name}: {one_line(error)}") from error
+        raise InputError(
+            f"transformers cannot read the config of {name}: {one_line(error, 200)}; name another model, or install "
+            "the release of transformers that it was saved with"
+        ) from error
 
 
 def _hub_has(name: str) -> bool:
@@ -185,7 +188,9 @@ def _hub_has(name: str) -> bool:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT)
     except errors.HFValidationError as error:
-        raise InputError(f"{name!r} is no path, and no Hugging Face Hub id either: {one_line(error)}") from error
+        raise InputError(
+            f"{name!r} is no path, and no Hugging Face Hub id either: {one_line(error)}; name one"
+        ) from error
     except errors.GatedRepoError as error:
         raise InputError(f"{name} is gated; accept its terms on the Hub and log in with `hf auth login`") from error
     except errors.RepositoryNotFoundError as error:

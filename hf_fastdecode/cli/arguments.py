@@ -13,7 +13,20 @@ OPTIONS: Final = {
         name: f"--{name.replace('_', '-')}"
         for name in (
             *("cache_dtype", "calibration", "chat", "data", "device", "dtype", "format", "limit"),
-            *("max_shard_size", "n", "new_tokens", "out", "plan", "plot", "point", "points", "rank", "resume", "rows"),
+            *(
+                "max_shard_size",
+                "n",
+                "new_tokens",
+                "out",
+                "plan",
+                "plot",
+                "point",
+                "points",
+                "rank",
+                "resume",
+                "rope",
+                "rows",
+            ),
             *("sandbox", "shard", "shots", "split", "task", "task_ids", "tokens", "tolerance", "tree", "verify"),
         )
     },

@@ -218,5 +218,7 @@ def _size(text: str) -> int:
     """Bytes."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or not int(match[1]):
-        raise InputError(f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
+        raise InputError(
+            f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}; leave it out for 5GB"
+        )
     return int(match[1]) * _UNITS[match[2]]

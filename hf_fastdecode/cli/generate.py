@@ -1,4 +1,4 @@
-"""`hf-fastdecode generate`: completions of prompts, by any decoder-only model."""
+"""`hf-fastdecode generate`: completions of prompts, by any model that generates text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def generate(
     how: EnableOptions,
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
 ) -> None:
-    """Draw completions of prompts with any decoder-only model.
+    """Draw completions of prompts with any model that generates text.
+
+    Multimodal models are given the text alone; an encoder-decoder encodes the prompt and draws what follows. A LoRA
+    adapter's folder is loaded into its base model, which needs `pip install peft`.
 
     Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Only
     the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.

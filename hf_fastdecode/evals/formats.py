@@ -58,7 +58,8 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
         completion = _continuation(task, record.text("solution"), record.place)
     else:
         raise record.error(
-            "a sample needs the field 'completion' or 'solution', got " + (", ".join(sorted(fields)) or "no fields")
+            "a sample needs the field 'completion' or 'solution', got "
+            f"{', '.join(sorted(fields)) or 'no fields'}; mend that line"
         )
     sums = (_number(record, name, float) for name in ("sum_logp", "sum_processed_logp"))
     return Sample(task.task_id, index, completion, _number(record, "tokens", int), *sums)
@@ -69,7 +70,8 @@ def _task_id(record: Record) -> object:
         return record.fields["task_id"]
     if "_identifier" in record.fields:  # EvalPlus: the id, then where it was read
         return record.text("_identifier").partition(" ")[0]
-    raise record.error("a sample needs the field 'task_id', got " + (", ".join(sorted(record.fields)) or "no fields"))
+    got = ", ".join(sorted(record.fields)) or "no fields"
+    raise record.error(f"a sample needs the field 'task_id', got {got}; mend that line")
 
 
 def _number(record: Record, name: str, kind: type) -> Any:

@@ -52,7 +52,7 @@ class FastDecodeLM(HFLM):
 
     def _get_backend(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """As lm-eval does, with the class that text of multimodal models needs."""
-        if self.AUTO_MODEL_CLASS is None and (auto := _multimodal_class(config)) is not None:
+        if getattr(self, "AUTO_MODEL_CLASS", None) is None and (auto := _multimodal_class(config)) is not None:
             self.AUTO_MODEL_CLASS = auto
             kwargs["backend"] = "causal"
         super()._get_backend(config, *args, **kwargs)

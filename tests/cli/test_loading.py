@@ -96,7 +96,7 @@ def test_an_adapter_is_counted_as_its_model(adapter, checkpoint):
     assert ours | {"model": base["model"]} == base
 
 
-@pytest.mark.parametrize("command", ["generate --prompt x --model", "eval run --limit 1 --n 1 --model"])
+@pytest.mark.parametrize("command", ["generate --prompt x --model", "eval generate --limit 1 --n 1 --model"])
 def test_an_adapter_without_peft(command, adapter, checkpoint, monkeypatch):
     monkeypatch.setattr(model_loading, "find_spec", lambda name: None)
     assert f"is an adapter of {checkpoint}, which needs PEFT; pip install peft" in refusal(*command.split(), adapter)

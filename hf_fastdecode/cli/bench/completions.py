@@ -72,7 +72,7 @@ def completions(
     check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
     numbers = _marks(marks)
     if numbers[-1] < 2:
-        raise InputError(f"--marks must end at 2 or more, got {marks!r}")
+        raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
     prompts = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
     cases: list[CompletionCase] = []
     with bad_input():
@@ -97,5 +97,7 @@ def completions(
 def _marks(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}")
+        raise InputError(
+            f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}; write them so"
+        )
     return tuple(map(int, parts))

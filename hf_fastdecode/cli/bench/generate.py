@@ -125,7 +125,7 @@ def generate(
     if tree and finish is not None and not point:
         raise InputError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
-        raise InputError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
+        raise InputError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}; lower it")
     if finish_mean is not None and (tree or finish is not None or not 1 <= finish_mean <= new_tokens):
         rest = f"between 1 and --new-tokens {new_tokens}, without --finish and --tree, got {finish_mean}"
         raise InputError(f"--finish-mean must be {rest}")
@@ -212,5 +212,5 @@ def parse_point(text: str) -> tuple[int, int]:
     """Context and samples of ``CONTEXTxN``."""
     context, cross, samples = text.partition("x")
     if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
-        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
+        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}; write one so")
     return int(context), int(samples)

@@ -59,18 +59,20 @@ class PlanChoice:
         else:
             object.__setattr__(self, "plan", _checked(self.plan))
         if self.rank is not None and (type(self.rank) is not int or self.rank < 0):
-            raise PlanError(f"rank must be an integer of at least 0 (keys alone), got {self.rank!r}")
+            raise PlanError(
+                f"`rank` must be an integer of at least 0 (keys alone), got {self.rank!r}; leave it out for `plan`"
+            )
         if self.rank is not None and self.plan != AUTO:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
         if not isinstance(self.tolerance, int | float) or not 1 <= self.tolerance < math.inf:
             raise PlanError(
-                "tolerance must be a number of at least 1 (the error of keys and values themselves), got "
-                f"{self.tolerance!r}"
+                "`tolerance` must be a number of at least 1 (the error of keys and values themselves), got "
+                f"{self.tolerance!r}; leave it out for 2"
             )
         dtype = parse_dtype(self.cache_dtype, known=CACHE_DTYPES, argument="cache_dtype")
         object.__setattr__(self, "cache_dtype", dtype)
         if self.rope not in ROPES:
-            raise PlanError(f"rope must be one of {', '.join(ROPES)}, got {self.rope!r}")
+            raise PlanError(f"`rope` must be one of {', '.join(ROPES)}, got {self.rope!r}; choose one")
 
     @property
     def eight_bits(self) -> torch.dtype | None:
