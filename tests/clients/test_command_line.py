@@ -12,7 +12,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.evals.harness import FastDecodeLM
 
-from .programs import Work, save_adapter
+from .programs import Work, save_adapter, saved_model
 
 PROMPT = Work().prompts[0]
 
@@ -54,3 +54,16 @@ def test_lm_eval_takes_an_adapter_and_a_multimodal_model(tmp_path):
     harness = FastDecodeLM(str(folder), batch_size=1, device="cpu", dtype="bf16")
     assert harness.model.config.model_type == "mistral3"
     assert harness.model.dtype == torch.bfloat16
+
+
+def test_quantized_weights_are_made_where_they_run(tmp_path):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    base = saved_model(tmp_path)
+    form = TorchAoConfig(Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=form, device_map="cpu")
+    model.save_pretrained(tmp_path / "quantized")
+    fd.load_embedded()[1].save_pretrained(tmp_path / "quantized")
+    words = ("--prompt", PROMPT, "--greedy", "--max-new-tokens", 8, "--json")
+    assert json.loads(run("generate", "--model", tmp_path / "quantized", *words))["text"] == greedy(model)

@@ -32,9 +32,7 @@ class RowStopping(StoppingCriteria):
         self._tokenizer = tokenizer
         self._rules, self._width = list(rules), prompts.shape[1]
         self._anchors = prompts[:, -ANCHOR:].tolist()
-        self._backend: Any = getattr(
-            tokenizer, "backend_tokenizer", None
-        )  # of Rust; others decode a row anew at each step
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None without Rust: rows are decoded anew
         self._streams: list[DecodeStream | None] = [
             None if self._backend is None else DecodeStream(ids=ids, skip_special_tokens=True) for ids in self._anchors
         ]
