@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
+
+from .errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -11,30 +13,33 @@ if TYPE_CHECKING:
 FLOATS: Final = ("float32", "bfloat16", "float16")
 """Dtypes in which models are loaded."""
 
-_SHORT: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+_SHORT: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
 
 
-def dtype_among(given: object, names: Iterable[str]) -> str | None:
-    """The one of `names` that means the same dtype as `given`; None if none does.
+def parse_dtype(given: object, *, auto: bool = True, known: Collection[str] = FLOATS, argument: str = "dtype") -> str:
+    """The dtype's name in torch; or ``auto``, if allowed.
 
     Args:
-        given: ``"float16"``, ``"fp16"``, ``"torch.float16"`` or ``torch.float16``; other words, such as ``"auto"``,
-            mean themselves.
-        names: Dtypes by torch's or by short names, and other words.
+        given: ``"float16"``, ``"fp16"``, ``"torch.float16"`` or ``torch.float16``.
+        auto: Whether ``"auto"`` is a value too.
+        known: Names of the dtypes that are allowed.
+        argument: Its name, for the error.
+
+    Raises:
+        InputError: The dtype is none of `known`.
     """
-    return next((name for name in names if _full(name) == _full(given)), None)
+    name = str(given).removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    if name in known or (auto and name == "auto"):
+        return name
+    short = {full: f"{full} ({one})" for one, full in _SHORT.items()}
+    names = ["auto"] * auto + [short.get(full, full) for full in known]
+    raise InputError(f"`{argument}` must be one of {', '.join(names)}, got {given!r}; choose one")
 
 
-def torch_dtype(given: object, names: Iterable[str] = FLOATS) -> torch.dtype:
-    """The dtype that is given by name or as torch's object; raises ValueError unless it is one of `names`."""
+def torch_dtype(given: object, known: Collection[str] = FLOATS) -> torch.dtype:
+    """The dtype as torch's object; raises InputError where it is none of `known`."""
     import torch
 
-    if (name := dtype_among(given, names)) is None:
-        raise ValueError(f"dtype must be one of {', '.join(names)}, or fp32, bf16, fp16, got {given!r}")
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, parse_dtype(given, auto=False, known=known))
     return dtype
-
-
-def _full(given: object) -> str:
-    name = str(given).removeprefix("torch.")
-    return _SHORT.get(name, name)

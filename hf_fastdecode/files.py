@@ -22,6 +22,7 @@ if os.name == "posix":
     import fcntl
 
 _BLOCK: Final = 1 << 16
+_SHOWN: Final = 60  # letters of a value in an error
 
 
 def partial_of(path: Path) -> Path:
@@ -164,15 +165,27 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
     Another line that is not a JSON object is an InputError.
     """
+    return (record.fields for record in jsonl_records(path))
+
+
+def jsonl_records(path: Path) -> Iterator[Record]:
+    """What `read_jsonl` reads, each object with its place for errors."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             found = _object(line)
             if found is not None:
-                yield found
+                yield Record(found, f"{path} line {number}")
             elif line.endswith(b"\n"):
-                raise InputError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}; mend it")
+                got = shown(line.decode("utf-8", errors="backslashreplace").strip())
+                raise InputError(f"{path} line {number}: expected a JSON object, got {got}; mend or delete that line")
+
+
+def shown(value: object) -> str:
+    """A value in an error, shortened."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -185,7 +198,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object that others wrote."""
+    """A JSON object of a file."""
 
     fields: dict[str, Any]
     place: str  # file and line, or position in the array, for errors
@@ -196,7 +209,7 @@ class Record:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise self.error(f"field {name!r} must be a text, got {self._shown(name)}")
+            raise self.error(f"field {name!r} must be a text, got {self._shown(name)}; mend that record")
         return value
 
     def texts(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -205,7 +218,7 @@ class Record:
         if value is None and default is not None:
             return default
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.error(f"field {name!r} must be a list of texts, got {self._shown(name)}")
+            raise self.error(f"field {name!r} must be a list of texts, got {self._shown(name)}; mend that record")
         return tuple(value)
 
     def error(self, message: str) -> InputError:
@@ -215,7 +228,7 @@ class Record:
     def _shown(self, name: str) -> str:
         if name not in self.fields:
             return "none; the fields are " + (", ".join(sorted(self.fields)[:12]) or "none")
-        return repr(self.fields[name])[:60]
+        return shown(self.fields[name])
 
 
 def read_bytes(path: Path) -> bytes:
@@ -255,7 +268,8 @@ def _parsed(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not JSON ({error}); name a file of JSON lines") from error
+        remedy = "mend it, or name a file of JSON lines"
+        raise InputError(f"{place}: expected JSON, got {shown(text)} ({error}); {remedy}") from error
 
 
 def write_rows(

@@ -192,6 +192,7 @@ LAYERS = (
         {"trainer_callback", "enabled_loading"},
         {"measurement"},
         {"model_names"},
+        {"model_loading"},
     ),
     *({"conversion"}, {"evals"}, {"bench"}, {"cli"}, {"__main__"}),
 )

@@ -19,8 +19,10 @@ from .evaluation import app as evaluations
 from .generate import generate
 from .inspection import inspect
 from .options import HELP_NAMES
-from .programs import PASS_ON, lm_eval, serve
+from .programs import PASS_ON, lm_eval
 from .run import WORDS, run
+from .serve import serve
+from .tables import prints_tables
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -33,8 +35,8 @@ app = typer.Typer(
 # In the order of the help.
 app.command()(demo)
 app.command()(generate)
-app.command("inspect", cls=ManyValues)(inspect)
-app.command("convert-checkpoint")(convert_checkpoint)
+app.command("inspect", cls=ManyValues)(prints_tables(inspect))
+app.command("convert-checkpoint")(prints_tables(convert_checkpoint, "--table-format"))
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 app.command("serve", context_settings=PASS_ON)(serve)
 app.command("run", context_settings=WORDS, no_args_is_help=True)(run)
@@ -66,7 +68,7 @@ def main(
 
     Many completions of one prompt read the same keys and values: hf_fastdecode computes, stores and reads them once.
 
-    Start with `hf-fastdecode demo`.
+    Start with `hf-fastdecode demo`. In several processes: `torchrun --nproc-per-node 2 -m hf_fastdecode -- COMMAND`.
 
     Exit codes: 0; 2 for bad input, 1 for a check that failed or an error of ours, each in one line on stderr; 130
     after Ctrl-C; 141 when the reader of stdout went away. With HF_FASTDECODE_TRACEBACK=1 in the environment, errors

@@ -12,8 +12,21 @@ OPTIONS: Final = {
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
-            *("calibration", "chat", "data", "device", "dtype", "format", "limit"),
-            *("max_shard_size", "n", "new_tokens", "out", "plan", "plot", "point", "points", "rank", "resume", "rows"),
+            *("cache_dtype", "calibration", "chat", "data", "device", "dtype", "format", "limit"),
+            *(
+                "max_shard_size",
+                "n",
+                "new_tokens",
+                "out",
+                "plan",
+                "plot",
+                "point",
+                "points",
+                "rank",
+                "resume",
+                "rope",
+                "rows",
+            ),
             *("sandbox", "shard", "shots", "split", "task", "task_ids", "tokens", "tolerance", "tree", "verify"),
         )
     },

@@ -15,7 +15,6 @@ from .interrupts import exit_on_interrupt
 if TYPE_CHECKING:
     import torch
 
-DTYPES: Final = ("float32", "bfloat16", "float16")
 LEAST_TEMPERATURE: Final = 1e-6  # logits divided by much less overflow float32
 _DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
 
@@ -24,7 +23,7 @@ def check_choice(option: str, given: Iterable[str], known: Collection[str]) -> l
     """The given values of an option, each once; raises an InputError if one is not known."""
     for value in (values := list(dict.fromkeys(given))):
         if value not in known:
-            raise InputError(f"--{option} must be one of {', '.join(known)}, got {value!r}")
+            raise InputError(f"--{option} must be one of {', '.join(known)}, got {value!r}; choose one")
     return values
 
 
@@ -48,11 +47,6 @@ def check_enable_options(
     except ValueError as error:
         text = str(error).replace("fuse_projections", "fuse-projections").replace("max_rows", "max-rows")
         raise InputError(text if text.startswith("$") else f"--{text}") from error
-
-
-def check_dtype(name: str, *, auto: bool = True) -> None:
-    """Refuse a dtype that models are not loaded in; `auto` is one only if it is allowed."""
-    check_choice("dtype", [name], ("auto", *DTYPES) if auto else DTYPES)
 
 
 def check_device(name: str) -> None:
@@ -89,7 +83,9 @@ def parse_counts(option: str, text: str) -> list[int]:
     """Whole numbers of at least 1 from ``1,4,16``, rising."""
     parts = split_values(text)
     if wrong := [part for part in parts if not re.fullmatch("0*[1-9][0-9]*", part)]:
-        raise InputError(f"--{option} must be whole numbers of at least 1 with commas between, got {wrong[0]!r}")
+        raise InputError(
+            f"--{option} must be whole numbers of at least 1 with commas between, got {wrong[0]!r}; such as 1,8,32"
+        )
     return sorted(set(map(int, parts)))
 
 
@@ -112,14 +108,16 @@ def check_sampling(temperature: float, top_p: float, seed: int, *, zero_is_greed
     if not 0 < top_p <= 1:
         raise InputError(f"--top-p must be above 0 and at most 1, got {top_p:g}; 1 turns it off")
     if not 0 <= seed < 2**63:
-        raise InputError(f"--seed must be at least 0 and below 2**63, got {seed}")
+        raise InputError(f"--seed must be at least 0 and below 2**63, got {seed}; leave it out for 0")
 
 
 def pick_tasks(ids: Sequence[int], shots: int) -> list[Task]:
     """The embedded tasks with these ids; checks the number of shots too."""
     most = len(fewshot_tasks())
     if not 0 <= shots <= most:
-        raise InputError(f"--shots must be between 0 and {most}, the number of solved examples, got {shots}")
+        raise InputError(
+            f"--shots must be between 0 and {most}, the number of solved examples, got {shots}; leave it out"
+        )
     tasks = {task["task_id"]: task for task in embedded_tasks()}
     if unknown := [one for one in ids if one not in tasks]:
         raise InputError(

@@ -49,7 +49,13 @@ def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: i
     for index, own in enumerate(ids):
         if not own:
             raise InputError(f"prompt {index} is empty; a completion needs at least one token to follow")
-        if limit is not None and len(own) + max_new_tokens > limit:
+        if model.config.is_encoder_decoder:  # the prompt and the completion have positions of their own
+            if limit is not None and max(len(own), max_new_tokens) > limit:
+                raise InputError(
+                    f"prompt {index} has {len(own)} tokens, its completion up to {max_new_tokens}, and this model has "
+                    f"{limit} positions for each (max_position_embeddings); shorten the longer one"
+                )
+        elif limit is not None and len(own) + max_new_tokens > limit:
             raise InputError(
                 f"prompt {index} has {len(own)} tokens, and with {max_new_tokens} new ones that is more than the "
                 f"{limit} positions of this model (max_position_embeddings); shorten one of them"

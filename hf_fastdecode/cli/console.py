@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import TextIOWrapper
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
 import typer
@@ -163,6 +164,16 @@ def cpu_is_busy() -> bool:
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
         return False
     return os.getloadavg()[0] >= (os.cpu_count() or 1)
+
+
+@contextmanager
+def resumed_by_same_command(place: Path) -> Iterator[None]:
+    """Within, Ctrl-C says that what is done is kept, before it ends the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note(f"interrupted: what is done is in {place}; run the same command again to go on where it stopped")
+        raise
 
 
 @contextmanager

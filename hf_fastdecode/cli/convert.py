@@ -11,11 +11,13 @@ from typing import Annotated, Final, cast
 
 import typer
 
+from ..dtypes import parse_dtype
 from ..errors import InputError, one_line
-from .checks import check_choice, check_dtype
+from .checks import check_choice
 from .console import FailedCheck, note, quiet_libraries
 from .interrupts import exit_on_interrupt
 from .options import MODEL
+from .tables import show_tables
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -122,7 +124,7 @@ def convert_checkpoint(
             --calibration said.safetensors --transcript said.txt
         hf-fastdecode convert-checkpoint vicuna-slim vicuna-again --format full
     """
-    check_dtype(dtype)
+    dtype = parse_dtype(dtype)
     check_choice("format", [form], ("slim", "full"))
     if target is None and not dry_run:
         raise InputError("name the folder to make, or give --dry-run to measure only")
@@ -142,7 +144,6 @@ def convert_checkpoint(
     with quiet_libraries():
         with exit_on_interrupt():
             import torch
-            from rich.console import Console
             from tqdm import tqdm
 
             from hf_fastdecode.conversion.checkpoint import convert
@@ -203,7 +204,7 @@ def convert_checkpoint(
     if as_json:
         print(json.dumps(report))
     else:
-        Console().print(conversion_text(report))
+        show_tables(conversion_text(report))
     if left_out := report.get("left_out"):
         names = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
         note(
@@ -218,5 +219,7 @@ def _size(text: str) -> int:
     """Bytes."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or not int(match[1]):
-        raise InputError(f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
+        raise InputError(
+            f"--max-shard-size must be a size such as 500MB, 5GB or 2GiB, got {text!r}; leave it out for 5GB"
+        )
     return int(match[1]) * _UNITS[match[2]]

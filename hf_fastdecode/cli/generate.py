@@ -1,4 +1,4 @@
-"""`hf-fastdecode generate`: completions of prompts, by any decoder-only model."""
+"""`hf-fastdecode generate`: completions of prompts, by any model that generates text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Annotated, TextIO
 import typer
 
 from ..assets import few_shot_prompt
+from ..dtypes import parse_dtype
 from ..errors import InputError
 from ..model_names import config_file
-from .checks import check_device, check_dtype, pick_device, pick_tasks
+from .checks import check_device, pick_device, pick_tasks
 from .console import forced_options, note, progress_bar, quiet_libraries
 from .demo import SHOTS
 from .interrupts import exit_on_interrupt
@@ -69,7 +70,10 @@ def generate(
     how: EnableOptions,
     explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
 ) -> None:
-    """Draw completions of prompts with any decoder-only model.
+    """Draw completions of prompts with any model that generates text.
+
+    Multimodal models are given the text alone; an encoder-decoder encodes the prompt and draws what follows. A LoRA
+    adapter's folder is loaded into its base model, which needs `pip install peft`.
 
     Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Only
     the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
@@ -91,7 +95,7 @@ def generate(
         raise InputError("--stop got an empty string, which would end every completion at once; leave it out")
     stops = [given_text(string, "--stop") for string in stops]
     options = how.arguments()
-    check_dtype(dtype)
+    dtype = parse_dtype(dtype)
     check_device(device)
     config_file(model)
     if shots is not None and not task_id:
@@ -109,7 +113,7 @@ def generate(
             from .models import load_model, machine
 
         place = pick_device(device)
-        loaded, tokenizer = load_model(model, dtype, place)
+        loaded, tokenizer = load_model(model, dtype, place, encoders=True)
         with progress_bar("generate", sampling.max_new_tokens) as on_step, forced_options():
             generated = run_generate(loaded, tokenizer, texts, sampling, stop=stops, options=options, on_step=on_step)
     for completion in generated.completions:

@@ -31,7 +31,7 @@ def command_group() -> typer.Typer:
 
 
 # Models
-MODEL: Final = "`embedded`, a folder, or an id on the Hugging Face Hub."
+MODEL: Final = "`embedded`, a folder, or an id on the Hugging Face Hub; of a model, or of a LoRA adapter."
 Model = Annotated[str, typer.Option(help=MODEL)]
 Device = Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU), cpu, cuda, cuda:1, ...")]
 
@@ -70,7 +70,7 @@ Trees = Annotated[
         show_default="none",
     ),
 ]
-ShapeDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+ShapeDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; also fp32, bf16 or fp16.")]
 Only = Annotated[
     list[str] | None,
     typer.Option(help="Keep cases whose line in --list contains this text; repeat it for more."),

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from hf_fastdecode.errors import InputError
 
-from ..files import Record, json_lines, parse_records, read_bytes, write_text
+from ..files import Record, json_lines, parse_records, read_bytes, shown, write_text
 from .prompts.stop_rules import parses
 from .records import Sample, Task
 from .tasks import TaskIds
@@ -50,7 +50,7 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
         raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another `task`")
     index = fields.get("index", seen[task.task_id])
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise record.error(f"field 'index' must be an integer of at least 0, got {index!r}")
+        raise record.error(f"field 'index' must be an integer of at least 0, got {shown(index)}; mend that line")
     seen[task.task_id] += 1
     if "completion" in fields:
         completion = record.text("completion")
@@ -58,7 +58,8 @@ def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
         completion = _continuation(task, record.text("solution"), record.place)
     else:
         raise record.error(
-            "a sample needs the field 'completion' or 'solution', got " + (", ".join(sorted(fields)) or "no fields")
+            "a sample needs the field 'completion' or 'solution', got "
+            f"{', '.join(sorted(fields)) or 'no fields'}; mend that line"
         )
     sums = (_number(record, name, float) for name in ("sum_logp", "sum_processed_logp"))
     return Sample(task.task_id, index, completion, _number(record, "tokens", int), *sums)
@@ -69,7 +70,8 @@ def _task_id(record: Record) -> object:
         return record.fields["task_id"]
     if "_identifier" in record.fields:  # EvalPlus: the id, then where it was read
         return record.text("_identifier").partition(" ")[0]
-    raise record.error("a sample needs the field 'task_id', got " + (", ".join(sorted(record.fields)) or "no fields"))
+    got = ", ".join(sorted(record.fields)) or "no fields"
+    raise record.error(f"a sample needs the field 'task_id', got {got}; mend that line")
 
 
 def _number(record: Record, name: str, kind: type) -> Any:
@@ -77,7 +79,7 @@ def _number(record: Record, name: str, kind: type) -> Any:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise record.error(f"field {name!r} must be a number, got {value!r}")
+        raise record.error(f"field {name!r} must be a number, got {shown(value)}; mend that line")
     return kind(value)
 
 

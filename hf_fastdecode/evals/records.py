@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from ..errors import InputError
-from ..files import read_jsonl
+from ..files import Record, jsonl_records, shown
 
 Language = Literal["python", "java", "javascript"]
 
@@ -115,33 +114,36 @@ SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
-    return [_record(path, Sample, line) for line in read_jsonl(path)]
+    return [_record(Sample, record) for record in jsonl_records(path)]
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
     """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
-    verdicts = [_record(path, Verdict, line) for line in read_jsonl(path)]
-    for verdict in verdicts:
+    verdicts = []
+    for record in jsonl_records(path):
+        verdict = _record(Verdict, record)
         if verdict.status not in get_args(Status):
-            raise InputError(
-                f"{path}: status must be one of {', '.join(get_args(Status))}, got {verdict.status!r} for sample "
-                f"{verdict.index} of task {verdict.task_id!r}; score the samples again"
+            raise record.error(
+                f"status must be one of {', '.join(get_args(Status))}, got {shown(verdict.status)} for sample "
+                f"{verdict.index} of task {shown(verdict.task_id)}; score the samples again"
             )
+        verdicts.append(verdict)
     return verdicts
 
 
-def _record(path: Path, kind: type[SampleOrVerdict], line: Mapping[str, Any]) -> SampleOrVerdict:
+def _record(kind: type[SampleOrVerdict], record: Record) -> SampleOrVerdict:
+    line, name = record.fields, kind.__name__.lower()
     for field in fields(kind):
         if field.name not in line and field.default is MISSING:
-            raise InputError(
-                f"{path}: a {kind.__name__.lower()} must have the field {field.name!r}, got only "
-                f"{', '.join(sorted(line)) or 'none'}"
+            got = shown(", ".join(sorted(line)) or "none")
+            raise record.error(
+                f"a {name} must have the field {field.name!r}, got only {got}; mend or delete that line"
             )
     given = {field.name: line[field.name] for field in fields(kind) if field.name in line}
-    for name, value in given.items():
-        wanted, is_right = _KINDS[name]
+    for field_name, value in given.items():
+        wanted, is_right = _KINDS[field_name]
         if not is_right(value):
-            raise InputError(f"{path}: {name} of a {kind.__name__.lower()} must be {wanted}, got {value!r}; mend it")
+            raise record.error(f"{field_name} of a {name} must be {wanted}, got {shown(value)}; mend that line")
     return kind(**given)
 
 

@@ -25,7 +25,8 @@ class Drawn:
     """What one `generate` call drew; tensors are on the CPU, and times are of `time.perf_counter`.
 
     Attributes:
-        sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding.
+        sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding, in an
+            encoder-decoder the token that the decoder starts from.
         log_probs: ``[rows, steps]`` float32: log-probabilities of the drawn tokens under the raw logits.
         cache: The keys and values at the end; None if not asked for, or if rows were cut into waves.
         step_times: When the logits of each timed step were computed; `started` and `ended` are the call's.
@@ -74,7 +75,7 @@ def draw(
     """Run `model.generate` from a seed, and leave torch's generators as they were.
 
     Args:
-        model: A causal language model, enabled or not.
+        model: A model that generates text, enabled or not.
         inputs: ``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device.
         seed: Seed of torch's generators.
         on_step: Called at each step with the number of tokens drawn before it.
@@ -105,7 +106,7 @@ def draw(
         )
         ended = idle_time(device)
     sequences, cache = (out.sequences, out[CACHE]) if keep_cache else (out, None)
-    length = inputs["input_ids"].shape[1]
+    length = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     found = log_probs.of(sequences[:, length:])
     return Drawn(sequences.cpu(), length, found.cpu(), cache, started, step_times, ended)
 

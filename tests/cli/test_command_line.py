@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from itertools import pairwise, takewhile
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import parse_args as torchrun_arguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -32,15 +35,6 @@ def test_help_lists_the_commands():
             assert command in result.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "inspect"])
-def test_help_teaches(command):
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert "Examples" in result.stdout
-    assert f"hf-fastdecode {command}" in result.stdout
-    assert "default" in result.stdout
-
-
 def commands(group=None, words=()):
     """The words of every command, groups included."""
     group = get_command(app) if group is None else group
@@ -61,6 +55,43 @@ def test_help_fits_in_80_columns(words, monkeypatch):
     assert len(lines) >= shown.count("Examples:")
     for before, line in pairwise(["", *lines]):
         assert line.split()[0] in ("hf-fastdecode", "torchrun", "accelerate", "cat") or before.endswith("\\"), line
+
+
+def examples(words):
+    """The examples of a command's help, each as its words."""
+    shown = run(*words, "--help").stdout.partition("Examples:")[2]
+    lines = takewhile(lambda line: line[:2] in ("", "  "), shown.splitlines())
+    text = "\n".join(line.strip() for line in lines).replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line]
+
+
+LEAVES = [words for words in commands() if words and words not in (("bench",), ("eval",), ("eval", "workloads"))]
+
+
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_help_teaches(words, monkeypatch):
+    """An example of the command itself; torchrun and accelerate hand over what is the command's, `--n` among it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    found = examples(words)
+    assert any(" ".join(words) in " ".join(one) for one in found)
+    for given in found:
+        if given[0] == "torchrun":
+            parsed = torchrun_arguments(given[1:])
+        elif given[0] == "accelerate":
+            parsed = launch_command_parser().parse_args(given[2:])
+        else:
+            continue
+        assert (parsed.module, parsed.training_script) == (True, "hf_fastdecode")
+        rest = parsed.training_script_args
+        rest = rest[1:] if rest[:1] == ["--"] else rest  # Python 3.13 leaves it, and so the command takes it
+        assert " ".join(rest[: len(words)]) == " ".join(words)
+        assert rest == given[-len(rest) :]
+
+
+def test_two_dashes_before_the_command():
+    assert run("--", "generate", "--n", "0").stderr == run("generate", "--n", "0").stderr
+    with pytest.raises(SystemExit):
+        torchrun_arguments(["-m", "hf_fastdecode", "eval", "generate", "--n", "8"])
 
 
 def test_version():
@@ -150,7 +181,10 @@ def test_public_names_load_when_used():
         ("generate --prompt x --fuse-projections true --mode eager", "--fuse-projections=True cannot run with mode="),
         ("generate --prompt x --fuse-projections true --device cpu", "fuse_projections=True cannot run: "),
         ("generate --prompt x --stock --fuse-projections true", "--fuse-projections true is for hf_fastdecode"),
-        ("generate --prompt x --dtype half", "--dtype must be one of auto, float32, bfloat16, float16, got 'half'"),
+        (
+            "generate --prompt x --dtype half",
+            "--dtype must be one of auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), got 'half'",
+        ),
         ("generate --prompt x --task-id 127", "--task-id is a prompt, and another was given"),
         ("generate --prompt x --shots 3", "--shots 3 is for the prompt of a --task-id"),
         ("generate --task-id 5", "there is no task 5; the embedded tasks have ids from"),

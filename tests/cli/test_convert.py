@@ -85,6 +85,14 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     assert "for layers in 8 bits" not in done.stdout
 
 
+def test_both_spellings_of_a_cache_dtype(source: Path) -> None:
+    words = ("convert-checkpoint", source, "--dry-run", "--json", "--cache-dtype")
+    for short, name in (("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8_e4m3fn")):
+        reports = [json.loads(run(*words, spelling).stdout) for spelling in (short, name)]
+        assert reports[0] == reports[1]
+        assert reports[0]["cache_dtype"] == name
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_rope(source: Path, tmp_path: Path) -> None:
     done = run("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")
@@ -153,8 +161,8 @@ def test_options_that_do_not_go_together(source: Path, tmp_path: Path) -> None:
         ((source, target, "--rank", 33), "between 0 and 32"),
         ((source, target, "--tolerance", 0.5), "at least 1"),
         ((source, target, "--tolerance", "inf"), "must be a number of at least 1"),
-        ((source, target, "--cache-dtype", "int4"), "must be one of auto, fp16, bf16, fp8, int8, got 'int4'"),
-        ((source, target, "--rope", "both"), "rope must be one of raw, unrotate, got 'both'"),
+        ((source, target, "--cache-dtype", "int4"), "--cache-dtype must be one of auto, float16 (fp16), "),
+        ((source, target, "--rope", "both"), "--rope must be one of raw, unrotate, got 'both'"),
         ((source, target, "--calibration", tmp_path / "none.txt"), "name a UTF-8 text file"),
     ):
         assert message in refused(*arguments), arguments
@@ -194,7 +202,7 @@ def test_existing_target(source: Path, tmp_path: Path) -> None:
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "mine.txt").write_text("mine")
     assert "exists; name another folder" in refused(source, tmp_path / "slim")
-    assert "tolerance must be" in refused(source, tmp_path / "slim", "--tolerance", 0.5)
+    assert "--tolerance must be" in refused(source, tmp_path / "slim", "--tolerance", 0.5)
     assert contents(tmp_path / "slim") == {"mine.txt": b"mine"}
 
 
@@ -267,10 +275,10 @@ def deny(patch: pytest.MonkeyPatch, method: str, pattern: str) -> None:
 
 def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "slim"
-    assert "Hub does not give it" in refused(tmp_path / "nowhere", target)
+    assert "there is no file or folder" in refused(tmp_path / "nowhere", target)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "there is no config.json" in refused(empty, target)
+    assert "config.json; name a folder saved with save_pretrained" in refused(empty, target)
     folder = save_multi_head(tmp_path / "source")
     shards = sorted(folder.glob("*.safetensors"))
     whole = shards[1].read_bytes()

@@ -177,7 +177,7 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise ImportError("it needs another package\nand more")
 
-    monkeypatch.setattr("hf_fastdecode.conversion.sizes.model_caches.AutoModelForCausalLM.from_config", fail)
+    monkeypatch.setattr("hf_fastdecode.model_loading.AutoModelForCausalLM.from_config", fail)
     found = inspect()
     assert found.can_share is None
     assert found.reason == "the model could not be built from its config: it needs another package and more"
@@ -186,5 +186,5 @@ def test_sharing_is_unknown_when_the_model_cannot_be_built(monkeypatch):
 def test_what_cannot_be_counted():
     with pytest.raises(InputError, match=r"cannot count the KV of tiny: layer 0 of qwen3_next .* stores a state"):
         inspect("qwen3_next")
-    with pytest.raises(InputError, match="--dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+    with pytest.raises(InputError, match=r"`dtype` must be one of auto, float32 \(fp32\), .* got 'int8'"):
         inspect(dtype="int8")

@@ -90,6 +90,24 @@ def saved_model(folder: Path) -> Path:
     return folder / "model"
 
 
+def save_adapter(folder: Path) -> tuple[Path, Path]:
+    """Folders of a LoRA adapter without a tokenizer, which changes what its model says, and of that model."""
+    from peft import LoraConfig, get_peft_model
+
+    base = saved_model(folder)
+    torch.manual_seed(0)
+    model = get_peft_model(
+        fd.load_embedded()[0], LoraConfig(target_modules=["o_proj", "v_proj"], init_lora_weights=False)
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=4)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder / "adapter")
+    return folder / "adapter", base
+
+
 def _chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 

@@ -122,3 +122,24 @@ def test_a_model_of_ones_own_is_enabled():
     model, tokenizer = fd.load_embedded()
     FastDecodeLM(model, tokenizer=tokenizer, batch_size=4)
     assert fd.explain(model).enabled
+
+
+@pytest.mark.usefixtures("prefilled")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tasks nosuchtask", "lm-eval: Tasks not found: nosuchtask; `hf-fastdecode lm-eval ls tasks` lists them"),
+        (
+            "--tasks embedded --batch_size x",
+            "--batch_size must be a whole number of at least 1, auto or ",
+        ),
+        ("--tasks embedded --model_args pretrained=./nosuch", "there is no file or folder ./nosuch; name one"),
+        ("--tasks embedded --model_args dtype=float3", "--dtype must be one of auto, float32 (fp32), "),
+    ],
+)
+def test_wrong_input_is_one_line(words, message, tmp_path):
+    write_task(tmp_path / "tasks", embedded_tasks()[:1], shots=1, new_tokens=2, repeats=1)
+    done = CliRunner().invoke(root, ["lm-eval", *words.split(), "--include_path", str(tmp_path / "tasks")])
+    assert done.exit_code == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hf-fastdecode: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"hf-fastdecode: {message}")

@@ -56,8 +56,12 @@ def test_empty_lines_and_further_fields(tmp_path):
 @pytest.mark.parametrize(
     ("text", "read", "message"),
     [
-        ("{}\nnot json\n{}\n", read_samples, "must have the field 'task_id', got only none"),
-        ('{"index": 1, "completion": ""}\n', read_samples, "a sample must have the field 'task_id', got only compl"),
+        (
+            "{}\nnot json\n{}\n",
+            read_samples,
+            "must have the field 'task_id', got only 'none'; mend or delete that line",
+        ),
+        ('{"index": 1, "completion": ""}\n', read_samples, "a sample must have the field 'task_id', got only 'compl"),
         ('{"task_id": "1", "index": 1}\n', read_verdicts, "a verdict must have the field 'status'"),
         ('{"task_id": "1", "index": 1, "status": "ok"}\n', read_verdicts, "got 'ok' for sample 1 of task '1'"),
         ('{"task_id": 1, "index": 0, "completion": ""}\n', read_samples, "task_id of a sample must be a text, got 1"),
@@ -68,8 +72,14 @@ def test_empty_lines_and_further_fields(tmp_path):
             read_samples,
             "sum_logp of a sample must be a finite number of at most 0, or null, got nan",
         ),
-        ("[1]\n", read_samples, r"line 1: expected a JSON object, got b'\[1\]"),
+        ("[1]\n", read_samples, r"line 1: expected a JSON object, got '\[1\]'; mend or delete that line"),
         ('{"task_id": "1"\n\n', read_samples, "line 1: expected a JSON object"),
+        (
+            '{"task_id": "1", "index": 0, "completion": ""}\n{"completion": "%s' % ("x" * 900) + "\n",
+            read_samples,
+            r"line 2: expected a JSON object, got '\{\"completion\": \"x+ \.\.\.; mend or delete that line$",
+        ),
+        ('\n{"task_id": "1", "index": 0, "completion": 5}\n', read_samples, "line 2: completion .*; mend that line$"),
     ],
 )
 def test_errors_name_file_line_and_remedy(tmp_path, text, read, message):

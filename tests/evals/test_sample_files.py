@@ -138,10 +138,10 @@ def test_samples_of_tasks_that_are_not_chosen_are_left_out(tmp_path: Path) -> No
 def test_wrong_files(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"task_id": 11, "completion": "a"}\n{"task_id"\n')
-    with pytest.raises(InputError, match="line 2: not JSON"):
+    with pytest.raises(InputError, match=r"line 2: expected JSON, got '{.*; mend it"):
         import_samples(path, TASKS)
     path.write_text('[["a"], ["b"')
-    with pytest.raises(InputError, match=r"a\.jsonl: not JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl: expected JSON, got .*; mend it"):
         import_samples(path, TASKS)
     for arrays in ([["a"]], [["a"], ["b"], ["c"]]):
         with pytest.raises(InputError, match=f"generations of {len(arrays)} tasks, .* 2 tasks are chosen; choose"):

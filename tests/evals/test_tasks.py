@@ -156,9 +156,9 @@ def test_every_name_but_the_files_own_has_a_published_file() -> None:
     ("name", "content", "message"),
     [
         ("mbpp", "", "holds no records"),
-        ("mbpp", '{"task_id": 11\n', r"line 1: not JSON \("),
-        ("mbpp", lines(FULL) + "\n{]\n", r"line 3: not JSON \("),
-        ("mbpp", "[1", r"tasks.jsonl: not JSON \("),
+        ("mbpp", '{"task_id": 11\n', r"line 1: expected JSON, got"),
+        ("mbpp", lines(FULL) + "\n{]\n", r"line 3: expected JSON, got"),
+        ("mbpp", "[1", r"tasks.jsonl: expected JSON, got"),
         ("mbpp", "[1]", "item 1: expected a JSON object, got int"),
         ("mbpp", lines(FULL, 5), "line 2: expected a JSON object, got int"),
         ("mbpp", lines(MBXP), 'line 1: this is a record of mbxp-java, not of mbpp; pass `task="mbxp-java"`'),

@@ -243,7 +243,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"rope must be one of raw, unrotate, got 'both'"):
+    with pytest.raises(ValueError, match=r"`rope` must be one of raw, unrotate, got 'both'"):
         to_slim(pair()[0], TEXT, rope="both")
     with pytest.raises(ValueError, match=r"slim_rope must be one of raw, unrotate, got 'both'"):
         AutoConfig.for_model("slim_llama", slim_rope="both")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-
-import hf_fastdecode as fd
 
 from ...cache.accounting import KVSizes
 from ...cache.layout.model import ModelLayout
@@ -25,6 +21,7 @@ from ...generation.decoding.stopping import RowLengthCriteria
 from ...measurement.calls import collect
 from ...measurement.runner import NotAvailableError
 from ...measurement.shapes import SHAPES, random_model
+from ...model_loading import load_weights
 from ...patches.slim_layers import SlimLayer
 from ..slim.cases import RANK_DIVISOR
 from .cases import SAMPLING, GenerateCase
@@ -36,8 +33,8 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
     """The model of a shape: random weights, ``embedded`` for the one that the package carries, or a checkpoint.
 
     Every sample of it runs to the end, so that steps are comparable. With `slim`, the plan of every layer, it is a
-    slim model with random weights. Raises OSError without such a checkpoint, NotAvailableError for a shape without a
-    slim form.
+    slim model with random weights. Raises InputError without such a checkpoint, NotAvailableError for a shape
+    without a slim form.
     """
     if slim is not None:
         fields = SHAPES.get(shape, {})
@@ -52,12 +49,7 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
         return random_model(shape, device, dtype)
     if shape in INPUT_SHAPES:
         return INPUT_SHAPES[shape].model(device, dtype)
-    if shape == "embedded":
-        model = fd.load_embedded(dtype=dtype, device=device)[0]
-    else:
-        folder = Path(shape).expanduser()
-        model = AutoModelForCausalLM.from_pretrained(folder if folder.is_dir() else shape, dtype=dtype)
-        model = model.to(device).eval()
+    model = load_weights(shape, dtype, device)
     end = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(pad_token_id=end[0] if isinstance(end, list) else end or 0)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..options import command_group
+from ..tables import prints_tables
 from . import completions, first_calls, generate, ops, parallel, profile, tables
 
 app = command_group()
@@ -24,4 +25,4 @@ for command in (
     *(ops.ops, generate.generate, completions.completions, first_calls.first_calls, profile.profile),
     *(ops.sampling, ops.slim, parallel.parallel, tables.tables),
 ):
-    app.command(epilog=_NOTE)(command)
+    app.command(epilog=_NOTE)(prints_tables(command))

@@ -9,10 +9,11 @@ import typer
 
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import LOOPS, WAYS, CompletionCase, GenerateCase, PromptTree, spans
+from ...dtypes import parse_dtype
 from ...errors import InputError
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
-from ..checks import check_choice, check_dtype
+from ..checks import check_choice
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, ShapeDtype, Shapes, Trees, points
@@ -68,11 +69,11 @@ def completions(
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
     check_ways(ways, [name for name in WAYS if name not in _LEFT_OUT])
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
     numbers = _marks(marks)
     if numbers[-1] < 2:
-        raise InputError(f"--marks must end at 2 or more, got {marks!r}")
+        raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
     prompts = [parse_point(text) for text in (point or ([] if tree else ["256x4"]))]
     cases: list[CompletionCase] = []
     with bad_input():
@@ -97,5 +98,7 @@ def completions(
 def _marks(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}")
+        raise InputError(
+            f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}; write them so"
+        )
     return tuple(map(int, parts))

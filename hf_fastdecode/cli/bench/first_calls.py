@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from ...bench.generate.cases import CACHES, WAYS, FirstCallsCase, GenerateCase
+from ...dtypes import parse_dtype
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
-from ..checks import check_choice, check_dtype
+from ..checks import check_choice
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import Checkpoints, CsvFile, Device, ListCases, ShapeDtype, Shapes, points
@@ -59,7 +60,7 @@ def first_calls(
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
     check_ways(ways, [name for name in WAYS if name not in _LEFT_OUT])
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     check_choice("shape", shape or [], (*SHAPES, EMBEDDED))
     check_choice("caches", caches or [], CACHES)
     prompts = [parse_point(text) for text in point or ["512x8"]]

@@ -11,10 +11,11 @@ import typer
 from ...attention.torch_operators import backend_of_environment
 from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
 from ...bench.generate.inputs.shapes import INPUT_SHAPES
+from ...dtypes import parse_dtype
 from ...errors import InputError
 from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from ...model_names import EMBEDDED, load_config, max_positions
-from ..checks import check_choice, check_dtype
+from ..checks import check_choice
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import (
@@ -125,7 +126,7 @@ def generate(
     if tree and finish is not None and not point:
         raise InputError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
-        raise InputError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}")
+        raise InputError(f"--finish must be between 1 and --new-tokens {new_tokens}, got {finish}; lower it")
     if finish_mean is not None and (tree or finish is not None or not 1 <= finish_mean <= new_tokens):
         rest = f"between 1 and --new-tokens {new_tokens}, without --finish and --tree, got {finish_mean}"
         raise InputError(f"--finish-mean must be {rest}")
@@ -133,7 +134,7 @@ def generate(
     finishes = finishes if finish_mean is None else [f"~{finish_mean}"]
     ways = way or list(DEFAULT_WAYS)
     check_ways(ways, WAYS)
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     check_choice("shape", shape or [], (*SHAPES, *INPUT_SHAPES, EMBEDDED))
     with bad_input():
         cases = chosen(
@@ -212,5 +213,5 @@ def parse_point(text: str) -> tuple[int, int]:
     """Context and samples of ``CONTEXTxN``."""
     context, cross, samples = text.partition("x")
     if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
-        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}")
+        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}; write one so")
     return int(context), int(samples)

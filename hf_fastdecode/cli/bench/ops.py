@@ -13,12 +13,13 @@ from ...attention.torch_operators import BACKEND_VARIABLE
 from ...bench.ops.cases import OP_SETS, OpCase, with_dtype
 from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
+from ...dtypes import parse_dtype
 from ...errors import InputError
 from ...measurement.runner import check_out
-from ...measurement.tables import show as show_table
-from ..checks import check_choice, check_device, check_dtype
+from ..checks import check_choice, check_device
 from ..interrupts import exit_on_interrupt
 from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
+from ..tables import show_tables
 from .report import C, chosen, find_device, measured, refuse_red, report, show_cases
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def ops(
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
     if dtype is not None:
-        check_dtype(dtype, auto=False)
+        dtype = parse_dtype(dtype, auto=False)
     cases = chosen(with_dtype(_cases(OP_SETS, sets, device, "small"), dtype), only)
     if show:
         return show_cases(cases)
@@ -205,6 +206,6 @@ def slim(
         from ...bench.slim.table import slim_table
 
     rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
-    show_table(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
+    show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
     refuse_red(rows, out)

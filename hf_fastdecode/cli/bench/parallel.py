@@ -19,14 +19,15 @@ from ...bench.parallel.cases import (
     StepCase,
     collective_cases,
 )
+from ...dtypes import parse_dtype
 from ...errors import InputError
 from ...measurement.runner import check_out, failed
 from ...measurement.shapes import SHAPES
-from ...measurement.tables import show as show_table
-from ..checks import check_choice, check_dtype
+from ..checks import check_choice
 from ..console import bad_input, note
 from ..interrupts import exit_on_interrupt
 from ..options import Check, ListCases, Repeats, ShapeDtype, repeatable
+from ..tables import show_tables
 from .generate import parse_point
 from .report import measured, show_cases
 
@@ -37,7 +38,7 @@ KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_W
 """What is measured, and in which ways."""
 
 _WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
-_START = "torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel"
+_START = "torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel"
 _POINTS, _POINTS_ON_CPU = ("131072x1", "262144x1"), ("96x2",)
 
 
@@ -92,6 +93,7 @@ def parallel(
     """Decoding over several GPUs: whole steps, attention alone, and collectives alone; or a prediction for more.
 
     It runs in processes that torchrun starts, one a GPU (on a CPU they communicate by gloo, which is to try it out).
+    Without the `--` in front of the command torchrun takes options that begin like its own for these.
 
     Steps (`--kind steps`): `one-gpu` is an enabled model on one GPU, `sequence` the same on every GPU with the context
     divided between them (`sequence_parallel="auto"`), `tensor` a model split by transformers' tensor parallelism and
@@ -111,15 +113,15 @@ def parallel(
 
     Examples:
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps \\
-            --point 262144x1 --way sequence
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel \\
+            --kind steps --point 262144x1 --way sequence
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode bench parallel --kind steps \\
-            --point 65536x1 --fill prefill
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel \\
+            --kind steps --point 65536x1 --fill prefill
 
-        torchrun --nproc-per-node 4 -m hf_fastdecode bench parallel \\
+        torchrun --nproc-per-node 4 -m hf_fastdecode -- bench parallel \\
             --kind attention --shape 7b-mha --point 196608x16
 
         hf-fastdecode bench parallel --simulate --infiniband 100,5
@@ -131,7 +133,7 @@ def parallel(
         raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {_ways_of()}")
     check_choice("fill", [fill], FILLS)
     check_choice("shape", shape or [], SHAPES)
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(
             f"--device must be auto, cpu or cuda, since each process has a GPU of its own, got {device!r}"
@@ -194,7 +196,7 @@ def _measure(
     for name, own in cases.items():
         chosen = [one for one in ways if one in KINDS[name]]
         rows = measured(own, chosen, bench.measure, bench.processes.device, _file(out, name))
-        show_table(parallel_table(rows))
+        show_tables(parallel_table(rows))
         typer.echo(f"rows: {_file(out, name)}")
         found += rows
     return found
@@ -225,7 +227,7 @@ def _simulate(
         if nvlink is not None:
             cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
     found = predictions(cluster, heads, contexts)
-    show_table(scaling_table(found, cluster, heads))
+    show_tables(scaling_table(found, cluster, heads))
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
 
 

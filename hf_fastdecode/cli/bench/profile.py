@@ -10,10 +10,11 @@ import typer
 from ...bench.generate.cases import PARTS, WAYS, ProfileCase, PromptTree
 from ...bench.generate.cases import GenerateCase as Case
 from ...bench.generate.inputs.shapes import INPUT_SHAPES
+from ...dtypes import parse_dtype
 from ...errors import InputError
 from ...measurement.shapes import SHAPES
 from ...model_names import EMBEDDED
-from ..checks import check_choice, check_dtype
+from ..checks import check_choice
 from ..console import bad_input
 from ..interrupts import exit_on_interrupt
 from ..options import AllShapes, Checkpoints, CsvFile, Device, ListCases, Repeats, ShapeDtype, Trees, points
@@ -51,7 +52,7 @@ def profile(
     """
     ways = list(dict.fromkeys(way or ("shared",)))
     check_ways(ways, [name for name in WAYS if name != "generate_batch"])
-    check_dtype(dtype, auto=False)
+    dtype = parse_dtype(dtype, auto=False)
     check_choice("shape", shape or [], (*SHAPES, *INPUT_SHAPES, EMBEDDED))
     shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
     prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8"]))]

@@ -11,9 +11,9 @@ import typer
 
 from ...errors import InputError
 from ...measurement.runner import check_out
-from ...measurement.tables import show
 from ..checks import check_device, check_enable_options, pick_device
 from ..console import FailedCheck
+from ..tables import show_tables
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement
     refuse_red(rows, out)
     if rows and all(row["status"].startswith("not run: ") for row in rows):
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}")
-    show(table(rows))
+    show_tables(table(rows))
     if noise := noisy(rows):
         typer.echo(noise)
     typer.echo(f"rows: {out}")
@@ -108,7 +108,7 @@ def report_workload(
     refuse_red(rows, out)
     if all(row["status"] != "ok" for row in rows):
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}")
-    show(table(rows))
+    show_tables(table(rows))
     for row in rows:
         if row["status"] != "ok":
             at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"

@@ -17,7 +17,7 @@ from ...evals.settings import Drawing, RunSettings, prompts_digest
 from ...evals.tasks import TaskSet
 from ...model_names import max_positions
 from ..checks import pick_device
-from ..console import forced_options, note, quiet_libraries
+from ..console import forced_options, note, quiet_libraries, resumed_by_same_command
 from ..interrupts import exit_on_interrupt
 from ..options import expand_option_groups
 from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
@@ -79,6 +79,9 @@ def generate(
 ) -> None:
     """Draw samples of every task into a run's folder, each with the model's raw log-probabilities.
 
+    Processes of a launcher share the work. Behind `torchrun ... -m hf_fastdecode` a `--` comes before the command, or
+    torchrun takes `--n` for an option of its own.
+
     A row leaves the batch once its completion is over. Each `generate` call is on the disk before the next begins: run
     the same command again after an interruption, and it draws what is missing, the same as without one.
 
@@ -88,6 +91,8 @@ def generate(
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
         accelerate launch -m hf_fastdecode eval generate --model MODEL \\
             --task humaneval
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- eval generate \\
+            --model MODEL --n 64
     """
     part = launched_shard(model.device) if shard is None else Shard.parse(shard)
     folder = run_folder(out, tasks.task, model.model)
@@ -128,7 +133,7 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
         rows=options.decoding.rows,
         drawing=prepared.drawing,
     )
-    with forced_options():
+    with forced_options(), resumed_by_same_command(folder):
         drawn = generate_samples(
             model,
             prepared.tokenizer,

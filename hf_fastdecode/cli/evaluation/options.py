@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 import typer
 
+from ...dtypes import parse_dtype
 from ...errors import InputError
 from ...evals.prompts import FORMAT_NAMES, SHOTS, PromptFormat, prompt_format
 from ...evals.records import Task
@@ -20,7 +21,6 @@ from ..checks import (
     check_choice,
     check_count,
     check_device,
-    check_dtype,
     check_enable_options,
     check_sampling,
     parse_counts,
@@ -120,7 +120,7 @@ class ModelOptions:
 
     def check(self) -> None:
         """Refuse values out of their bounds, before torch is imported."""
-        check_dtype(self.dtype)
+        parse_dtype(self.dtype)
         check_device(self.device)
         check_model(self.model)
 

@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from ...evals.sandbox import Sandbox
 from ...evals.settings import VERDICTS
+from ...evals.tasks import TaskSet
 from ..checks import parse_counts
 from ..console import note, quiet_libraries
 from ..options import expand_option_groups
+from ..tables import prints_tables, show_tables
 from .generate import Options, draw_samples, launched_shard, load_suitable_tasks, prepare
 from .latency import time_samples
 from .options import (
@@ -44,7 +47,8 @@ def run(
     """Draw samples, time drawing, score in a sandbox, and report pass@n and pass@top-m against latency.
 
     Without arguments: the embedded model on the embedded tasks, offline. Everything goes into a folder, from which the
-    same command goes on after an interruption. The steps are commands of their own: generate, latency, score, report.
+    same command goes on after an interruption. Behind `torchrun ... -m hf_fastdecode` a `--` comes before the command,
+    else torchrun takes `--n` for its own. The steps are commands of their own: generate, latency, score, report.
 
     Examples:
 
@@ -52,6 +56,8 @@ def run(
         hf-fastdecode eval run --limit 20 --n 1,8 --latency 1
         hf-fastdecode eval run --model MODEL --task mbpp --n 1,4,16,64 \\
             --out runs/mbpp
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- eval run --model MODEL \\
+            --n 1,64
     """
     reporting.check()
     options = Options(tasks, model, prompts, draw, decoding)
@@ -60,6 +66,7 @@ def run(
     shard = launched_shard(model.device)
     folder = run_folder(out, tasks.task, model.model)
     if shard.number == 1:
+        note(_scoring(chosen, draw.check()[-1], place, folder))
         verdicts = check_references(chosen.tasks, place, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
@@ -85,6 +92,16 @@ def run(
     write_and_show(folder, folder, reporting)
 
 
+def _scoring(chosen: TaskSet, n: int, place: Sandbox, folder: Path) -> str:
+    """What a run is going to score, and where, in one line."""
+    count, languages = len(chosen.tasks), sorted({task.language for task in chosen.tasks})
+    return (
+        f"scores {n * count:,} samples, {n:,} of each of {count:,} tasks ({chosen.name}, {', '.join(languages)}), "
+        f"in the sandbox {place.name}; samples go to {folder}"
+    )
+
+
+@prints_tables
 @expand_option_groups
 def report(
     folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
@@ -105,6 +122,10 @@ def report(
 
     All n follow exactly from one pool of samples per task. Accuracy and latency come from runs of their own, and are
     joined by n. Intervals are bootstrap intervals over tasks.
+
+    Examples:
+
+        hf-fastdecode eval report runs/mbpp --n 1,8,64 --format markdown
     """
     ns = None if n is None else parse_counts("n", n)
     write_and_show(folder, out or folder, reporting, ns=ns, rank=rank, seed=seed)
@@ -114,12 +135,10 @@ def write_and_show(
     folder: Path, out: Path, options: ReportOptions, *, ns: list[int] | None = None, rank: bool = True, seed: int = 0
 ) -> None:
     """Write the report of a run and show its tables."""
-    from rich.console import Console
-
     from ...evals.report import report as build
     from ...evals.report import report_text, write_report
 
     found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
     files = write_report(found, out)
-    Console().print(report_text(found))
+    show_tables(report_text(found))
     note("written: " + ", ".join(str(path) for path in files))

@@ -13,7 +13,7 @@ from ...evals.records import Sample, Task, Verdict
 from ...evals.sandbox import Sandbox
 from ...evals.settings import VERDICTS
 from ..checks import parse_counts
-from ..console import note
+from ..console import note, resumed_by_same_command
 from ..options import expand_option_groups
 from .options import Samples, SandboxOptions, TaskOptions
 from .stored import stored_samples
@@ -74,7 +74,8 @@ def judge_samples(
     from ...evals.metrics import pass_at_k
 
     limits = options.limits(tasks)
-    verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers)
+    with resumed_by_same_command(path):
+        verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers)
     counts = Counter(verdict.status for verdict in verdicts)
     passed: Counter[str] = Counter(verdict.task_id for verdict in verdicts if verdict.passed)
     sizes = Counter(verdict.task_id for verdict in verdicts)
@@ -91,6 +92,10 @@ def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
     """Run the tasks' reference solutions on their tests: a check of data, sandbox and toolchain.
 
     Lists each failure with its cause. The exit code is 1 when a reference solution does not pass.
+
+    Examples:
+
+        hf-fastdecode eval check --task mbpp --data mbpp.jsonl
     """
     chosen = tasks.load().tasks
     verdicts = check_references(chosen, sandbox.make(chosen), sandbox)

@@ -14,7 +14,7 @@ from ...evals.records import Sample
 from ...evals.settings import read_settings
 from ...evals.tasks import TaskSet
 from ..checks import check_choice, pick_device
-from ..console import note, quiet_libraries
+from ..console import note, quiet_libraries, resumed_by_same_command
 from ..options import expand_option_groups
 from .options import ModelOptions, PromptOptions, Samples, TaskOptions
 
@@ -57,6 +57,10 @@ def rescore(
 
     The model may be another one than drew them. A run's folder knows its prompts. Run the same command again after an
     interruption, and it goes on.
+
+    Examples:
+
+        hf-fastdecode eval rescore runs/mbpp --model MODEL --out rescored.jsonl
     """
     from ...evals.generation.rescore import rescore_samples
     from ..models import load_model
@@ -66,7 +70,8 @@ def rescore(
     prompts = prompt_options(samples, prompts)
     with quiet_libraries(warnings=True):
         loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
-        rescore_samples(loaded, tokenizer, prompts.make(chosen, tokenizer), chosen.tasks, given, out)
+        with resumed_by_same_command(out):
+            rescore_samples(loaded, tokenizer, prompts.make(chosen, tokenizer), chosen.tasks, given, out)
     note(f"{len(given):,} samples with log-probabilities in {out}")
 
 

@@ -21,6 +21,7 @@ from ..checks import check_choice, check_enable_options, parse_counts, pick_devi
 from ..console import quiet_libraries
 from ..interrupts import exit_on_interrupt
 from ..options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups, repeatable
+from ..tables import prints_tables
 from .options import ModelOptions, TaskFile
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def main() -> None:
 
 
 @app.command(epilog=_NOTE)
+@prints_tables
 @expand_option_groups
 def hier(
     model: ModelOptions,
@@ -122,6 +124,7 @@ def hier(
 
 
 @app.command(epilog=_NOTE)
+@prints_tables
 @expand_option_groups
 def longqa(
     model: ModelOptions,

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from ...dtypes import parse_dtype
 from ...model_names import config_file, load_config
-from ..checks import check_count, check_dtype, check_enable_options
+from ..checks import check_count, check_enable_options
 from ..console import quiet_libraries
 from ..interrupts import exit_on_interrupt
+from ..tables import show_tables
 
 
 def inspect(
@@ -83,14 +85,12 @@ def inspect(
     check_count("batch", *batches)
     if encoder_tokens is not None:
         check_count("encoder-tokens", encoder_tokens)
-    check_dtype(dtype)
+    dtype = parse_dtype(dtype)
     check_enable_options()
     for name in model:
         config_file(name)
     with quiet_libraries():
         with exit_on_interrupt():
-            from rich.console import Console
-
             from .report import inspect_model
             from .tables import caches_text, sharing_text
 
@@ -110,9 +110,5 @@ def inspect(
         for report in reports:
             print(json.dumps(report.to_json(batches)))
         return
-    console = Console()
-    for report in reports:
-        if report.sharing is not None:
-            console.print(sharing_text(report.sharing))
-            console.print()
-    console.print(caches_text(reports, batches))
+    shared = [part for report in reports if report.sharing for part in (sharing_text(report.sharing), "\n")]
+    show_tables(*shared, caches_text(reports, batches))

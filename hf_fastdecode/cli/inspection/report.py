@@ -21,9 +21,9 @@ from hf_fastdecode.conversion.sizes.model_caches import (
 )
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 
+from ...dtypes import parse_dtype
 from ...errors import InputError, one_line
 from ...model_names import max_positions
-from ..checks import check_dtype
 from .sharing import Sharing, count_sharing
 
 _UNLIMITED: Final = 512  # tokens, where a config sets no bound
@@ -153,8 +153,7 @@ def _dtype(config: Any, name: str) -> torch.dtype:
     if name == "auto":
         given = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
         return given if isinstance(given, torch.dtype) else getattr(torch, str(given))
-    check_dtype(name)
-    return getattr(torch, name)
+    return getattr(torch, parse_dtype(name))
 
 
 def _longest(config: Any) -> int:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from transformers import AutoConfig
 
-from ...model_names import EMBEDDED, local_folder
+from ...errors import one_line
+from ...model_names import EMBEDDED, base_of, load_config, local_folder
 
 BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of files beside the weights: tokenizers, generation config."""
@@ -22,16 +23,20 @@ def find_checkpoint(name: str, check: Callable[[Any], object] = lambda config: N
     """The folder of a checkpoint: the embedded one, a local folder, or the download of a hub id.
 
     `check` gets the config before weights are downloaded, and raises to refuse it. Raises CheckpointError where there
-    is no such checkpoint, it cannot be downloaded, or its config cannot be read.
+    is an adapter alone or cannot be downloaded, InputError where there is none or its config cannot be read.
     """
-    local = local_folder(name)
-    folder = local or _download(name, [f"*{suffix}" for suffix in BESIDE])
-    check(read_config(folder))
-    if local is None:
-        folder = _download(name, ["model*.safetensors"])
-        if not any(folder.glob("*.safetensors")):
-            folder = _download(name, ["pytorch_model*.bin"])
-    return folder
+    config = load_config(name)
+    if (base := base_of(name)) is not None:
+        raise CheckpointError(
+            f"{name} is an adapter of {base}; merge it into that model first, by peft's merge_and_unload, and convert "
+            "the folder that save_pretrained writes then"
+        )
+    check(config)
+    if (local := local_folder(name)) is not None:
+        return local
+    _download(name, [f"*{suffix}" for suffix in BESIDE])
+    folder = _download(name, ["model*.safetensors"])
+    return folder if any(folder.glob("*.safetensors")) else _download(name, ["pytorch_model*.bin"])
 
 
 def _download(name: str, patterns: list[str]) -> Path:
@@ -41,8 +46,8 @@ def _download(name: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # no such repository, no network, gated, no valid id
         raise CheckpointError(
-            f"there is no folder {name}, and the Hugging Face Hub does not give it ({type(error).__name__}); name a "
-            f"folder, an id on the Hub, or {EMBEDDED!r}"
+            f"the Hugging Face Hub does not give {name} ({one_line(error)}); name a folder, an id on the Hub, or "
+            f"{EMBEDDED!r}"
         ) from error
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from hf_fastdecode.dtypes import dtype_among
-from hf_fastdecode.patches.slim_layers import ALL_PLANS, PLANS, ROPES, Rope, read_layers
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.patches.slim_layers import ALL_PLANS, CACHE_DTYPES, PLANS, ROPES, Rope, read_layers
 
 from ..fit.cache_errors import CacheError
 from ..fit.cached_numbers import EIGHT_BITS
@@ -24,15 +24,6 @@ NamedPlan = Literal["auto", "k", "x", "e", "kv"]
 """Plans for all layers."""
 
 NAMED: Final[tuple[NamedPlan, ...]] = get_args(NamedPlan)
-
-CACHE_DTYPES: Final[dict[Any, torch.dtype | None]] = {
-    AUTO: None,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
-"""Cache dtypes by their names."""
 
 
 class PlanError(ValueError):
@@ -50,9 +41,9 @@ class PlanChoice:
         rank: V-coordinates beside the keys of every layer, instead of a plan; None to use `plan`.
         tolerance: For ``auto`` and for 8 bits: largest acceptable output error, as a multiple of that of an ordinary
             cache; for 8 bits of that of keys and values in int8.
-        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`, or the same in another spelling (see
-            `dtypes.dtype_among`), which becomes that of `CACHE_DTYPES`. ``auto`` depends on the model's dtype; ``fp8``
-            and ``int8`` are for layers where they are accurate enough, and for inputs too.
+        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`, in any spelling that `parse_dtype` takes.
+            ``auto`` depends on the model's dtype; ``fp8`` and ``int8`` are for layers where they are accurate enough,
+            and for inputs too.
         rope: ``raw`` caches keys before RoPE, ``unrotate`` after it.
     """
 
@@ -70,30 +61,34 @@ class PlanChoice:
         else:
             object.__setattr__(self, "plan", _checked(self.plan))
         if self.rank is not None and (type(self.rank) is not int or self.rank < 0):
-            raise PlanError(f"rank must be an integer of at least 0 (keys alone), got {self.rank!r}")
+            raise PlanError(
+                f"`rank` must be an integer of at least 0 (keys alone), got {self.rank!r}; leave it out for `plan`"
+            )
         if self.rank is not None and self.plan != AUTO:
             raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
         if not isinstance(self.tolerance, int | float) or not 1 <= self.tolerance < math.inf:
             raise PlanError(
-                "tolerance must be a number of at least 1 (the error of keys and values themselves), got "
-                f"{self.tolerance!r}"
+                "`tolerance` must be a number of at least 1 (the error of keys and values themselves), got "
+                f"{self.tolerance!r}; leave it out for 2"
             )
-        if (cache_dtype := dtype_among(self.cache_dtype, CACHE_DTYPES)) is None:
-            raise PlanError(f"cache dtype must be one of {', '.join(CACHE_DTYPES)}, got {self.cache_dtype!r}")
-        object.__setattr__(self, "cache_dtype", cache_dtype)
+        dtype = parse_dtype(self.cache_dtype, known=CACHE_DTYPES, argument="cache_dtype")
+        object.__setattr__(self, "cache_dtype", dtype)
         if self.rope not in ROPES:
-            raise PlanError(f"rope must be one of {', '.join(ROPES)}, got {self.rope!r}")
+            raise PlanError(f"`rope` must be one of {', '.join(ROPES)}, got {self.rope!r}; choose one")
 
     @property
     def eight_bits(self) -> torch.dtype | None:
         """The cache dtype if it has 8 bits."""
-        dtype = CACHE_DTYPES[self.cache_dtype]
-        return dtype if dtype in EIGHT_BITS else None
+        return self._dtype if self._dtype in EIGHT_BITS else None
 
     @property
     def wider(self) -> torch.dtype | None:
         """The cache dtype if it has more bits."""
-        return None if self.eight_bits else CACHE_DTYPES[self.cache_dtype]
+        return None if self.eight_bits else self._dtype
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return None if self.cache_dtype == AUTO else getattr(torch, self.cache_dtype)
 
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
         """Plan and rank asked for layer `index` of `layers`; ``auto`` has rank 0.

@@ -8,19 +8,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.patches.layers.slim_values import SlimValues
 
+from ...model_loading import auto_class
 from ...patches.layers.family import language_config
-from ..families import MULTIMODAL, UnconvertibleError, family_of
+from ..families import UnconvertibleError, family_of
 from ..fit.layer_plan import RANK_SHARES, share_name
 from ..fit.rounding import matrix_dtype
 
@@ -148,12 +144,8 @@ def encoder_decoder_caches(
 
 def empty_model(config: Any) -> PreTrainedModel:
     """A model of a config on the meta device, in eval mode; its own code may raise anything."""
-    auto = AutoModelForMultimodalLM if config.model_type in MULTIMODAL else AutoModelForCausalLM
-    if config.is_encoder_decoder:
-        speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-        auto = AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM
     with torch.device("meta"):
-        return auto.from_config(config, trust_remote_code=False).eval()
+        return auto_class(config).from_config(config, trust_remote_code=False).eval()
 
 
 def decoder_matrices(model: PreTrainedModel) -> int:

@@ -32,8 +32,9 @@ class RowStopping(StoppingCriteria):
         self._tokenizer = tokenizer
         self._rules, self._width = list(rules), prompts.shape[1]
         self._anchors = prompts[:, -ANCHOR:].tolist()
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None without Rust: rows are decoded anew
         self._streams: list[DecodeStream | None] = [
-            DecodeStream(ids=ids, skip_special_tokens=True) for ids in self._anchors
+            None if self._backend is None else DecodeStream(ids=ids, skip_special_tokens=True) for ids in self._anchors
         ]
         self._texts = [""] * len(rules)
         self._end_tokens = set(end_tokens)
@@ -60,7 +61,7 @@ class RowStopping(StoppingCriteria):
         stream = self._streams[row]
         if stream is not None:
             try:
-                self._texts[row] += stream.step(self._tokenizer.backend_tokenizer, tokens) or ""
+                self._texts[row] += stream.step(self._backend, tokens) or ""
             except Exception:  # its only kind: the text of more tokens does not begin with that of fewer
                 stream = self._streams[row] = None
         if stream is None:

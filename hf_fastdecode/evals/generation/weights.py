@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -20,9 +22,20 @@ _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # golden ratio: neighbouring wo
 def model_digest(model: Any, tokenizer: Any) -> str:
     """A hash of weights, configs and tokenizer: of what decides the tokens that are drawn, and their text."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_THE_MODELS}
-    parts = [config, model.generation_config.to_diff_dict(), tokenizer.backend_tokenizer.to_str()]
+    parts = [config, model.generation_config.to_diff_dict(), tokenizer_text(tokenizer)]
     text = json.dumps([weights_digest(model), *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_text(tokenizer: Any) -> str:
+    """All that decides what tokens a text has: the Rust tokenizer, or without one the files that it is saved as."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return str(backend.to_str())
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes().decode("latin-1") for path in sorted(Path(folder).iterdir())}
+    return json.dumps([type(tokenizer).__name__, files])
 
 
 def weights_digest(model: Any) -> str:

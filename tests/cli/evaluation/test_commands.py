@@ -313,3 +313,34 @@ def test_what_cannot_be_is_one_line(arguments: list[str], words: str, tmp_path: 
     assert words in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert not any(tmp_path.rglob("samples*.jsonl"))
+
+
+@pytest.mark.parametrize("step", ["generate", "score"])
+def test_ctrl_c_says_that_the_same_command_goes_on(step: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    if step == "generate":
+        monkeypatch.setattr("hf_fastdecode.evals.generation.run.generate_samples", interrupt)
+        words, place = ("generate", "--limit", 1, "--n", 1, "--out", tmp_path), tmp_path
+    else:
+        monkeypatch.setattr("hf_fastdecode.evals.judging.judge", interrupt)
+        words, place = ("score", folder, "--out", tmp_path / "verdicts.jsonl"), tmp_path / "verdicts.jsonl"
+    done = run(*words)
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-1] == (
+        f"interrupted: what is done is in {place}; run the same command again to go on where it stopped"
+    )
+
+
+def test_a_run_says_first_what_it_scores_with(tmp_path: Path, sandboxed: None, monkeypatch) -> None:
+    def stop(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_fastdecode.evals.generation.run.generate_samples", stop)
+    done = run("run", "--limit", 2, "--n", "1,4", "--out", tmp_path / "run")
+    first = done.stderr.splitlines()[0]
+    assert first == (
+        f"scores 8 samples, 4 of each of 2 tasks (embedded, python), in the sandbox {choose('auto').name}; samples go "
+        f"to {tmp_path / 'run'}"
+    )

@@ -178,7 +178,10 @@ def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
         ("hier --model shape:tiny --device cpu", "shape tiny has 512 tokens, fewer than the 1536 of the embedded"),
         ("hier --mode fast", "--mode must be one of auto, eager, graph, compile, got 'fast'"),
         ("hier --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
-        ("hier --dtype float8", "--dtype must be one of auto, float32, bfloat16, float16, got 'float8'"),
+        (
+            "hier --dtype float8",
+            "--dtype must be one of auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), got 'float8'",
+        ),
         ("hier --new-tokens 1", "Invalid value for '--new-tokens'"),
         ("hier --new-tokens 4000 --device cpu", "tokens with 4000 new ones is longer than the 4096 positions of this"),
         ("longqa --questions 0", "--questions must be whole numbers of at least 1 with commas between, got '0'"),
