@@ -44,7 +44,7 @@ def test_other_values_are_refused(given: object) -> None:
 )
 def test_cache_dtypes_take_every_spelling(given: str | torch.dtype, name: str) -> None:
     assert PlanChoice(cache_dtype=given).cache_dtype == name
-    with pytest.raises(ValueError, match="`cache_dtype` must be one of auto, float16 .* got 'float32'"):
+    with pytest.raises(ValueError, match=r"`cache_dtype` must be one of auto, float16 .* got 'float32'"):
         PlanChoice(cache_dtype="float32")
 
 

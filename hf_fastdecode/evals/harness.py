@@ -14,7 +14,7 @@ from hf_fastdecode.assets import embedded_folder
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.generation.options import Mode, Options, Sampler
 
-from ..dtypes import parse_dtype
+from ..dtypes import FLOATS, parse_dtype
 from ..model_loading import auto_class, check_peft, load_tokenizer
 from ..model_names import EMBEDDED, base_of, load_config
 
