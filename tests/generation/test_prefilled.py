@@ -199,8 +199,10 @@ def test_a_cache_of_another_text_is_an_error(model):
 def test_a_shared_cache_outside_an_enabled_model_is_an_error(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
-    with pytest.raises(AttributeError, match=r"call the model itself .* after hf_fastdecode.enable"):
+    with pytest.raises(ValueError, match=r"the LlamaForCausalLM that filled it is no longer enabled; call .*enable"):
         model(PROMPT["input_ids"][:, :1], **{CACHE: cache})
+    with pytest.raises(AttributeError, match=r"call the model itself .* after hf_fastdecode.enable"):
+        tiny_model("llama-gqa")(PROMPT["input_ids"][:, :1], **{CACHE: fd.SharedContextCache()})
 
 
 def test_prefill_refuses_what_is_no_prompt(model):
