@@ -20,7 +20,7 @@ from .scoring import LANGUAGES, score, usable_cpus
 _PROGRAMS_AT_ONCE: Final = 128
 """For each worker, programs between two writes."""
 
-_PROTOCOL: Final = 3
+_PROTOCOL: Final = 4
 """Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
 
 

@@ -13,8 +13,9 @@ from ..files import read_jsonl
 
 Language = Literal["python", "java", "javascript"]
 
-Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "sandbox_error"]
-"""Outcome of running a program on its tests; ``sandbox_error`` says nothing about the program."""
+Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "unjudged", "sandbox_error"]
+"""Outcome of running a program on its tests. Two say nothing about the program: ``unjudged``, where its tests need one
+process for both, and ``sandbox_error``."""
 
 Way = Literal["shared", "stock"]
 """How samples are drawn: with hf_fastdecode, or by transformers as it is."""

@@ -49,8 +49,9 @@ def score(
     A run's folder knows its tasks. For a file, `--split` is by default all of them, and `--limit` and `--task-ids`
     score a part of it.
 
-    Status: pass, fail, compile (the program does not), timeout, memory, output (too much of it), or sandbox_error,
-    which says nothing about the program.
+    Status: pass, fail, compile (the program does not), timeout, memory, output (too much of it); unjudged, where the
+    tests need one process for themselves and the program, and sandbox_error, which say nothing about the program.
+    Unjudged samples count as failed, and "at most" says what pass@1 is if they are right.
 
     Examples:
 
@@ -76,10 +77,17 @@ def judge_samples(
     limits = options.limits(tasks)
     verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers)
     counts = Counter(verdict.status for verdict in verdicts)
-    passed: Counter[str] = Counter(verdict.task_id for verdict in verdicts if verdict.passed)
     sizes = Counter(verdict.task_id for verdict in verdicts)
-    mean = sum(pass_at_k(sizes[one], passed[one], 1) for one in sizes) / max(1, len(sizes))
-    print(f"{counts['pass']:,} of {len(verdicts):,} samples of {len(sizes):,} tasks pass; pass@1 {100 * mean:.1f} %")
+
+    def mean(*statuses: str) -> float:
+        right = Counter(verdict.task_id for verdict in verdicts if verdict.status in statuses)
+        return 100 * sum(pass_at_k(sizes[one], right[one], 1) for one in sizes) / max(1, len(sizes))
+
+    bound = f", at most {mean('pass', 'unjudged'):.1f} %" if counts["unjudged"] else ""
+    print(
+        f"{counts['pass']:,} of {len(verdicts):,} samples of {len(sizes):,} tasks pass; "
+        f"pass@1 {mean('pass'):.1f} %{bound}"
+    )
     if others := ", ".join(f"{count:,} {status}" for status, count in counts.most_common() if status != "pass"):
         print(f"the others: {others}")
     note(f"verdicts in {path}")
