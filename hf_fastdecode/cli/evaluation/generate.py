@@ -13,6 +13,7 @@ import typer
 from ...errors import InputError
 from ...evals.generation.samples_file import WHOLE, Shard
 from ...evals.prompts import PromptFormat
+from ...evals.records import read_samples, thoughts_line
 from ...evals.settings import Drawing, RunSettings, prompts_digest
 from ...evals.tasks import TaskSet
 from ...model_names import max_positions
@@ -20,7 +21,17 @@ from ..checks import pick_device
 from ..console import forced_options, note, quiet_libraries
 from ..interrupts import exit_on_interrupt
 from ..options import expand_option_groups
-from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
+from .options import (
+    NEW_TOKENS,
+    NEW_TOKENS_OF_THINKERS,
+    DecodingOptions,
+    DrawOptions,
+    ModelOptions,
+    Out,
+    PromptOptions,
+    TaskOptions,
+    run_folder,
+)
 from .stored import PROMPTS, TASKS, TASKS_DIGEST
 
 if TYPE_CHECKING:
@@ -45,6 +56,7 @@ class Options:
         self.draw.check()
         self.decoding.check()
         self.model.check()
+        self.prompts.check()
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,8 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
             | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest, PROMPTS: asdict(options.prompts)},
         )
     note(f"{drawn:,} samples drawn into {folder / shard.file_name}")
+    if prepared.form.thinks and (said := thoughts_line(read_samples(folder / shard.file_name))):
+        note(said)
 
 
 def load_suitable_tasks(options: Options) -> TaskSet:
@@ -171,7 +185,7 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
         drawing=Drawing(
             draw.temperature,
             draw.top_p,
-            draw.max_new_tokens,
+            draw.max_new_tokens or (NEW_TOKENS_OF_THINKERS if form.thinks else NEW_TOKENS),
             way="stock" if decoding.stock else "shared",
             mode=decoding.mode,
             sampler=decoding.sampler,
@@ -180,6 +194,11 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
         counts=draw.check(),
     )
     _check_room(prepared)
+    if form.thinks:
+        note(
+            f"the chat template has the model think first; samples have up to {prepared.drawing.max_new_tokens:,} "
+            "tokens with their thoughts (--max-new-tokens), which are cut"
+        )
     return prepared
 
 

@@ -20,9 +20,17 @@ _SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # golden ratio: neighbouring wo
 def model_digest(model: Any, tokenizer: Any) -> str:
     """A hash of weights, configs and tokenizer: of what decides the tokens that are drawn, and their text."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_THE_MODELS}
-    parts = [config, model.generation_config.to_diff_dict(), tokenizer.backend_tokenizer.to_str()]
+    parts = [config, model.generation_config.to_diff_dict(), _tokenizer_text(tokenizer)]
     text = json.dumps([weights_digest(model), *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    """What a tokenizer computes, as text; of one without a Rust backend its class and its vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return str(backend.to_str())
+    return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
 
 
 def weights_digest(model: Any) -> str:

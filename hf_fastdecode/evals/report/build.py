@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import InputError
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
 from ..metrics.pool import Deduplicate
-from ..records import Latency, read_samples, read_verdicts
+from ..records import Latency, read_samples, read_verdicts, thoughts_line
 from ..settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy
 from .join import Line, lines_of
@@ -117,6 +117,8 @@ def _accuracy(
             f"Equal samples have different verdicts, so the scoring is flaky; {flips:,} were changed to those of the "
             "majority, a tie counting as failed"
         )
+    if said := thoughts_line(samples):
+        notes.append(said)
     fewest = min(len(pool.passed) for pool in pools)
     rankers: list[Ranker] = ["oracle"] if m is None else list(RANKERS)
     if m is None:

@@ -291,6 +291,8 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--task-ids", "9999"], "there is no task 9999"),
         (["generate", "--shard", "3/2"], "--shard must be i/N"),
         (["generate", "--format", "haiku"], "there is no prompt format 'haiku'"),
+        (["generate", "--chat-template-kwargs", "{}"], "add --chat"),
+        (["generate", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be a JSON object such"),
         (["generate", "--shots", "39", "--max-new-tokens", "4000"], "positions of this model; lower --shots"),
         (["generate", "--dtype", "int3"], "int3"),
         (["run", "--latency", "-1"], "Invalid value for '--latency'"),
