@@ -6,15 +6,12 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
-
-import typer
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import InputError
-from ...evals.generation.samples_file import WHOLE, Shard
 from ...evals.prompts import PromptFormat
 from ...evals.records import read_samples, thoughts_line
-from ...evals.settings import Drawing, RunSettings, prompts_digest
+from ...evals.settings import Drawing, RunSettings, prompts_digest, sample_files
 from ...evals.tasks import TaskSet
 from ...model_names import max_positions
 from ..checks import pick_device
@@ -29,6 +26,7 @@ from .options import (
     ModelOptions,
     Out,
     PromptOptions,
+    Shard,
     TaskOptions,
     run_folder,
 )
@@ -80,13 +78,7 @@ def generate(
     prompts: PromptOptions,
     draw: DrawOptions,
     decoding: DecodingOptions,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help="i/N: draw only the i-th of N parts of the run, as one of N processes that share the folder. "
-            "`accelerate launch` does this by itself."
-        ),
-    ] = None,
+    shard: Shard = False,
     out: Out = None,
 ) -> None:
     """Draw samples of every task into a run's folder, each with the model's raw log-probabilities.
@@ -100,27 +92,30 @@ def generate(
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
         accelerate launch -m hf_fastdecode eval generate --model MODEL \\
             --task humaneval
+        CUDA_VISIBLE_DEVICES=1 hf-fastdecode eval generate --shard --model MODEL \\
+            --task humaneval
     """
-    part = launched_shard(model.device) if shard is None else Shard.parse(shard)
+    _, processes = launched(model.device)
     folder = run_folder(out, tasks.task, model.model)
     options = Options(tasks, model, prompts, draw, decoding)
     chosen = load_suitable_tasks(options)
     with quiet_libraries(warnings=True):
-        draw_samples(prepare(options, chosen), folder, part)
+        draw_samples(prepare(options, chosen), folder, shared=shard or processes > 1)
 
 
-def launched_shard(device: str) -> Shard:
-    """The part of this process among those of a launcher; accelerate needs the device where there is no GPU."""
+def launched(device: str) -> tuple[int, int]:
+    """This process's number among those of a launcher, from 0, and how many there are; accelerate needs the device
+    where there is no GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return WHOLE
+        return 0, 1
     import torch
     from accelerate import PartialState
 
     state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=_WAITING)
-    return Shard(state.process_index + 1, state.num_processes)
+    return state.process_index, state.num_processes
 
 
-def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
+def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
     from ...evals.generation.run import generate_samples
     from ...evals.generation.weights import model_digest
@@ -148,13 +143,13 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
             prepared.form,
             settings,
             folder,
-            shard=shard,
+            shared=shared,
             provenance=provenance(model.device)
             | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest, PROMPTS: asdict(options.prompts)},
         )
-    note(f"{drawn:,} samples drawn into {folder / shard.file_name}")
-    if prepared.form.thinks and (said := thoughts_line(read_samples(folder / shard.file_name))):
-        note(said)
+    note(f"{drawn:,} samples drawn into {folder}")
+    if prepared.form.thinks:
+        note(thoughts_line([sample for path in sample_files(folder) for sample in read_samples(path)]))
 
 
 def load_suitable_tasks(options: Options) -> TaskSet:

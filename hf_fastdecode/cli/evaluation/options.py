@@ -63,14 +63,27 @@ Out = Annotated[
     typer.Option(help="Folder of the run.", show_default="eval-runs/TASK-MODEL", file_okay=False),
 ]
 
+Shard = Annotated[
+    bool,
+    typer.Option(
+        "--shard",
+        help="Work as one of several processes that share the folder, each started by this command: they take what "
+        "none has, also what one left that was killed, and end together.",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     """Which tasks."""
 
-    task: Annotated[str, typer.Option(help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}.")] = (
-        "embedded"
-    )
+    task: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}; or a .jsonl file of your own tasks, in "
+            "the form of any of them."
+        ),
+    ] = "embedded"
     data: TaskFile = None
     split: Annotated[
         str | None,
@@ -93,7 +106,8 @@ class TaskOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes the same options in any working directory."""
-        return asdict(self) | {"data": None if self.data is None else str(self.data.resolve())}
+        task = str(Path(self.task).resolve()) if Path(self.task).suffix else self.task
+        return asdict(self) | {"task": task, "data": None if self.data is None else str(self.data.resolve())}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
@@ -329,4 +343,4 @@ class ReportOptions:
 
 def run_folder(out: Path | None, task: str, model: str) -> Path:
     """The folder of a run."""
-    return out or Path("eval-runs") / f"{task}-{Path(model).name or model}"
+    return out or Path("eval-runs") / f"{Path(task).name.partition('.')[0]}-{Path(model).name or model}"

@@ -15,7 +15,7 @@ from ...evals.settings import VERDICTS
 from ..checks import parse_counts
 from ..console import note
 from ..options import expand_option_groups
-from .options import Samples, SandboxOptions, TaskOptions
+from .options import Samples, SandboxOptions, Shard, TaskOptions
 from .stored import stored_samples
 
 
@@ -38,6 +38,7 @@ def score(
             dir_okay=False,
         ),
     ] = None,
+    shard: Shard = False,
 ) -> None:
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
 
@@ -64,18 +65,24 @@ def score(
     found, drawn = stored_samples(samples, tasks)
     drawn = [sample for sample in drawn if most is None or sample.index < most]
     path = out or (samples / VERDICTS if samples.is_dir() else samples.with_name(samples.name + ".results.jsonl"))
-    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox)
+    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox, shared=shard)
 
 
 def judge_samples(
-    tasks: Sequence[Task], samples: Sequence[Sample], path: Path, place: Sandbox, options: SandboxOptions
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    path: Path,
+    place: Sandbox,
+    options: SandboxOptions,
+    *,
+    shared: bool = False,
 ) -> list[Verdict]:
     """Score, and say how many passed."""
     from ...evals.judging import judge
     from ...evals.metrics import pass_at_k
 
     limits = options.limits(tasks)
-    verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers)
+    verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers, shared=shared)
     counts = Counter(verdict.status for verdict in verdicts)
     sizes = Counter(verdict.task_id for verdict in verdicts)
 

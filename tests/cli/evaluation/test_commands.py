@@ -289,7 +289,6 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--task", "nothing"], "there are no tasks 'nothing'; choose one of embedded, mbpp"),
         (["generate", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["generate", "--task-ids", "9999"], "there is no task 9999"),
-        (["generate", "--shard", "3/2"], "--shard must be i/N"),
         (["generate", "--format", "haiku"], "there is no prompt format 'haiku'"),
         (["generate", "--chat-template-kwargs", "{}"], "add --chat"),
         (["generate", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be a JSON object such"),
