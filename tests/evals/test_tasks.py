@@ -140,8 +140,7 @@ def test_other_data_is_told_and_not_refused(write: Any, monkeypatch: pytest.Monk
     assert "(published: mbpp.jsonl: 974 problems, sha256 " in note and "\n" not in note
     import hashlib
 
-    from hf_fastdecode.evals.prompts import prompt_format
-from hf_fastdecode.evals.tasks import published
+    from hf_fastdecode.evals.tasks import published
 
     pinned = published.PublishedFile("mbpp", "a/b.jsonl", 1, hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setattr(published, "FILES", (pinned,))
