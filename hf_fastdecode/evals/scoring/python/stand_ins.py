@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from .remote import Link
-
 
 class Untrusted(BaseException):
     """The other process has answered nonsense, or is gone. No test can catch it with `except Exception`."""
@@ -44,7 +42,7 @@ class Remote:
 
     __slots__ = ("_remote",)
 
-    def __init__(self, link: Link, number: int):
+    def __init__(self, link: Any, number: int):
         object.__setattr__(self, "_remote", (link, number))
 
     def __getattr__(self, name: str) -> Any:
@@ -235,7 +233,7 @@ def _error_text(self: Any) -> str:
     return own if isinstance(own, str) else BaseException.__str__(self)
 
 
-def new_exception(kind: type, link: Link, number: int) -> Any:
+def new_exception(kind: type, link: Any, number: int) -> Any:
     error = kind.__new__(kind)
     error._remote = (link, number)
     return error
