@@ -68,6 +68,7 @@ def judge(
             known[_key(sample, programs[sample])] = verdict
             yield _line(verdict, programs[sample])
 
+    chosen: Iterator[list[Sample]]
     with ExitStack() as stack:
         in_order = sorted(samples, key=lambda sample: order[programs[sample]])
         if shared:

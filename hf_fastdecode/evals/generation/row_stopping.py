@@ -43,7 +43,7 @@ class RowStopping(StoppingCriteria):
         self._rules, self._width = list(rules), prompts.shape[1]
         self._anchors = prompts[:, -ANCHOR:].tolist()
         self._special = special
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._streams: list[DecodeStream | None] = [
             None if self._backend is None else DecodeStream(ids=ids, skip_special_tokens=not special)
             for ids in self._anchors

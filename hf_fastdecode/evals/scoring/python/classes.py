@@ -85,12 +85,13 @@ def named_tuple(name: str, fields: tuple[str, ...]) -> Any:
 def mutable_parts(value: Any) -> list[Any]:
     """The lists, dicts, sets and the like in a value that is a tree: in the same order for equal values."""
     found: list[Any] = []
-    waiting = [value]
+    series: tuple[Any, ...] = (list, tuple, *deque_class())
+    waiting: list[Any] = [value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
             waiting += dict.values(value)
-        elif isinstance(value, (list, tuple, *deque_class())):
+        elif isinstance(value, series):
             waiting += value
         if is_mutable(value):
             found.append(value)
@@ -104,10 +105,9 @@ def is_mutable(value: Any) -> bool:
 
 def content_of(part: Any) -> Any:
     """A copy of a container of `mutable_parts`, of a builtin class; it holds the same objects."""
-    for kind in (dict, set, bytearray):
-        if isinstance(part, kind):
-            return kind(kind.items(part) if kind is dict else part)
-    return [*part]
+    if isinstance(part, dict):
+        return dict(dict.items(part))
+    return set(part) if isinstance(part, set) else bytearray(part) if isinstance(part, bytearray) else [*part]
 
 
 def refill(part: Any, content: Any) -> None:

@@ -122,7 +122,7 @@ class Link:
     def _error(self, classes: list[str], said: str, arguments: list[Any], attributes: Any, itself: Any) -> Any:
         """An exception of the program's class, or of the first of the named classes that is a builtin."""
         if isinstance(itself, BaseException):
-            error = itself
+            error: Any = itself
         else:
             kinds = [getattr(builtins, name, None) for name in classes]
             kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseException))

@@ -76,7 +76,7 @@ class Remote:
 _RESULTS = {"__len__": int, "__bool__": bool, "__hash__": int, "__int__": int, "__float__": float, "__index__": int}
 _BUILTIN_CLASSES = {
     "function": type(no_handle),
-    "generator": type(one for one in ()),
+    "generator": type(character for character in ""),
     "builtin_function_or_method": type(len),
     **{one.__name__: one for one in (type, map, filter, zip, enumerate, reversed)},
 }
@@ -180,8 +180,8 @@ def _is_class(self: Any, other: Any) -> bool:
 
 
 def _awaited(self: Any) -> Any:
+    yield from ()  # so that this is a generator, which ends with the result
     return self._remote[0].request("wait", self)
-    yield  # so that this is a generator, which ends with the result
 
 
 def _result_of(self: Any, value: Any) -> Any:
@@ -233,7 +233,7 @@ def _error_text(self: Any) -> str:
     return own if isinstance(own, str) else BaseException.__str__(self)
 
 
-def new_exception(kind: type, link: Any, number: int) -> Any:
+def new_exception(kind: Any, link: Any, number: int) -> Any:
     error = kind.__new__(kind)
     error._remote = (link, number)
     return error
