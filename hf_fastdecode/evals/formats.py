@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 from hf_fastdecode.errors import InputError
 
 from ..files import Record, json_lines, parse_records, read_bytes, shown, write_text
-from .prompts.stop_rules import parses
+from .prompts.thoughts import continued
 from .records import Sample, Task
 from .tasks import TaskIds
 
@@ -113,22 +112,10 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
 
 
 def _continuation(task: Task, program: str, place: str) -> str:
-    """The completion with which a task's stem does what a whole program does.
-
-    The program begins with the stem, or defines the entry point again.
-    """
-    for stem in (task.stem, task.stem.strip()):
-        if program.startswith(stem):
-            return program.removeprefix(stem)
-    if task.language == "python":  # the stem's function stays, with its docstring alone, until it is defined anew
-        return program if parses(task.stem) else f"    pass\n{program}"
-    if task.language == "javascript":
-        name = re.escape(task.entry_point)
-        return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
-    # In Java no class can be defined twice.
-    raise InputError(
-        f"{place}: a Java program must begin with the task's stem; give what follows the stem as 'completion'"
-    )
+    try:
+        return continued(task, program)
+    except InputError as error:
+        raise InputError(f"{place}: {error}; give what follows the task's stem as 'completion'") from error
 
 
 Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -12,8 +13,9 @@ from ..files import Record, jsonl_records, shown
 
 Language = Literal["python", "java", "javascript"]
 
-Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "sandbox_error"]
-"""Outcome of running a program on its tests; ``sandbox_error`` says nothing about the program."""
+Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "unjudged", "sandbox_error"]
+"""Outcome of running a program on its tests. Two say nothing about the program: ``unjudged``, where its tests need one
+process for both, and ``sandbox_error``."""
 
 Way = Literal["shared", "stock"]
 """How samples are drawn: with hf_fastdecode, or by transformers as it is."""
@@ -54,11 +56,25 @@ class Sample:
     tokens: int | None = None
     sum_logp: float | None = None  # before temperature and nucleus
     sum_processed_logp: float | None = None  # after them, as the tokens were drawn; None where not asked for
+    thought_tokens: int | None = None  # of `tokens`, those before the answer, all where it was not reached; None where
+    # the prompt format has no thoughts
 
     @property
     def mean_logp(self) -> float | None:
         """Mean log-probability of a token; None where unknown."""
         return None if self.sum_logp is None or not self.tokens else self.sum_logp / self.tokens
+
+
+def thoughts_line(samples: Sequence[Sample]) -> str:
+    """How much samples think, and how many never reached an answer, in a sentence; empty where none thinks."""
+    thoughts = [(one.thought_tokens, one.tokens) for one in samples if one.thought_tokens is not None]
+    if not thoughts:
+        return ""
+    cut = sum(own == all_of_it for own, all_of_it in thoughts)
+    said = f"Samples think first, {statistics.median(own for own, _ in thoughts):,.0f} tokens in the median"
+    if not cut:
+        return said
+    return f"{said}; {cut:,} of {len(thoughts):,} did not reach an answer within the new tokens that they had"
 
 
 @dataclass(frozen=True)
@@ -157,9 +173,10 @@ def _is_log_probability(value: Any) -> bool:
 
 _TEXT: Final = "a text", lambda value: isinstance(value, str)
 _SUM: Final = "a finite number of at most 0, or null", _is_log_probability
+_COUNT: Final = "a whole number of at least 0, or null", lambda value: value is None or _is_count(value)
 _KINDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), _TEXT),
     **dict.fromkeys(("sum_logp", "sum_processed_logp"), _SUM),
     "index": ("a whole number of at least 0", _is_count),
-    "tokens": ("a whole number of at least 0, or null", lambda value: value is None or _is_count(value)),
+    **dict.fromkeys(("tokens", "thought_tokens"), _COUNT),
 }

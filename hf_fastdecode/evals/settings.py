@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..errors import InputError
 from ..files import exclusive, write_json
+from .queue import part_files
 from .records import Way
 
 SETTINGS: Final = "settings.json"
@@ -23,8 +24,8 @@ _VERSIONS: Final = ("torch", "transformers", "hf_fastdecode")
 
 
 def sample_files(folder: Path) -> list[Path]:
-    """The files of samples in a run's folder: of one process, or of its shards."""
-    return sorted([*folder.glob(SAMPLES), *folder.glob("samples-*-of-*.jsonl")])
+    """The files of samples in a run's folder: of one process, or of those that share the run."""
+    return sorted([*folder.glob(SAMPLES), *part_files(folder / SAMPLES)])
 
 
 @dataclass(frozen=True)

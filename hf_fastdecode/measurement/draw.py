@@ -147,11 +147,14 @@ def end_tokens_of(model: Any) -> list[int]:
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
-def continuation(tokenizer: Any, prompt: list[int], ids: list[int]) -> str:
-    """The text that these tokens add to their prompt's; tokenizers strip a space from the start of a text."""
+def continuation(tokenizer: Any, prompt: list[int], ids: list[int], *, special: bool = False) -> str:
+    """The text that these tokens add to their prompt's; tokenizers strip a space from the start of a text.
+
+    With `special`, the text of special tokens too.
+    """
 
     def text(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     before = text(prompt[-ANCHOR:])
     both = text(prompt[-ANCHOR:] + ids)

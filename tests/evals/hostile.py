@@ -1,7 +1,8 @@
 """Programs that try to pass without solving their task, to get out, or to break the run.
 
-Each is the text of a program that defines ``answer``; the tests want it to return a text that nobody can guess. Words
-in capitals are replaced by what the test knows of the host.
+Each is the text of a program that defines ``answer``, and the statuses that it may get; the tests want it to return a
+text that nobody can guess. An object that would pass in one process, because it says that it equals the text, is
+``unjudged``. Words in capitals are replaced by what the test knows of the host.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def answer(x):
 _RAW: Final = """
 import sys
 def answer(x):
-    sys.modules["hf_fastdecode_scoring.candidate"].dumps = lambda *a: RAW
+    candidate = sys.modules["hf_fastdecode_scoring.candidate"]
+    dumps = candidate.dumps
+    candidate.dumps = lambda value, handle, **k: RAW if k and value[:1] == ["value"] else dumps(value, handle, **k)
     return x
 """
 
@@ -178,12 +181,13 @@ PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
     "raise-base-exception": ("def answer(x): raise KeyboardInterrupt", {"fail"}),
     "exec-another-program": ("import os\ndef answer(x): os.execv('/bin/true', ['true'])", {"fail"}),
     # Cheating the comparison
-    "always-equal-object": (_EQUAL.format(base="", value="Equal()"), {"fail"}),
-    "always-equal-class": (_EQUAL.format(base="(type)", value="Equal('X', (), {})"), {"fail"}),
+    "always-equal-object": (_EQUAL.format(base="", value="Equal()"), {"unjudged"}),
+    "always-equal-class": (_EQUAL.format(base="(type)", value="Equal('X', (), {})"), {"fail", "unjudged"}),
     **{
-        f"always-equal-{base}": (_EQUAL.format(base=f"({base})", value=f"Equal({base}())"), {"fail"})
-        for base in ("int", "str", "float", "list", "tuple", "dict", "set", "bytes", "Exception")
+        f"always-equal-{base}": (_EQUAL.format(base=f"({base})", value=f"Equal({base}())"), {"unjudged"})
+        for base in ("int", "str", "float", "list", "tuple", "dict", "set", "bytes")
     },
+    "always-equal-exception": (_EQUAL.format(base="(Exception)", value="Equal()"), {"fail"}),
     "always-equal-inside": (_EQUAL.format(base="", value="[Equal(), {Equal(): Equal()}]"), {"fail"}),
     "always-equal-iterated": (_EQUAL.format(base="", value="iter([Equal()])"), {"fail"}),
     "patched-builtins": (_PATCHED_FOR_TESTS, {"fail"}),
@@ -215,17 +219,17 @@ PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
         {"output"},
     ),
     "answers-that-nest": (_RAW.replace("RAW", "b'l\\1\\0\\0\\0' * 100_000 + b'N'"), {"fail"}),
-    "answers-with-evil-names": (_RAW.replace("RAW", "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valuen\\4\\0\\0\\0evalN'"), {"fail"}),
+    "answers-with-evil-names": (_RAW.replace("RAW", "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valuen\\4\\0\\0\\0eval'"), {"fail"}),
     "answers-that-collide": (
         _RAW.replace(
             "RAW",
-            "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valueS' + (1 << 15).to_bytes(4, 'little') + b''.join("
-            "b'i\\14\\0\\0\\0' + ((2**61 - 1) * i).to_bytes(12, 'little') for i in range(1 << 15)) + b'N'",
+            "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valueS' + (1 << 15).to_bytes(4, 'little') + b''.join("
+            "b'i\\14\\0\\0\\0' + ((2**61 - 1) * i).to_bytes(12, 'little') for i in range(1 << 15))",
         ),
         {"timeout"},
     ),
     "unknown-handles": (
-        _RAW.replace("RAW", "b'l\\3\\0\\0\\0s\\5\\0\\0\\0valueH\\xff\\xff\\0\\0N'"),
+        _RAW.replace("RAW", "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valueH\\xff\\xff\\0\\0'"),
         {"fail"},
     ),
     "close-descriptors": ("import os\ndef answer(x): os.closerange(0, 64); return x", {"fail"}),

@@ -13,6 +13,7 @@ import pytest
 
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.errors import InputError
+from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.tasks import TASK_NAMES, TaskIds, load_tasks
 from hf_fastdecode.evals.tasks.published import FILES
 
@@ -290,3 +291,43 @@ def test_ids_with_a_prefix() -> None:
     found = TaskIds([JAVA])
     assert found.find("MBJP/3") is found.find("mbjp_3") is found.find(3) is JAVA
     assert found.find("MBPP/3") is None
+
+
+OWN_MBPP = {
+    "task_id": "mine/1",
+    "text": "Double x.",
+    "code": "def d(x): return 2 * x",
+    "test_list": ["assert d(2) == 4"],
+}
+OWN_HUMANEVAL = {
+    "task_id": "mine/1",
+    "prompt": 'def d(x):\n    """Double x."""\n',
+    "entry_point": "d",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+    "canonical_solution": "    return 2 * x\n",
+}
+
+
+@pytest.mark.parametrize("record", [OWN_MBPP, OWN_HUMANEVAL], ids=["mbpp", "humaneval"])
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "mine.jsonl.gz"])
+def test_tasks_of_ones_own(tmp_path: Path, record: dict[str, Any], name: str) -> None:
+    text = json.dumps([record] if name == "mine.json" else record).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    found = load_tasks(str(path))
+    assert (found.name, found.origin, found.note) == ("mine", str(path), "")
+    assert [task.task_id for task in found.tasks] == ["mine/1"]
+    form = prompt_format(found)
+    assert "Double x." in form.prompt(found.tasks[0])
+    with pytest.raises(InputError, match="were both given; leave one out"):
+        load_tasks(str(path), data=path)
+
+
+@pytest.mark.parametrize("record", [{"task_id": 1, "text": "x"}, {"question": "x", "solutions": "[]"}])
+def test_files_without_tasks_that_run(tmp_path: Path, record: dict[str, Any]) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(
+        InputError, match=r"mine.jsonl line 1: these are no tasks that run here; a task has task_id, text"
+    ):
+        load_tasks(str(path))

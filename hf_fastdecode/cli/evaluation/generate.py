@@ -6,21 +6,30 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
-
-import typer
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import InputError
-from ...evals.generation.samples_file import WHOLE, Shard
 from ...evals.prompts import PromptFormat
-from ...evals.settings import Drawing, RunSettings, prompts_digest
+from ...evals.records import read_samples, thoughts_line
+from ...evals.settings import Drawing, RunSettings, prompts_digest, sample_files
 from ...evals.tasks import TaskSet
 from ...model_names import max_positions
 from ..checks import pick_device
 from ..console import forced_options, note, quiet_libraries, resumed_by_same_command
 from ..interrupts import exit_on_interrupt
 from ..options import expand_option_groups
-from .options import DecodingOptions, DrawOptions, ModelOptions, Out, PromptOptions, TaskOptions, run_folder
+from .options import (
+    NEW_TOKENS,
+    NEW_TOKENS_OF_THINKERS,
+    DecodingOptions,
+    DrawOptions,
+    ModelOptions,
+    Out,
+    PromptOptions,
+    Shard,
+    TaskOptions,
+    run_folder,
+)
 from .stored import PROMPTS, TASKS, TASKS_DIGEST
 
 if TYPE_CHECKING:
@@ -45,6 +54,7 @@ class Options:
         self.draw.check()
         self.decoding.check()
         self.model.check()
+        self.prompts.check()
 
 
 @dataclass(frozen=True)
@@ -68,13 +78,7 @@ def generate(
     prompts: PromptOptions,
     draw: DrawOptions,
     decoding: DecodingOptions,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help="i/N: draw only the i-th of N parts of the run, as one of N processes that share the folder. "
-            "`accelerate launch` does this by itself."
-        ),
-    ] = None,
+    shard: Shard = False,
     out: Out = None,
 ) -> None:
     """Draw samples of every task into a run's folder, each with the model's raw log-probabilities.
@@ -93,27 +97,30 @@ def generate(
             --task humaneval
         torchrun --nproc-per-node 2 -m hf_fastdecode -- eval generate \\
             --model MODEL --n 64
+        CUDA_VISIBLE_DEVICES=1 hf-fastdecode eval generate --shard --model MODEL \\
+            --task humaneval
     """
-    part = launched_shard(model.device) if shard is None else Shard.parse(shard)
+    _, processes = launched(model.device)
     folder = run_folder(out, tasks.task, model.model)
     options = Options(tasks, model, prompts, draw, decoding)
     chosen = load_suitable_tasks(options)
     with quiet_libraries(warnings=True):
-        draw_samples(prepare(options, chosen), folder, part)
+        draw_samples(prepare(options, chosen), folder, shared=shard or processes > 1)
 
 
-def launched_shard(device: str) -> Shard:
-    """The part of this process among those of a launcher; accelerate needs the device where there is no GPU."""
+def launched(device: str) -> tuple[int, int]:
+    """This process's number among those of a launcher, from 0, and how many there are; accelerate needs the device
+    where there is no GPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return WHOLE
+        return 0, 1
     import torch
     from accelerate import PartialState
 
     state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=_WAITING)
-    return Shard(state.process_index + 1, state.num_processes)
+    return state.process_index, state.num_processes
 
 
-def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
+def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
     from ...evals.generation.run import generate_samples
     from ...evals.generation.weights import model_digest
@@ -141,11 +148,13 @@ def draw_samples(prepared: Prepared, folder: Path, shard: Shard) -> None:
             prepared.form,
             settings,
             folder,
-            shard=shard,
+            shared=shared,
             provenance=provenance(model.device)
             | {TASKS: options.tasks.to_json(), TASKS_DIGEST: tasks.digest, PROMPTS: asdict(options.prompts)},
         )
-    note(f"{drawn:,} samples drawn into {folder / shard.file_name}")
+    note(f"{drawn:,} samples drawn into {folder}")
+    if prepared.form.thinks:
+        note(thoughts_line([sample for path in sample_files(folder) for sample in read_samples(path)]))
 
 
 def load_suitable_tasks(options: Options) -> TaskSet:
@@ -176,7 +185,7 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
         drawing=Drawing(
             draw.temperature,
             draw.top_p,
-            draw.max_new_tokens,
+            draw.max_new_tokens or (NEW_TOKENS_OF_THINKERS if form.thinks else NEW_TOKENS),
             way="stock" if decoding.stock else "shared",
             mode=decoding.mode,
             sampler=decoding.sampler,
@@ -185,6 +194,11 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
         counts=draw.check(),
     )
     _check_room(prepared)
+    if form.thinks:
+        note(
+            f"the chat template has the model think first; samples have up to {prepared.drawing.max_new_tokens:,} "
+            "tokens with their thoughts (--max-new-tokens), which are cut"
+        )
     return prepared
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 import typer
 
@@ -32,13 +33,15 @@ from ..options import (
     TOP_P,
     TOP_P_HELP,
     Device,
-    MaxNewTokens,
     Mode,
     Sampler,
     Seed,
     Stock,
     refuse_with_stock,
 )
+
+NEW_TOKENS: Final = 128
+NEW_TOKENS_OF_THINKERS: Final = 4096
 
 TaskFile = Annotated[
     Path | None,
@@ -60,14 +63,27 @@ Out = Annotated[
     typer.Option(help="Folder of the run.", show_default="eval-runs/TASK-MODEL", file_okay=False),
 ]
 
+Shard = Annotated[
+    bool,
+    typer.Option(
+        "--shard",
+        help="Work as one of several processes that share the folder, each started by this command: they take what "
+        "none has, also what one left that was killed, and end together.",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     """Which tasks."""
 
-    task: Annotated[str, typer.Option(help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}.")] = (
-        "embedded"
-    )
+    task: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}; or a .jsonl file of your own tasks, in "
+            "the form of any of them."
+        ),
+    ] = "embedded"
     data: TaskFile = None
     split: Annotated[
         str | None,
@@ -90,7 +106,8 @@ class TaskOptions:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes the same options in any working directory."""
-        return asdict(self) | {"data": None if self.data is None else str(self.data.resolve())}
+        task = str(Path(self.task).resolve()) if Path(self.task).suffix else self.task
+        return asdict(self) | {"task": task, "data": None if self.data is None else str(self.data.resolve())}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
@@ -138,12 +155,46 @@ class PromptOptions:
     ] = None
     shots: Annotated[int, typer.Option(help="Solved examples in prompts of the format austin.")] = SHOTS
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put tasks to a chat model, by its tokenizer's chat template.")
+        bool,
+        typer.Option(
+            "--chat",
+            help="Put tasks to a chat model, by its tokenizer's chat template. Where that has the model think first, "
+            "the program is the first code block behind the thoughts, which count as tokens of the sample.",
+        ),
     ] = False
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Arguments of the chat template with --chat, as a JSON object: '{\"enable_thinking\": false}'."
+        ),
+    ] = None
 
     def make(self, tasks: TaskSet, tokenizer: Any = None) -> PromptFormat:
         """The prompt format."""
-        return prompt_format(tasks, self.format, shots=self.shots, chat_tokenizer=tokenizer if self.chat else None)
+        return prompt_format(
+            tasks,
+            self.format,
+            shots=self.shots,
+            chat_tokenizer=tokenizer if self.chat else None,
+            template_arguments=self.check(),
+        )
+
+    def check(self) -> dict[str, Any]:
+        """The arguments of the chat template; refuses what is no JSON object, or is given without a template."""
+        given = self.chat_template_kwargs
+        if given is None:
+            return {}
+        try:
+            found = json.loads(given)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise InputError(
+                f"--chat-template-kwargs must be a JSON object such as '{{\"enable_thinking\": false}}', got {given!r}"
+            )
+        if not self.chat:
+            raise InputError("--chat-template-kwargs are arguments of a chat template; add --chat")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +210,20 @@ class DrawOptions:
     ] = "1,2,4,8,16,32"
     temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = TEMPERATURE
     top_p: Annotated[float, typer.Option(help=f"{TOP_P_HELP} top_k is off.")] = TOP_P
-    max_new_tokens: MaxNewTokens = 128
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens in one completion, its thoughts among them.",
+            show_default=f"{NEW_TOKENS}, or {NEW_TOKENS_OF_THINKERS:,} with --chat of a model that thinks",
+        ),
+    ] = None
     seed: Seed = 0
 
     def check(self) -> list[int]:
         """Refuse values out of their bounds, before torch is imported; returns the numbers of samples, rising."""
         counts = parse_counts("n", self.n)
-        check_count("max-new-tokens", self.max_new_tokens)
+        if self.max_new_tokens is not None:
+            check_count("max-new-tokens", self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
         if self.temperature == 0 and counts != [1]:
             raise InputError(
@@ -285,4 +343,4 @@ class ReportOptions:
 
 def run_folder(out: Path | None, task: str, model: str) -> Path:
     """The folder of a run."""
-    return out or Path("eval-runs") / f"{task}-{Path(model).name or model}"
+    return out or Path("eval-runs") / f"{Path(task).name.partition('.')[0]}-{Path(model).name or model}"

@@ -14,7 +14,7 @@ from ..checks import parse_counts
 from ..console import note, quiet_libraries
 from ..options import expand_option_groups
 from ..tables import prints_tables, show_tables
-from .generate import Options, draw_samples, launched_shard, load_suitable_tasks, prepare
+from .generate import Options, draw_samples, launched, load_suitable_tasks, prepare
 from .latency import time_samples
 from .options import (
     DecodingOptions,
@@ -63,9 +63,9 @@ def run(
     options = Options(tasks, model, prompts, draw, decoding)
     chosen = load_suitable_tasks(options)
     place = sandbox.make(chosen.tasks)
-    shard = launched_shard(model.device)
+    rank, processes = launched(model.device)
     folder = run_folder(out, tasks.task, model.model)
-    if shard.number == 1:
+    if rank == 0:
         note(_scoring(chosen, draw.check()[-1], place, folder))
         verdicts = check_references(chosen.tasks, place, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
@@ -76,12 +76,12 @@ def run(
             )
     with quiet_libraries(warnings=True):
         prepared = prepare(options, chosen)
-        draw_samples(prepared, folder, shard)
-        if shard.count > 1:
+        draw_samples(prepared, folder, shared=processes > 1)
+        if processes > 1:
             from accelerate import PartialState
 
             PartialState().wait_for_everyone()
-        if shard.number > 1:
+        if rank > 0:
             return
         if latency:
             time_samples(prepared, folder, latency, [decoding.mode])

@@ -15,7 +15,7 @@ from ...evals.settings import VERDICTS
 from ..checks import parse_counts
 from ..console import note, resumed_by_same_command
 from ..options import expand_option_groups
-from .options import Samples, SandboxOptions, TaskOptions
+from .options import Samples, SandboxOptions, Shard, TaskOptions
 from .stored import stored_samples
 
 
@@ -38,6 +38,7 @@ def score(
             dir_okay=False,
         ),
     ] = None,
+    shard: Shard = False,
 ) -> None:
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
 
@@ -49,8 +50,9 @@ def score(
     A run's folder knows its tasks. For a file, `--split` is by default all of them, and `--limit` and `--task-ids`
     score a part of it.
 
-    Status: pass, fail, compile (the program does not), timeout, memory, output (too much of it), or sandbox_error,
-    which says nothing about the program.
+    Status: pass, fail, compile (the program does not), timeout, memory, output (too much of it); unjudged, where the
+    tests need one process for themselves and the program, and sandbox_error, which say nothing about the program.
+    Unjudged samples count as failed, and "at most" says what pass@1 is if they are right.
 
     Examples:
 
@@ -63,11 +65,17 @@ def score(
     found, drawn = stored_samples(samples, tasks)
     drawn = [sample for sample in drawn if most is None or sample.index < most]
     path = out or (samples / VERDICTS if samples.is_dir() else samples.with_name(samples.name + ".results.jsonl"))
-    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox)
+    judge_samples(found.tasks, drawn, path, sandbox.make(found.tasks), sandbox, shared=shard)
 
 
 def judge_samples(
-    tasks: Sequence[Task], samples: Sequence[Sample], path: Path, place: Sandbox, options: SandboxOptions
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    path: Path,
+    place: Sandbox,
+    options: SandboxOptions,
+    *,
+    shared: bool = False,
 ) -> list[Verdict]:
     """Score, and say how many passed."""
     from ...evals.judging import judge
@@ -75,12 +83,19 @@ def judge_samples(
 
     limits = options.limits(tasks)
     with resumed_by_same_command(path):
-        verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers)
+        verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers, shared=shared)
     counts = Counter(verdict.status for verdict in verdicts)
-    passed: Counter[str] = Counter(verdict.task_id for verdict in verdicts if verdict.passed)
     sizes = Counter(verdict.task_id for verdict in verdicts)
-    mean = sum(pass_at_k(sizes[one], passed[one], 1) for one in sizes) / max(1, len(sizes))
-    print(f"{counts['pass']:,} of {len(verdicts):,} samples of {len(sizes):,} tasks pass; pass@1 {100 * mean:.1f} %")
+
+    def mean(*statuses: str) -> float:
+        right = Counter(verdict.task_id for verdict in verdicts if verdict.status in statuses)
+        return 100 * sum(pass_at_k(sizes[one], right[one], 1) for one in sizes) / max(1, len(sizes))
+
+    bound = f", at most {mean('pass', 'unjudged'):.1f} %" if counts["unjudged"] else ""
+    print(
+        f"{counts['pass']:,} of {len(verdicts):,} samples of {len(sizes):,} tasks pass; "
+        f"pass@1 {mean('pass'):.1f} %{bound}"
+    )
     if others := ", ".join(f"{count:,} {status}" for status, count in counts.most_common() if status != "pass"):
         print(f"the others: {others}")
     note(f"verdicts in {path}")

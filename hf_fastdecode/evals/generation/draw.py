@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from ...api import enabled
 from ...measurement.draw import Drawn, continuation, draw, end_tokens_of
 from ..prompts import PromptFormat
+from ..prompts.thoughts import ThoughtfulAnswer
 from ..records import Sample, Task
 from ..settings import Drawing
 from .processed_log_probs import ProcessedLogProbs
@@ -50,7 +52,7 @@ def draw_rows(
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=form.special_tokens, verbose=False)
     prompts = batch["input_ids"].repeat_interleave(count, dim=0)
     rules = [form.stop_rule(task) for task in tasks for _ in range(count)]
-    stopping = RowStopping(tokenizer, rules, prompts, end_tokens_of(model))
+    stopping = RowStopping(tokenizer, rules, prompts, end_tokens_of(model), special=form.thinks)
     processed = ProcessedLogProbs(drawing.temperature, drawing.top_p) if drawing.processed else None
     call = draw(
         model,
@@ -76,7 +78,7 @@ def samples_of(
     """The samples of a call, in row order: completions as the format cuts them, and log-probabilities of what is kept.
 
     The kept tokens are the fewest whose text holds the completion: an end token, and what a stop rule cuts off, do not
-    count. `first` is the index of each task's first sample.
+    count; thoughts do. `first` is the index of each task's first sample.
     """
     call = drawn.call
     count = len(call.tokens) // len(tasks)
@@ -85,9 +87,11 @@ def samples_of(
     for row, (prompt, tokens) in enumerate(zip(call.prompts.tolist(), call.tokens.tolist(), strict=True)):
         task = tasks[row // count]
         length = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
-        text = continuation(tokenizer, prompt, tokens[:length])
+        text = continuation(tokenizer, prompt, tokens[:length], special=form.thinks)
         rule = form.stop_rule(task)
-        kept = _tokens_of(tokenizer, prompt, tokens[:length], rule.kept(text))
+        tokens_of = partial(_tokens_of, tokenizer, prompt, tokens[:length], form.thinks)
+        kept = tokens_of(rule.kept(text))
+        answer = rule.answer_start(text) if isinstance(rule, ThoughtfulAnswer) else 0
         samples.append(
             Sample(
                 task_id=task.task_id,
@@ -96,6 +100,7 @@ def samples_of(
                 tokens=kept,
                 sum_logp=_sum(call.log_probs, row, kept),
                 sum_processed_logp=None if drawn.processed is None else _sum(drawn.processed, row, kept),
+                thought_tokens=None if not form.thinks else kept if answer is None else tokens_of(answer),
             )
         )
     return samples
@@ -105,12 +110,12 @@ def _sum(log_probs: Tensor, row: int, kept: int) -> float:
     return float(log_probs[row, :kept].double().sum())
 
 
-def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], characters: int) -> int:
+def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], special: bool, characters: int) -> int:
     """How many of the tokens make the first `characters` characters of text."""
     if not characters:
         return 0
 
     def text_length(count: int) -> int:
-        return len(continuation(tokenizer, prompt, tokens[:count]))
+        return len(continuation(tokenizer, prompt, tokens[:count], special=special))
 
     return bisect.bisect_left(range(len(tokens) + 1), characters, key=text_length)

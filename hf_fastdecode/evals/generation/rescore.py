@@ -36,6 +36,8 @@ def rescore_samples(
 
     Finished tasks are kept in a hidden file beside `out`, from which an interrupted call continues.
     """
+    if form.thinks:
+        raise InputError("samples hold no thoughts, so a model that thinks cannot score them; leave out `chat`")
     content = [model_digest(model, tokenizer), *map(form.prompt, tasks), *map(repr, samples)]
     head = {"rescored": hashlib.sha256("\0".join(content).encode(errors="surrogatepass")).hexdigest()[:16]}
     journal = out.with_name(f".{out.name}.rescored")

@@ -24,17 +24,29 @@ class RowStopping(StoppingCriteria):
 
     Text is decoded after every step; with ``k * 128`` rows after every ``k``-th one, because decoding makes the host
     wait for the device. A row then ends some tokens late, which does not change its completion. `prompts` are
-    ``[rows, width]``; `end_tokens` count for `finished_at`: when each row finished, by `time.perf_counter`.
+    ``[rows, width]``; `end_tokens` count for `finished_at`: when each row finished, by `time.perf_counter`. With
+    `special`, rules read the text of special tokens too. A tokenizer without a Rust backend decodes a row's whole text
+    each time.
     """
 
-    def __init__(self, tokenizer: Any, rules: Sequence[StopRule], prompts: Tensor, end_tokens: Sequence[int]):
+    def __init__(
+        self,
+        tokenizer: Any,
+        rules: Sequence[StopRule],
+        prompts: Tensor,
+        end_tokens: Sequence[int],
+        *,
+        special: bool = False,
+    ):
         self.finished_at: list[float | None] = [None] * len(rules)
         self._tokenizer = tokenizer
         self._rules, self._width = list(rules), prompts.shape[1]
         self._anchors = prompts[:, -ANCHOR:].tolist()
+        self._special = special
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None without Rust: rows are decoded anew
         self._streams: list[DecodeStream | None] = [
-            None if self._backend is None else DecodeStream(ids=ids, skip_special_tokens=True) for ids in self._anchors
+            None if self._backend is None else DecodeStream(ids=ids, skip_special_tokens=not special)
+            for ids in self._anchors
         ]
         self._texts = [""] * len(rules)
         self._end_tokens = set(end_tokens)
@@ -65,7 +77,8 @@ class RowStopping(StoppingCriteria):
             except Exception:  # its only kind: the text of more tokens does not begin with that of fewer
                 stream = self._streams[row] = None
         if stream is None:
-            text = continuation(self._tokenizer, self._anchors[row], input_ids[row, self._width :].tolist())
+            ids = input_ids[row, self._width :].tolist()
+            text = continuation(self._tokenizer, self._anchors[row], ids, special=self._special)
             self._texts[row] = text.removesuffix(
                 "\N{REPLACEMENT CHARACTER}"
             )  # a character whose last bytes may follow

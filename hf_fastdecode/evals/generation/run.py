@@ -14,7 +14,7 @@ from ..prompts import PromptFormat
 from ..records import Task
 from ..settings import RunSettings, claim_folder
 from .draw import draw_rows, samples_of, sharing
-from .samples_file import WHOLE, Shard, Unit, open_samples, units_of
+from .samples_file import Unit, open_samples, units_of
 
 
 def generate_samples(
@@ -25,27 +25,28 @@ def generate_samples(
     settings: RunSettings,
     folder: Path,
     *,
-    shard: Shard = WHOLE,
+    shared: bool = False,
     provenance: dict[str, Any] | None = None,
 ) -> int:
     """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
-    An interrupted run loses the unit under way. Started again, it draws the same samples as an uninterrupted run on
-    the same device and versions. An InputError where the folder belongs to another run, another process draws the same
-    part, or the rows of a call do not fit into memory.
+    Of a `shared` run, those that no other process draws; it ends when all are drawn. An interrupted run loses the unit
+    under way. Started again, it draws the same samples as an uninterrupted run on the same device and versions. An
+    InputError where the folder belongs to another run, another process draws into it and the run is not shared, or the
+    rows of a call do not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
     ids = [task.task_id for task in tasks]
-    own = shard.own(units_of(len(tasks), settings.n, settings.rows))
+    units, drawn = units_of(len(tasks), settings.n, settings.rows), 0
     no_memory = InputError(
         f"calls of up to {settings.rows} rows and {settings.drawing.max_new_tokens} new tokens do not fit into the "
         f"memory of {model.device}; pass a smaller `rows`, and another `out`"
     )
-    with open_samples(folder, shard, own, ids) as (file, left), sharing(model, settings.drawing):
-        todo = _samples(left)
+    opened = open_samples(folder, units, ids, shared=shared)
+    with opened as (file, left, there), sharing(model, settings.drawing):
         bar = tqdm(
-            total=_samples(own),
-            initial=_samples(own) - todo,
+            total=_samples(units),
+            initial=there,
             desc="samples",
             unit="sample",
             disable=None,
@@ -55,9 +56,10 @@ def generate_samples(
             with memory_and_logit_errors(model, lambda: no_memory):
                 rows = draw_rows(model, tokenizer, form, chosen, unit.count, settings.drawing, seed=seed)
             file.write(samples_of(rows, model, tokenizer, form, chosen, first=unit.first))
+            drawn += _samples([unit])
             bar.update(_samples([unit]))
         bar.close()
-    return todo
+    return drawn
 
 
 def _samples(units: Sequence[Unit]) -> int:

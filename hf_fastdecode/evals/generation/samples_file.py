@@ -1,19 +1,20 @@
 """Which samples one call of `generate` draws, from which seed, and the file that a run appends them to.
 
-A unit is the samples of one call. A shard of a run has every N-th unit and a file of its own.
+A unit is the samples of one call. Processes that share a run have a file each, and take units from a queue.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
 from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from ..queue import Lines, Queue, own_part
 from ..records import Sample, read_samples
 from ..settings import SAMPLES, sample_files
 
@@ -50,53 +51,41 @@ def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
     return [Unit(tuple(range(first, min(first + together, tasks))), 0, n) for first in range(0, tasks, together)]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One of several processes that share a run; numbers start at 1."""
-
-    number: int = 1
-    count: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Read ``i/N`` with `i` from 1 to `N`."""
-        number, slash, count = text.partition("/")
-        if not (
-            slash and text.isascii() and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)
-        ):
-            raise InputError(f"`shard` must be i/N with i from 1 to N, such as 1/4, got {text!r}")
-        return cls(int(number), int(count))
-
-    def own(self, units: Sequence[Unit]) -> list[Unit]:
-        """The units that this process draws."""
-        return list(units[self.number - 1 :: self.count])
-
-    @property
-    def file_name(self) -> str:
-        """Where its samples go; those of several shards are merged into that of one."""
-        return SAMPLES if self.count == 1 else f"samples-{self.number}-of-{self.count}.jsonl"
-
-
-WHOLE = Shard()
-"""One process for all of a run."""
-
-
 @contextmanager
 def open_samples(
-    folder: Path, shard: Shard, units: Sequence[Unit], task_ids: Sequence[str]
-) -> Iterator[tuple[JsonlWriter, list[Unit]]]:
-    """A process's file to append samples to, and the units of which the run's files lack samples.
+    folder: Path, units: Sequence[Unit], task_ids: Sequence[str], *, shared: bool = False
+) -> Iterator[tuple[JsonlWriter, Iterator[Unit], int]]:
+    """A file to append samples to, the units that this process is to draw, and how many samples there are already.
 
-    Samples of a unit that an interruption left incomplete are removed first, and so are repeated ones. An InputError
-    where another process writes to the file.
+    Of a `shared` run, a file and the units of one process: those that no other draws, see `Queue`; a unit is drawn
+    when the next is asked for. Samples of a unit that an interruption left incomplete are removed first, and so are
+    repeated ones. An InputError where another process writes to the file of a run that is not shared.
     """
-    path = folder / shard.file_name
-    with exclusive(path, _held(path)):
-        if path.exists():
-            _remove_incomplete(path, units, task_ids)
-        done = {_place(line) for file in sample_files(folder) for line in read_jsonl(file)}
-        with JsonlWriter(path) as file:
-            yield file, [unit for unit in units if not done.issuperset(unit.places(task_ids))]
+    places = [frozenset(unit.places(task_ids)) for unit in units]
+    done: set[tuple[Any, Any]] = set()
+    lines = Lines(lambda: sample_files(folder))
+
+    def is_done(number: int) -> bool:
+        if not done >= places[number]:
+            done.update(map(_place, lines.new()))
+        return done >= places[number]
+
+    def mend(path: Path) -> None:
+        _remove_incomplete(path, units, task_ids)
+
+    whole = folder / SAMPLES
+    with ExitStack() as stack:
+        if shared:
+            file = stack.enter_context(own_part(whole, mend))[1]
+            numbers = stack.enter_context(Queue(folder / f".{SAMPLES}.claims", len(units))).numbers(is_done)
+        else:
+            stack.enter_context(exclusive(whole, _held(whole)))
+            if whole.exists():
+                mend(whole)
+            file = stack.enter_context(JsonlWriter(whole))
+            numbers = (number for number in range(len(units)) if not is_done(number))
+        done.update(map(_place, lines.new()))
+        yield file, (units[number] for number in numbers), sum(len(own & done) for own in places)
 
 
 def _held(path: Path) -> InputError:
@@ -123,10 +112,10 @@ def _place(line: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
-    """The samples of a run, `n` for each task, ordered by task and index; files of shards are merged into one.
+    """The samples of a run, `n` for each task, ordered by task and index; files of several processes become one.
 
-    An InputError where there are none, shards have not drawn all of theirs, or two files hold different samples of
-    the same number.
+    An InputError where there are none, processes that share the run have not drawn all, or two files hold different
+    samples of the same number.
     """
     files = sample_files(folder)
     samples: dict[tuple[str, int], Sample] = {}
@@ -144,7 +133,7 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
     if any(path.name != SAMPLES for path in files):
         if len(merged) < n * len(task_ids):
             raise InputError(
-                f"the shards in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
+                f"the files in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
             )
         whole = folder / SAMPLES
         with exclusive(whole, _held(whole)):

@@ -63,8 +63,9 @@ def build_pools(
 ) -> tuple[list[Pool], int]:
     """Join samples and verdicts into a pool for each task, in the order of the samples.
 
-    Samples without a verdict, or with the verdict ``sandbox_error``, are left out. Of several verdicts of a sample the
-    last counts, because a scoring may have been repeated. `deduplicate` says what makes samples duplicates.
+    Samples without a verdict, or with the verdict ``sandbox_error``, are left out. ``unjudged`` ones have not passed:
+    a program could choose that status, so that leaving it out would raise the rates. Of several verdicts of a sample
+    the last counts, because a scoring may have been repeated. `deduplicate` says what makes samples duplicates.
 
     Returns:
         The pools, without tasks that have no judged sample, and the number of samples left out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from hf_fastdecode.errors import InputError
@@ -18,17 +19,22 @@ SHOTS: Final = 3
 
 
 def prompt_format(
-    tasks: TaskSet, name: str | None = None, *, shots: int = SHOTS, chat_tokenizer: Any = None
+    tasks: TaskSet,
+    name: str | None = None,
+    *,
+    shots: int = SHOTS,
+    chat_tokenizer: Any = None,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> PromptFormat:
     """The format in which tasks are put to a model; an InputError where it does not suit them.
 
     Without a name, `mbxp` where tasks begin with a signature, else `austin`, with `shots` of the tasks' solved
-    examples. The template of a chat model's tokenizer takes the place of a named format.
+    examples. The template of a chat model's tokenizer, with its arguments, takes the place of a named format.
     """
     if chat_tokenizer is not None:
         if name is not None:
             raise InputError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
-        return chat_format(chat_tokenizer)
+        return chat_format(chat_tokenizer, template_arguments or {})
     chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
     if chosen == "mbxp":
         found = stem_format()

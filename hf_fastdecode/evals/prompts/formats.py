@@ -6,11 +6,13 @@
   first stop word and not repaired, as there, so that verdicts can be compared.
 - ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
   task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
+- ``chat-thinking``: the same message to a model that thinks first. It answers in its own format; the program is the
+  first code block behind its thoughts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from hf_fastdecode.errors import InputError
 from ..records import Task
 from .function_ends import BraceEnd, PythonFunctionEnd
 from .stop_rules import StopRule, StopWords
+from .thoughts import ThoughtfulAnswer, template_of, thoughts_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class PromptFormat:
     prompt: Callable[[Task], str]
     stop_rule: Callable[[Task], StopRule]  # a new one for each completion; it also cuts the completion out of a text
     special_tokens: bool = True  # of the tokenizer; a chat template has written them already
+    thinks: bool = False  # first, so that completions need many tokens, and special ones are read: they mark thoughts
 
 
 def stem_format() -> PromptFormat:
@@ -117,18 +121,39 @@ class BlockEnd(StopWords):
         return function_end(self._task).completion(block) if self._task.stem else block
 
 
-def chat_format(tokenizer: Any) -> PromptFormat:
-    """``chat``: one user's message that asks for the function, and the beginning of the answer."""
+def chat_format(tokenizer: Any, arguments: Mapping[str, Any]) -> PromptFormat:
+    """``chat``: one user's message that asks for the function, and the beginning of the answer.
+
+    `arguments` are those of the template. Where it has the model think, ``chat-thinking``: the prompt ends where the
+    template ends it.
+    """
     if not getattr(tokenizer, "chat_template", None):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise InputError(f"the tokenizer {name} has no chat template; leave out `chat`")
 
-    def prompt(task: Task) -> str:
-        messages = [{"role": "user", "content": _message(task)}]
-        asked: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return f"{asked}```{task.language}\n{task.stem}"
+    def asked(message: str) -> str:
+        messages = [{"role": "user", "content": message}]
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments))
 
-    return PromptFormat("chat", prompt, BlockEnd, special_tokens=False)
+    thoughts = thoughts_of(template_of(tokenizer), asked(_MARK).rpartition(_MARK)[2])
+    if thoughts is not None:
+        found = thoughts
+        return PromptFormat(
+            "chat-thinking",
+            lambda task: asked(_message(task)),
+            lambda task: ThoughtfulAnswer(task, found),
+            special_tokens=False,
+            thinks=True,
+        )
+    return PromptFormat(
+        "chat",
+        lambda task: f"{asked(_message(task))}```{task.language}\n{task.stem}",
+        BlockEnd,
+        special_tokens=False,
+    )
+
+
+_MARK: Final = "the message"
 
 
 def _message(task: Task) -> str:

@@ -46,6 +46,7 @@ class Accuracy:
     curves: dict[Ranker, Curve]  # `oracle` is pass@n
     tasks: tuple[TaskCounts, ...]
     statuses: dict[str, int]  # verdicts by status, of all samples
+    at_most: Curve | None = None  # pass@n if all unjudged samples were right; None where none is unjudged
 
     def label(self, ranker: Ranker) -> str:
         """A curve's name in tables and pictures."""
@@ -74,22 +75,26 @@ def measure_accuracy(
     m: int | None,
     statuses: Counter[str],
     seed: int = 0,
+    best: Sequence[Pool] | None = None,
 ) -> Accuracy:
-    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one."""
-    curves: dict[Ranker, Curve] = {}
-    for ranker in rankers:
+    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one; of `best` pools, in which
+    unjudged samples have passed, that of pass@n.
+    """
+
+    def curve(ranker: Ranker, pools: Sequence[Pool]) -> Curve:
         found = [pass_at_ranker(pool, ranker, ns, m=m or 1, seed=seed) for pool in pools]
         values = np.array([value for value, _ in found])  # [tasks, ns]
         lows, highs = bootstrap_interval(values, seed=seed)
         squares = [error**2 for _, error in found if error is not None]
         errors = np.sqrt(np.sum(squares, axis=0)) / len(pools) if squares else None
-        curves[ranker] = Curve(
+        return Curve(
             ranker,
             tuple(values.mean(axis=0).tolist()),
             tuple(lows.tolist()),
             tuple(highs.tolist()),
             None if errors is None else tuple(errors.tolist()),
         )
+
     counts = tuple(
         TaskCounts(
             pool.task_id,
@@ -100,4 +105,6 @@ def measure_accuracy(
         )
         for pool in pools
     )
-    return Accuracy(m, tuple(ns), curves, counts, dict(statuses.most_common()))
+    curves = {ranker: curve(ranker, pools) for ranker in rankers}
+    at_most = None if best is None else curve("oracle", best)
+    return Accuracy(m, tuple(ns), curves, counts, dict(statuses.most_common()), at_most)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
 from ..metrics.pool import Deduplicate
-from ..records import Latency, read_samples, read_verdicts
+from ..records import Latency, read_samples, read_verdicts, thoughts_line
 from ..settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy
 from .join import Line, lines_of
@@ -117,6 +117,8 @@ def _accuracy(
             f"Equal samples have different verdicts, so the scoring is flaky; {flips:,} were changed to those of the "
             "majority, a tie counting as failed"
         )
+    if said := thoughts_line(samples):
+        notes.append(said)
     fewest = min(len(pool.passed) for pool in pools)
     rankers: list[Ranker] = ["oracle"] if m is None else list(RANKERS)
     if m is None:
@@ -135,7 +137,16 @@ def _accuracy(
     ns = sorted(set(ks)) if ks is not None else sorted({*powers_of_two(fewest), *(n for n in timed if n <= fewest)})
     last = {(verdict.task_id, verdict.index): verdict for verdict in verdicts}
     statuses = Counter[str](verdict.status for verdict in last.values())
-    return measure_accuracy(pools, rankers, ns, m=m, statuses=statuses, seed=seed)
+    best = None
+    if unjudged := statuses["unjudged"]:
+        right = [replace(one, status="pass") if one.status == "unjudged" else one for one in last.values()]
+        best = [pool.settle()[0] for pool in build_pools(samples, right, deduplicate)[0]]
+        tasks = len({one.task_id for one in last.values() if one.status == "unjudged"})
+        notes.append(
+            f"{unjudged:,} samples of {tasks:,} task{'' if tasks == 1 else 's'} cannot be judged: they count as "
+            "failed, and in the column 'at most' as passed"
+        )
+    return measure_accuracy(pools, rankers, ns, m=m, statuses=statuses, seed=seed, best=best)
 
 
 def _remarks(*, samples_of: Counter[str], pools: Sequence[Pool], left_out: int) -> list[str]:

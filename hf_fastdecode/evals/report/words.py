@@ -19,12 +19,13 @@ Cells = tuple[list[str], list[list[str]]]
 
 
 def accuracy_table(accuracy: Accuracy) -> Cells:
-    """A row for each n, a column for each ranker."""
-    head = ["n", *(accuracy.label(ranker).replace(", ", ",\n") for ranker in accuracy.curves)]
-    rows = [
-        [f"{n:,}", *(_percent(curve, place) for curve in accuracy.curves.values())]
-        for place, n in enumerate(accuracy.ns)
-    ]
+    """A row for each n, a column for each ranker; beside pass@n, what it is if unjudged samples are right."""
+    curves = {accuracy.label(ranker): curve for ranker, curve in accuracy.curves.items()}
+    if accuracy.at_most is not None:
+        (first, own), *others = curves.items()
+        curves = {first: own, f"{first}, at most": accuracy.at_most, **dict(others)}
+    head = ["n", *(label.replace(", ", ",\n") for label in curves)]
+    rows = [[f"{n:,}", *(_percent(curve, place) for curve in curves.values())] for place, n in enumerate(accuracy.ns)]
     return head, rows
 
 

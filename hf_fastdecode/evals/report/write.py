@@ -90,6 +90,7 @@ def _accuracy(accuracy: Accuracy) -> dict[str, Any]:
             }
             for ranker, curve in accuracy.curves.items()
         },
+        "at_most": None if accuracy.at_most is None else accuracy.at_most.values,
         "statuses": accuracy.statuses,
         "tasks": [asdict(task) for task in accuracy.tasks],
     }

@@ -126,8 +126,8 @@ class PairRunner(ABC):
     def _judged(self, candidate: Peer, tests: Sequence[bytes | str]) -> Result:
         """Run tests: the server sends ``call`` and a request, any number of times, and in the end a verdict.
 
-        The verdict is ``pass`` with a text and the nonce, ``fail`` or ``memory`` and a text, or ``broken`` for tests
-        that cannot be run. A fourth part may be a hash of what the program returned.
+        The verdict is ``pass`` with a text and the nonce, ``fail``, ``unjudged`` or ``memory`` and a text, or
+        ``broken`` for tests that cannot be run. A fourth part may be a hash of what the program returned.
         """
         try:
             server = self._running_server(self._limits.cpu_seconds, self._limits.wall_seconds)
@@ -157,6 +157,8 @@ class PairRunner(ABC):
         kind, detail, said, outputs = [*message, b"", b"", b"", b""][:4]
         if kind == b"fail":
             return Result("fail", one_line(detail), outputs=outputs.decode())
+        if kind == b"unjudged":
+            return Result("unjudged", one_line(detail))
         if kind == b"memory":
             return self._attributed(Result("memory", one_line(detail)))
         if kind != b"pass":

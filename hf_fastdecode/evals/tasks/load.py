@@ -35,6 +35,7 @@ TASK_NAMES: Final = tuple(_READERS)
 SPLITS: Final = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
 
 _PROMPT_ORDER: Final = ("2", "3", "4")  # the three of Austin et al. 2021
+_FILES: Final = (".jsonl", ".jsonl.gz", ".json")
 _MBPP_NAMES: Final = frozenset({"mbpp", "mbpp-sanitized"})
 
 
@@ -49,13 +50,20 @@ def load_tasks(
     """The tasks of a source.
 
     Args:
-        name: One of `TASK_NAMES`. ``embedded`` comes with the package; ``apps`` needs a file.
+        name: One of `TASK_NAMES`, or a file of tasks of one's own, in the form of any of them. ``embedded`` comes with
+            the package; ``apps`` needs a file.
         data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
             (the papers of MBXP and HumanEval use all).
         limit: Only this many of the first tasks, at least 1.
         task_ids: Only these, in this order, of any split.
     """
+    own = ""
+    if name.endswith(_FILES):
+        if data is not None:
+            raise InputError(f"tasks of the file {name} and `data={data}` were both given; leave one out")
+        data, own = Path(name), Path(name).name.removesuffix(".gz").rpartition(".")[0]
+        name, split = _form_of(data), split or "all"
     if name not in _READERS:
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
         raise InputError(f"there are no tasks {name!r}; choose one of {names}")
@@ -65,7 +73,9 @@ def load_tasks(
         raise InputError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
     tasks = _parsed(name, records)
-    examples = tuple(map(_READERS[name], _packaged(fewshot_tasks()))) if name == "embedded" else _examples(name, tasks)
+    examples = _examples(name, tasks)
+    if name == "embedded" or (own and name in _MBPP_NAMES):
+        examples = tuple(map(_READERS[name], _packaged(fewshot_tasks())))
     if task_ids is not None:
         find = TaskIds(tasks)
         chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
@@ -73,7 +83,19 @@ def load_tasks(
             raise InputError("`task_ids` names no task; leave it out for all tasks")
     else:
         chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
-    return TaskSet(name, origin, tuple(chosen[:limit]), examples, note)
+    return TaskSet(own or name, origin, tuple(chosen[:limit]), examples, "" if own else note)
+
+
+def _form_of(data: Path) -> str:
+    """The name whose form the records of a file have."""
+    record = parse_records(read_bytes(data), data)[0]
+    found = recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
+    if found not in _READERS or found == "apps":
+        raise record.error(
+            "these are no tasks that run here; a task has task_id, text, code and test_list (MBPP), or task_id, "
+            "prompt, entry_point, test and canonical_solution (HumanEval; with language, MBXP)"
+        )
+    return found
 
 
 def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:

@@ -12,8 +12,6 @@ from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.generation import run
 from hf_fastdecode.evals.generation.run import generate_samples
 from hf_fastdecode.evals.generation.samples_file import (
-    WHOLE,
-    Shard,
     merged_samples,
     open_samples,
     sample_files,
@@ -91,30 +89,36 @@ def test_an_interrupt_loses_the_call_under_way_only(small, unbroken, tmp_path, m
     assert generate(small, tmp_path) == 0
 
 
-def test_shards_merge_to_the_same_samples(small, unbroken, tmp_path):
-    for number in (2, 1):
-        generate(small, tmp_path, shard=Shard(number, 2))
-    assert generate(small, tmp_path) == 0  # nothing is left for a single process
-    merged = merged_samples(tmp_path, IDS, 4)
+def test_processes_that_share_a_run_merge_to_the_same_samples(small, unbroken, copied):
+    (copied / "samples.jsonl").unlink()
+    units = units_of(3, 4, 8)
+    with open_samples(copied, units, IDS, shared=True) as (file, _, there):
+        assert there == 0
+        file.write([json.loads(line) for line in unbroken.splitlines()[8:]])  # the last call, by another process
+        file.write([json.loads(unbroken.splitlines()[0])])  # and of the first a part, before it was killed
+    assert generate(small, copied, shared=True) == 8
+    assert [path.name for path in sample_files(copied)] == ["samples.part-1.jsonl"]
+    assert generate(small, copied) == 0  # nothing is left for a single process
+    merged = merged_samples(copied, IDS, 4)
     assert [vars(sample) for sample in merged] == [json.loads(line) for line in unbroken.splitlines()]
-    assert [path.name for path in sample_files(tmp_path)] == ["samples.jsonl"]
-    assert (tmp_path / "samples.jsonl").read_bytes() == unbroken
-    assert merged_samples(tmp_path, IDS, 4) == merged
+    assert [path.name for path in sample_files(copied)] == ["samples.jsonl"]
+    assert (copied / "samples.jsonl").read_bytes() == unbroken
+    assert merged_samples(copied, IDS, 4) == merged
 
 
-def test_shards_that_are_not_done(small, tmp_path):
-    generate(small, tmp_path, shard=Shard(1, 2))
+def test_shards_that_are_not_done(unbroken, tmp_path):
+    (tmp_path / "samples.part-2.jsonl").write_bytes(b"".join(unbroken.splitlines(keepends=True)[:8]))
     with pytest.raises(InputError, match="hold 8 of 12 samples; draw the rest first"):
         merged_samples(tmp_path, IDS, 4)
-    assert [path.name for path in sample_files(tmp_path)] == ["samples-1-of-2.jsonl"]
+    assert [path.name for path in sample_files(tmp_path)] == ["samples.part-2.jsonl"]
 
 
 def test_another_sample_of_the_same_number(unbroken, tmp_path):
     (tmp_path / "samples.jsonl").write_bytes(unbroken)
-    (tmp_path / "samples-1-of-2.jsonl").write_bytes(unbroken)
+    (tmp_path / "samples.part-1.jsonl").write_bytes(unbroken)
     assert len(merged_samples(tmp_path, IDS, 4)) == 12  # a merge that was interrupted leaves equal ones
-    (tmp_path / "samples-1-of-2.jsonl").write_bytes(unbroken.replace(b"return", b"yield", 1))
-    with pytest.raises(InputError, match=r"holds two samples \d of task 10\d; remove one of the files samples-1"):
+    (tmp_path / "samples.part-1.jsonl").write_bytes(unbroken.replace(b"return", b"yield", 1))
+    with pytest.raises(InputError, match=r"holds two samples \d of task 10\d; remove one of the files samples"):
         merged_samples(tmp_path, IDS, 4)
 
 
@@ -174,7 +178,7 @@ def test_repeated_and_missing_samples_are_drawn_once(small, unbroken, copied):
     assert (copied / "samples.jsonl").read_bytes() == b"".join([*lines[8:], *lines[:8]])
 
 
-@pytest.mark.parametrize("name", ["samples.jsonl", "samples-1-of-2.jsonl", "verdicts.jsonl"])
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.part-1.jsonl", "verdicts.jsonl"])
 def test_samples_of_no_known_run_are_neither_taken_nor_removed(small, tmp_path, name):
     (tmp_path / name).write_text('{"task_id": "101", "index": 0, "completion": "x"}\n')
     with pytest.raises(InputError, match=f"holds {name} of no known run; name another `out`"):
@@ -186,7 +190,7 @@ def test_samples_of_no_known_run_are_neither_taken_nor_removed(small, tmp_path, 
 def test_two_processes_do_not_write_to_one_file(small, copied):
     units = units_of(3, 4, 8)
     with (
-        open_samples(copied, WHOLE, units, IDS),
+        open_samples(copied, units, IDS),
         pytest.raises(InputError, match=r"another process draws samples into .*samples\.jsonl; wait for it"),
     ):
         generate(small, copied)

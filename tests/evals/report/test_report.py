@@ -11,6 +11,7 @@ from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.records import Sample, Verdict
 from hf_fastdecode.evals.report import report
 from hf_fastdecode.evals.report.join import accuracy_within, fastest, largest_n_within, points
+from hf_fastdecode.evals.report.words import accuracy_table
 
 from .runs import CPU, TASKS, full_run, latency, samples, verdicts, write_latency, write_run
 
@@ -148,6 +149,26 @@ def test_remarks(tmp_path):
     )
     assert found.accuracy.statuses == {"fail": 8, "pass": 2, "timeout": 1, "sandbox_error": 1}
     assert found.accuracy.value("oracle", 1) == pytest.approx((0 + 1 / 4 + 0) / 3)
+
+
+def test_unjudged_samples_give_bounds(tmp_path):
+    judged = [replace(one, status="unjudged") if one.task_id == "MBPP/3" else one for one in verdicts()]
+    found = report(write_run(tmp_path, samples=samples(), verdicts=judged))
+    lost = sum(one.status == "unjudged" for one in judged)
+    assert found.accuracy.statuses["unjudged"] == lost > 0
+    assert f"{lost} samples of 1 task cannot be judged: they count as failed, and in the column" in found.notes[0]
+    failed = [replace(one, status="fail") if one.status == "unjudged" else one for one in judged]
+    passed = [replace(one, status="pass") if one.status == "unjudged" else one for one in judged]
+    runs = {"low": failed, "high": passed}
+    low, high = (
+        report(write_run(tmp_path / name, samples=samples(), verdicts=one)).accuracy for name, one in runs.items()
+    )
+    assert found.accuracy.curves == low.curves
+    assert low.at_most is None
+    assert found.accuracy.at_most == high.curves["oracle"]
+    head, rows = accuracy_table(found.accuracy)
+    assert head[:3] == ["n", "pass@n", "pass@n,\nat most"]
+    assert rows[0][2].startswith(f"{100 * high.value('oracle', 1):.1f}%")
 
 
 @pytest.mark.parametrize("passed", [True, False])

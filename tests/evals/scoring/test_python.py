@@ -219,8 +219,9 @@ def test_classes_of_the_stem_are_the_programs_own(any_sandbox: Sandbox) -> None:
 
 def test_what_cannot_travel_is_no_failure_of_the_program(any_sandbox: Sandbox) -> None:
     task = asserts("assert f(lambda x: x + 1) == 4")
-    with pytest.raises(SandboxError, match="the tests give the program a function; only plain data can be sent to it"):
-        check(any_sandbox, task, "def f(g): return g(3)")
+    result = check(any_sandbox, task, "def f(g): return g(3)")
+    assert result.status == "unjudged"
+    assert "the tests give the program a function; only plain data can be sent to it" in result.detail
 
 
 @pytest.mark.parametrize(

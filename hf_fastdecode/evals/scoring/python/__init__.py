@@ -18,8 +18,8 @@ from .plain import dumps, no_handle
 
 _PACKAGE: Final = "hf_fastdecode_scoring"
 _MODULES: Final[dict[Role, tuple[str, ...]]] = {
-    "server": ("messages", "plain", "remote", "referee"),
-    "candidate": ("messages", "plain", "candidate"),
+    "server": ("messages", "classes", "plain", "describe", "canonical", "stand_ins", "remote", "referee"),
+    "candidate": ("messages", "classes", "plain", "describe", "candidate"),
 }
 
 # What programs and tests import most. None that imports a submodule of another package, as `typing` and `decimal` do

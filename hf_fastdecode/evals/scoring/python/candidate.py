@@ -6,20 +6,25 @@ is the program, the others are requests of `remote`. No answer of this process i
 
 from __future__ import annotations
 
+import io
 import sys
 
+from .classes import builtin_name, content_of, mutable_parts
+from .describe import described, may_have_plain_instances
 from .messages import Messages
-from .plain import ALL_NAMES, builtin_name, dumps, loads
+from .plain import ALL_NAMES, dumps, loads, no_handle
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 _OPERATIONS: dict[str, Any] = {
     "call": lambda function, positional, named: function(*positional, **named),
-    "getitem": lambda container, key: container[key],
-    "setitem": lambda container, key, value: container.__setitem__(key, value),
-    **{one.__name__: one for one in (getattr, setattr, len, iter, next, bool, str, repr)},
+    "special": lambda value, name, *arguments: getattr(type(value), name)(value, *arguments),
+    "equal": lambda value, other: (value == other, value != other),
+    "plain base": may_have_plain_instances,
+    **{one.__name__: one for one in (getattr, setattr, delattr, iter, next)},
 }
 
 
@@ -53,34 +58,114 @@ class _Service:
         self.scope = scope
         self.objects: list[Any] = []  # by number
         self.numbers: dict[int, int] = {}  # by identity: `objects` keeps them alive
+        self.kinds: dict[Any, int] = {}  # classes that were described
+        self.news: tuple[list[int], list[Any]] = [], []  # the kinds of new objects, descriptions of new kinds
+        self.narrowed: set[str] = set()  # classes whose objects were sent as plain data
+        self.watched: dict[str, bytes] = {}  # variables that the tests read, as they were sent last
+        self.captures = False
+        self.loop: Any = None
 
     def answer(self, request: bytes) -> bytes:
+        """Carry out a request: news of objects, changed operands, changed variables, what was printed, the outcome."""
         operation, *operands = loads(request, self.objects.__getitem__, ALL_NAMES)
-        before = self.dumps(operands)
+        parts = mutable_parts(operands)
+        before = self.contents(parts)
+        before_call, printed = sys.stdout, io.StringIO()
+        if self.captures:
+            sys.stdout = printed
         try:
-            result = self.names(*operands) if operation == "names" else _OPERATIONS[operation](*operands)
-            answer = "value", result
+            result = self.operation(operation)(*operands)
+            outcome = ["value", result]
         except BaseException as error:
-            classes = [builtin_name(one) for one in type(error).__mro__]
-            answer = "raise", [list(filter(None, classes)), _said(error)]
-        # What a program does to its arguments is seen by whoever holds them.
-        after = self.dumps(operands)
-        return self.dumps([*answer, None if after == before else operands])
-
-    def names(self, wanted: list[str]) -> list[tuple[str, Any]]:
-        return [(name, self.scope[name]) for name in wanted if name in self.scope]
-
-    def dumps(self, value: Any) -> bytes:
+            outcome = ["raise", self.raised(error)]
+        finally:
+            sys.stdout = before_call
         try:
-            return dumps(value, self.give)
-        except ValueError as error:
-            return dumps(["raise", [["ValueError"], str(error)], None], self.give)
+            # What a program does to its arguments is seen by whoever holds them.
+            changed_parts = [new for old, new in zip(before, self.contents(parts), strict=True) if old != new]
+            content = self.dumps(outcome, parts)
+            changed = self.changed_names() if operation != "names" else []
+        except ValueError as error:  # nested too deep
+            changed_parts, changed = [], []
+            content = self.dumps(["raise", [["ValueError"], str(error), [str(error)], {}, None]])
+        said = printed.getvalue()
+        news, self.news = self.news, ([], [])
+        narrowed, self.narrowed = sorted(self.narrowed), set()
+        rest = [*news, narrowed, changed_parts, changed, said]
+        return dumps([*rest, content], no_handle)
+
+    def contents(self, parts: list[Any]) -> list[bytes]:
+        """The place and the content of each of some containers, which may hold others of them."""
+        return [self.dumps([place, content_of(part)], parts) for place, part in enumerate(parts)]
+
+    def operation(self, name: str) -> Any:
+        return getattr(self, name) if name in ("names", "wait", "is_kind") else _OPERATIONS[name]
+
+    def names(self, wanted: list[str], watched: list[str], captures: bool) -> list[tuple[str, Any]]:
+        """Those of the program's variables that the tests use; from now on, changes of those that are watched and
+        what is printed go with each answer."""
+        self.captures = captures
+        found = [(name, self.scope[name]) for name in wanted if name in self.scope]
+        plain = [name for name in watched if not callable(self.scope.get(name))]
+        self.watched = {name: self.dumps(self.scope[name]) if name in self.scope else b"" for name in plain}
+        return found
+
+    def is_kind(self, kind: Any, number: int) -> bool:
+        """Whether a class is the one that was described as the kind of this number."""
+        return self.kinds.get(kind) == number
+
+    def changed_names(self) -> list[Any]:
+        """Names and contents of variables that changed."""
+        found: list[Any] = []
+        for name, before in self.watched.items():
+            if name in self.scope and (after := self.dumps(self.scope[name])) != before:
+                self.watched[name] = after
+                found += [name, after]
+        return found
+
+    def wait(self, awaitable: Any) -> Any:
+        """Run a coroutine to its end, in a loop that goes on with its tasks the next time."""
+        import asyncio
+
+        async def result() -> Any:
+            return await awaitable
+
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+        return self.loop.run_until_complete(result())
+
+    def raised(self, error: BaseException) -> list[Any]:
+        """An exception: its builtin class or itself, classes that may stand for it, its text and arguments."""
+        kind = type(error)
+        name = builtin_name(kind)
+        classes = list(filter(None, map(builtin_name, kind.__mro__)))
+        attributes = {name: one for name, one in vars(error).items() if type(one) in (int, float, str, bool)}
+        arguments = list(error.args)
+        try:
+            self.dumps(arguments)
+        except ValueError:  # nested too deep
+            arguments = [_said(error)]
+        return [classes, _said(error), arguments, attributes, None if name else error]
+
+    def dumps(self, value: Any, known: Sequence[Any] = ()) -> bytes:
+        return dumps(value, self.give, known=known, narrowed=self.narrowed)
 
     def give(self, value: Any) -> int:
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
+            is_class = isinstance(value, type) and issubclass(value, BaseException)
+            self.news[0].append(~self.kind(value) if is_class else self.kind(type(value)))
         return number
+
+    def kind(self, kind: type) -> int:
+        """The number of a class, which is described the first time."""
+        if kind not in self.kinds:
+            description = described(kind, self.kind)
+            self.kinds[kind] = len(self.kinds)
+            self.news[1].append(description)
+        return self.kinds[kind]
 
 
 def _said(error: BaseException) -> str:

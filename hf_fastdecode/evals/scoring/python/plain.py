@@ -7,7 +7,10 @@ A value is a byte that names its kind and then its content; lengths are four byt
     r        range                             k v e          keys, values and items of a dict
     C O D q  Counter, OrderedDict, defaultdict, deque
     m Q      Decimal as its text, Fraction as a pair of integers
-    n        a builtin by its name             H              a handle: its number
+    V        a value of `VALUE_TYPES`, such as a date: its class, and the arguments that make it
+    P        a named tuple: name, fields and values of its class
+    n        a builtin by its name             x              an exception of a builtin class: class and arguments
+    H        a handle: its number              A              one of `known`: its number
 
 A subclass of one of these travels as that one, so no behaviour of a program's own classes reaches the reader. All else
 travels as a handle, which only the process that made it can open. Containers that hold themselves are refused.
@@ -19,9 +22,11 @@ import builtins
 import struct
 import sys
 
+from .classes import VALUE_TYPES, builtin_name, is_named_tuple, make_value, named_tuple, value_type
+
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     Give = Callable[[Any], int]
@@ -40,45 +45,48 @@ SAFE_NAMES = frozenset(
     {one.__name__ for one in _DATA_TYPES}
     | {name for name in ALL_NAMES if isinstance(one := getattr(builtins, name), type) and issubclass(one, Exception)}
     | {"Ellipsis", "NotImplemented"}
-)
-"""Builtins that a process that is not trusted may send: calling them does no harm, whatever the arguments."""
+) - {"AssertionError", "Exception"}
+"""Builtins that a process that is not trusted may send: calling them does no harm, whatever the arguments, and tests
+that catch them catch none of their own failures."""
 
 
-def dumps(value: Any, handle: Give, names: frozenset[str] = SAFE_NAMES) -> bytes:
+def dumps(
+    value: Any,
+    handle: Give,
+    names: frozenset[str] = SAFE_NAMES,
+    known: Sequence[Any] = (),
+    narrowed: set[str] | None = None,
+) -> bytes:
     """Encode a value; objects that are not plain data travel as the number that `handle` gives them.
 
-    A ValueError where containers are nested deeper than `MAX_DEPTH`, for instance because one holds itself. Builtins
-    of `names` travel by name.
+    Builtins of `names` travel by name, and objects of `known`, which the reader has too, by their place there.
+    Classes whose objects travel as their base are added to `narrowed`. A ValueError where containers are nested deeper
+    than `MAX_DEPTH`, for instance because one holds itself.
     """
-    writer = _Writer(handle, names)
+    writer = _Writer(handle, names, known, narrowed)
     writer.write(value)
     return bytes(writer.out)
 
 
-def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES) -> Any:
-    """Decode a value. Whatever the bytes are, only plain data, handles and builtins of `names` come out.
+def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES, known: Sequence[Any] = ()) -> Any:
+    """Decode a value. Whatever the bytes are, only plain data, handles, `known` and builtins of `names` come out.
 
     A ValueError where the bytes, which may be hostile, are not a value or one nested too deep. `handle` gives the
     object of a number.
     """
-    reader = _Reader(data, handle, names)
+    reader = _Reader(data, handle, names, known)
     try:
         value = reader.read()
-    except (ArithmeticError, LookupError, TypeError, struct.error) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, struct.error) as error:
         raise ValueError(f"not a value: {error}") from None
     if reader.place != len(data):
         raise ValueError(f"{len(data) - reader.place} bytes after the value")
     return value
 
 
-def builtin_name(value: Any) -> str:
-    """The name under which an object is a builtin function, class or constant; empty for all others."""
-    if value is Ellipsis or value is NotImplemented:
-        return str(value)
-    if not isinstance(value, (type, type(len))):
-        return ""
-    name = value.__name__
-    return name if vars(builtins).get(name) is value else ""
+def is_plain(kind: type) -> bool:
+    """Whether a class other than `object` travels as plain data."""
+    return kind in _WAYS or _way_of_base(kind) is not None
 
 
 def no_handle(*arguments: Any) -> Any:
@@ -87,13 +95,21 @@ def no_handle(*arguments: Any) -> Any:
 
 
 class _Writer:
-    def __init__(self, handle: Give, names: frozenset[str]):
+    def __init__(self, handle: Give, names: frozenset[str], known: Sequence[Any], narrowed: set[str] | None):
         self.out, self.handle, self.names, self.depth = bytearray(), handle, names, 0
+        self.known = {id(one): at for at, one in enumerate(known)}
+        self.narrowed = narrowed
 
     def write(self, value: Any) -> None:
         kind = type(value)
-        if way := _WAYS.get(kind) or _way_of_base(kind):
+        if self.known and id(value) in self.known:
+            self.out += b"A" + _LENGTH.pack(self.known[id(value)])
+        elif way := _WAYS.get(kind) or _way_of_base(kind):
+            if self.narrowed is not None and kind.__module__ == "__main__" and not is_named_tuple(kind):
+                self.narrowed.add(kind.__name__)
             way(self, value)
+        elif issubclass(kind, BaseException) and builtin_name(kind) in self.names:
+            self.several(b"x", [kind, *value.args])
         elif (name := builtin_name(value)) in self.names:
             self.sized(b"n", name.encode())
         else:
@@ -132,6 +148,21 @@ class _Writer:
         factory = value.default_factory
         self.several(b"D", [factory if builtin_name(factory) in SAFE_NAMES else None, *_flat(value)])
 
+    def tuple(self, value: Any) -> None:
+        kind = type(value)
+        if is_named_tuple(kind):
+            self.several(b"P", [kind.__name__, kind._fields, *tuple.__iter__(value)])
+        else:
+            self.several(b"t", [*tuple.__iter__(value)])
+
+    def of_value_type(self, name: str, value: Any) -> None:
+        """As its class and arguments; as a handle where a time zone is of a class that is not plain data."""
+        arguments = VALUE_TYPES[name][1](value)
+        if any(type(one) not in _WAYS and not _way_of_base(type(one)) for one in arguments):
+            self.out += b"H" + _LENGTH.pack(self.handle(value))
+        else:
+            self.several(b"V", [name, *arguments])
+
 
 def _series(kind: bytes, base: Any) -> _Way:
     """Writes the elements that the builtin class itself iterates over, whatever a subclass of it does."""
@@ -153,7 +184,7 @@ _WAYS: dict[type, _Way] = {
     bool: _Writer.constant,
     type(None): _Writer.constant,
     list: _series(b"l", list),
-    tuple: _series(b"t", tuple),
+    tuple: _Writer.tuple,
     dict: _pairs(b"d"),
     set: _series(b"S", set),
     frozenset: _series(b"Z", frozenset),
@@ -179,12 +210,18 @@ def _way_of_base(kind: type) -> _Way | None:
         late[decimal.Decimal] = lambda writer, value: writer.sized(b"m", str(value).encode())
     if fractions := sys.modules.get("fractions"):
         late[fractions.Fraction] = lambda writer, value: writer.several(b"Q", [value.numerator, value.denominator])
-    return next((way for base in kind.__mro__ if (way := late.get(base) or _WAYS.get(base))), None)
+    for base in kind.__mro__:
+        if way := late.get(base) or _WAYS.get(base):
+            return way
+        if name := value_type(base):
+            return lambda writer, value: writer.of_value_type(name, value)
+    return None
 
 
 class _Reader:
-    def __init__(self, data: bytes, handle: Take, names: frozenset[str]):
+    def __init__(self, data: bytes, handle: Take, names: frozenset[str], known: Sequence[Any]):
         self.data, self.place, self.handle, self.names, self.depth = data, 0, handle, names, 0
+        self.known = known
 
     def read(self) -> Any:
         kind = self.data[self.place : self.place + 1]
@@ -232,6 +269,20 @@ class _Reader:
         if factory is not None and builtin_name(factory) not in SAFE_NAMES:
             raise ValueError("a defaultdict makes its values by a builtin class")
         return self.collection("defaultdict", factory, _paired(rest))
+
+    def of_value_type(self) -> Any:
+        name, *arguments = self.several()
+        return make_value(name, arguments)
+
+    def named_tuple(self) -> Any:
+        name, fields, *values = self.several()
+        return named_tuple(name, fields)(*values)
+
+    def exception(self) -> Any:
+        kind, *arguments = self.several()
+        if not isinstance(kind, type) or not issubclass(kind, BaseException):
+            raise ValueError(f"{kind} is no class of exceptions")
+        return kind(*arguments)
 
     def decimal(self) -> Any:
         import decimal
@@ -289,5 +340,9 @@ _KINDS: dict[bytes, Callable[[_Reader], Any]] = {
     b"m": _Reader.decimal,
     b"Q": _Reader.fraction,
     b"n": _Reader.named,
+    b"V": _Reader.of_value_type,
+    b"P": _Reader.named_tuple,
+    b"x": _Reader.exception,
+    b"A": lambda reader: reader.known[reader.length()],
     b"H": lambda reader: reader.handle(reader.length()),
 }

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 
+from .classes import is_mutable, refill
 from .messages import Messages
 from .plain import loads, no_handle
-from .remote import Link, NotPlain, Untrusted
+from .remote import Link
+from .stand_ins import Unjudged, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
@@ -45,9 +47,23 @@ def main(messages: Messages) -> None:
             raise AssertionError("a run of unittest failed, or ran no test")
     except BaseException as error:
         outputs = link.outputs()  # before the error's text, which may ask the program for more
-        messages.send(_status(error), _line(error, sources).encode(errors="replace"), b"", outputs)
+        doubt = link.unjudged or _doubt(job, link)
+        status, line = _status(error), _line(error, sources)
+        if doubt and status == b"fail" and not isinstance(error, Untrusted):
+            status, line = b"unjudged", f"cannot be judged: {doubt} ({line})" if line != doubt else doubt
+        messages.send(status, line.encode(errors="replace"), b"", outputs)
     else:
-        messages.send(b"pass", b"", nonce, link.outputs())
+        if link.unjudged:  # the tests caught it
+            messages.send(b"unjudged", f"cannot be judged: {link.unjudged}".encode(errors="replace"), b"", b"")
+        else:
+            messages.send(b"pass", b"", nonce, link.outputs())
+
+
+def _doubt(job: dict[str, Any], link: Link) -> str:
+    """Why tests that fail here might pass in one process; empty where nothing is known."""
+    if link.narrowed:
+        return f"objects of the program's {', '.join(sorted(link.narrowed))} came as plain data"
+    return job["doubt"] or (job["doubt_of_objects"] if link.instances else "")
 
 
 def _prepare(job: dict[str, Any], link: Link) -> Any:
@@ -64,7 +80,18 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
     for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
         del scope[name]
     wanted = [name for name in job["names"] if name not in scope]
-    for name, value in link.request("names", wanted):
+    watched = [name for name in job["watched"] if name in wanted and name not in job["modules"]]
+
+    def changed(name: str, value: Any) -> None:
+        """A variable of the program has another value."""
+        if name in watched:
+            if type(scope.get(name)) is type(value) and is_mutable(value):
+                refill(scope[name], value)
+            else:
+                scope[name] = value
+
+    link.on_names = changed
+    for name, value in link.request("names", wanted, watched, job["captures"]):
         if name in wanted:
             # Modules of the standard library are the tests' own.
             scope[name] = __import__(name) if name in job["modules"] else value
@@ -142,7 +169,7 @@ def _watched_results() -> list[Any]:
 def _status(error: BaseException) -> bytes:
     if isinstance(error, MemoryError):
         return b"memory"
-    return b"broken" if isinstance(error, (NotPlain, Unrunnable)) else b"fail"
+    return b"broken" if isinstance(error, Unrunnable) else b"fail"
 
 
 def _line(error: BaseException, sources: dict[str, str]) -> str:
@@ -152,7 +179,7 @@ def _line(error: BaseException, sources: dict[str, str]) -> str:
         if source := sources.get(name := trace.tb_frame.f_code.co_filename):
             place = f" in {name}: {source.splitlines()[trace.tb_lineno - 1].strip()}"
         trace = trace.tb_next
-    kind = "" if isinstance(error, (NotPlain, Untrusted, Unrunnable)) else type(error).__name__
+    kind = "" if isinstance(error, (Unjudged, Untrusted, Unrunnable)) else type(error).__name__
     return ": ".join(filter(None, [kind, _said(error)])) + place
 
 

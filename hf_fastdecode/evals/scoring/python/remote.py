@@ -1,14 +1,14 @@
-"""What the tests hold in place of a program's objects: the object is in the other process, only plain data comes here.
-
-A remote object equals itself and nothing else, whatever its class says, and no comparison or search is ever sent: the
-program could answer what suits it.
-"""
+"""The requests that the tests' process sends, and what their answers bring: plain data, objects and exceptions."""
 
 from __future__ import annotations
 
 import builtins
+import sys
 
-from .plain import ALL_NAMES, builtin_name, dumps, loads
+from .canonical import canonical
+from .classes import builtin_name, mutable_parts, refill
+from .plain import ALL_NAMES, dumps, loads, no_handle
+from .stand_ins import Remote, Unjudged, Untrusted, exception_class, new_exception, object_class, require
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
@@ -16,50 +16,69 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Untrusted(BaseException):
-    """The other process has answered nonsense, or is gone. No test can catch it with `except Exception`."""
-
-
-class NotPlain(BaseException):
-    """The tests give the program something that cannot travel, such as a function of theirs."""
-
-
 class Link:
-    """Sends requests to the program's process by `exchange`, which returns the answer, or nothing if there is none."""
+    """Sends requests to the program's process by `exchange`, which returns the answer, or nothing if there is none.
+
+    Attributes:
+        requests: How many were sent.
+        unjudged: Why the outcome of the tests is none; empty where it is one.
+        instances: Whether there were remote objects besides functions and classes.
+        narrowed: Classes of the program whose objects came as plain data, without what else they can do.
+        on_names: Called with changed variables of the program, by name.
+    """
 
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
         self.requests = 0
-        self._known: dict[int, Remote] = {}
+        self.unjudged = ""
+        self.instances = False
+        self.narrowed: set[str] = set()
+        self.on_names: Callable[[str, Any], object] = lambda name, value: None
+        self._objects: list[Any] = []  # by number
+        self._kinds: list[type] = []  # by number
         self._answers: Any = None  # a hash of them, once there are any
 
     def request(self, operation: str, *operands: Any) -> Any:
         """The result of an operation, with the mutable operands as it left them.
 
         Raises:
-            Exception: What the operation raised: the builtin class that is nearest to its own. Or an operand is
-                nested too deep.
-            NotPlain: An operand is an object of the tests' own.
+            Exception: What the operation raised, of the same class where that is a builtin or the program's, else of
+                the nearest builtin one. Or an operand is nested too deep.
+            Unjudged: An operand is an object of the tests' own.
             Untrusted: There is no valid answer.
         """
         self.requests += 1
-        answer = self._exchange(dumps([operation, *operands], _number, ALL_NAMES))
+        asked = dumps([operation, *operands], self._number, ALL_NAMES)
+        known = mutable_parts(list(operands))
+        answer = self._exchange(asked)
         if not answer:
             raise Untrusted("the program ended during a call")
         try:
-            kind, result, changed = loads(answer, self._take)
-            raised = None if kind == "value" else _error(result)
-            if changed is not None:
-                _update(list(operands), changed)
+            objects, kinds, narrowed, changed, names, said, content = loads(answer, no_handle)
+            self._learn(objects, kinds, narrowed)
+            for new in changed:
+                place, inside = loads(new, self._objects.__getitem__, known=known)
+                refill(known[place], inside)
+            kind, result = loads(content, self._objects.__getitem__, known=known)
+            raised = None if kind == "value" else self._error(*result)
+            for name, value in zip(names[::2], names[1::2]):
+                self.on_names(name, loads(value, self._objects.__getitem__))
+            if said and sys.stdout is not sys.__stdout__:  # else nobody reads it
+                sys.stdout.write(said)
         except MemoryError:
             raise
         except Exception as invalid:
             raise Untrusted(f"the program's answer is invalid: {invalid}") from None
         if operation != "names":
-            self._note(result if raised is None else raised, changed)
+            self._note(result if raised is None else raised, list(operands) if changed else None)
         if raised is not None:
             raise raised
         return result
+
+    def no_verdict(self, reason: str) -> Unjudged:
+        """The exception for what cannot be judged, which is kept."""
+        self.unjudged = self.unjudged or reason
+        return Unjudged(reason)
 
     def outputs(self) -> bytes:
         """A hash of the program's answers so far, in order, see `canonical`; empty where it was asked for nothing.
@@ -75,170 +94,66 @@ class Link:
             import hashlib  # takes milliseconds, and programs that do not load need none
 
             self._answers = hashlib.sha256()
-        text = f"raised {type(outcome).__name__}" if isinstance(outcome, BaseException) else canonical(outcome)
+        text = f"raised {_builtin_base(type(outcome))}" if isinstance(outcome, BaseException) else canonical(outcome)
         if changed is not None:
-            text += f" changed {canonical(changed)}"
+            try:
+                text += f" changed {canonical(changed)}"
+            except RecursionError:  # an argument holds itself now
+                text += " changed without end"
         self._answers.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
-    def _take(self, number: int) -> Remote:
-        return self._known.setdefault(number, Remote(self, number))
+    def _learn(self, objects: list[int], kinds: list[Any], narrowed: list[str]) -> None:
+        """Make the classes and objects that an answer is the first to hold."""
+        self.narrowed.update(map(str, narrowed))
+        for form, *description in kinds:
+            make = exception_class if form == "exception" else object_class
+            self._kinds.append(make(self._kinds, *description))
+        for kind in objects:
+            made = self._kinds[kind if kind >= 0 else ~kind]
+            if kind >= 0 and issubclass(made, BaseException):
+                made = new_exception(made, self, len(self._objects))
+            elif kind >= 0:
+                made = made(self, len(self._objects))
+                self.instances = self.instances or not isinstance(made, (type, type(no_handle)))
+            elif "_remote_class" in vars(made):  # not one of a library
+                made._remote_class = (self, len(self._objects))  # type: ignore[attr-defined]
+            self._objects.append(made)
 
-
-class Remote:
-    """An object of the program that is not plain data."""
-
-    def __init__(self, link: Link, number: int):
-        vars(self).update(_link=link, _number=number)
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        return self._link.request("call", self, positional, named)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._link.request("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._link.request("setattr", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._link.request("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._link.request("setitem", self, key, value)
-
-    def __iter__(self) -> Any:
-        return self._link.request("iter", self)
-
-    def __next__(self) -> Any:
-        return self._link.request("next", self)
-
-    def __len__(self) -> int:
-        return _of(int, self._link.request("len", self))
-
-    def __bool__(self) -> bool:
-        return _of(bool, self._link.request("bool", self))
-
-    def __str__(self) -> str:
-        return _of(str, self._link.request("str", self))
-
-    def __repr__(self) -> str:
-        return _of(str, self._link.request("repr", self))
-
-
-def canonical(value: Any) -> str:
-    """A text of a value of `loads` that equal values share: 1, 1.0 and True, a list's items, a set's in any order.
-
-    An object of the program stands for itself as ``object``: to ask it for anything would run the program.
-    """
-    name = type(value).__name__  # of classes that only `plain` makes: no program can have one of its own named so
-    if way := _CANONICAL.get(name):
-        return way(value)
-    return f"builtin {builtin_name(value)}" if builtin_name(value) else "object"
-
-
-def _real(value: Any) -> str:
-    """Equal numbers of any class have equal hashes and are nearest to the same float; few others share both."""
-    try:
-        nearest = float(value) + 0.0  # -0.0 equals 0.0
-    except OverflowError:
-        nearest = float("inf" if value > 0 else "-inf")
-    except ValueError:  # a signalling NaN of `decimal`
-        nearest = float("nan")
-    return f"{nearest} {hash(value)}" if nearest == nearest else "nan"
-
-
-def _complex(value: complex) -> str:
-    return _real(value.real) if value.imag == 0 else f"complex({_real(value.real)},{_real(value.imag)})"
-
-
-def _text(value: str) -> str:
-    """Without addresses, as of ``<generator object f at 0x7f01>``: they are others in each run."""
-    first, *rest = value.split(" at 0x")
-    return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in rest)]))
-
-
-def _range(value: range) -> str:
-    """By its elements, which may be too many to be listed."""
-    steps = (value.step,) if value and value[0] != value[-1] else ()
-    return f"range({','.join(map(_real, (*value[:1], *value[-1:], *steps)))})"
-
-
-def _in_order(name: str) -> Callable[[Any], str]:
-    return lambda value: f"{name}({','.join(map(canonical, value))})"
-
-
-def _in_any_order(value: Any) -> str:
-    return f"set({','.join(sorted(map(canonical, value)))})"
-
-
-def _pairs(value: dict[Any, Any]) -> str:
-    return f"dict({','.join(sorted(f'{canonical(key)}:{canonical(one)}' for key, one in value.items()))})"
-
-
-def _counts(value: dict[Any, Any]) -> str:
-    """Counters are equal where they differ in elements that are counted as 0."""
-    return _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)})
-
-
-_CANONICAL: dict[str, Callable[[Any], str]] = {
-    "NoneType": repr,
-    **dict.fromkeys(("int", "bool", "float", "Decimal", "Fraction"), _real),
-    "complex": _complex,
-    "str": _text,
-    **dict.fromkeys(("bytes", "bytearray"), lambda value: repr(bytes(value))),
-    "range": _range,
-    **{name: _in_order(name) for name in ("list", "tuple", "deque", "dict_values")},
-    **dict.fromkeys(("set", "frozenset", "dict_keys", "dict_items"), _in_any_order),
-    **dict.fromkeys(("dict", "OrderedDict", "defaultdict"), _pairs),
-    "Counter": _counts,
-}
-
-
-def _number(value: Any) -> int:
-    if isinstance(value, Remote):
-        return vars(value)["_number"]
-    if isinstance(value, type(builtins)):  # the program chooses whether a name is that of a module
-        raise TypeError("a module cannot be sent to the program")
-    raise NotPlain(f"the tests give the program a {type(value).__name__}; only plain data can be sent to it")
-
-
-def _of(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise Untrusted(f"the program's answer is invalid: {type(value).__name__} in place of {kind.__name__}")
-    return value
-
-
-def _error(sent: Any) -> BaseException:
-    """An exception of the first of the named classes that is a builtin and can be made with a text alone."""
-    classes, said = _of(list, sent)
-    for name in _of(list, classes):
-        one = getattr(builtins, _of(str, name), None)
-        if isinstance(one, type) and issubclass(one, BaseException):
+    def _error(self, classes: list[str], said: str, arguments: list[Any], attributes: Any, itself: Any) -> Any:
+        """An exception of the program's class, or of the first of the named classes that is a builtin."""
+        if isinstance(itself, BaseException):
+            error: Any = itself
+        else:
+            kinds = [getattr(builtins, name, None) for name in classes]
+            kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseException))
             try:
-                return one(_of(str, said))
-            except TypeError:  # such as UnicodeDecodeError
-                continue
-    raise ValueError(f"{classes} are no exceptions")
+                error = kind(*arguments)
+            except (TypeError, ValueError):  # such as UnicodeDecodeError of a text
+                error = kind.__new__(kind)
+        error.args = tuple(arguments)
+        vars(error).update(attributes)
+        if "_remote_class" in vars(type(error)):
+            error._remote_text = require(str, said)
+        return error
+
+    def _number(self, value: Any) -> int:
+        if isinstance(value, Remote):
+            return value._remote[1]
+        number = (
+            vars(value).get("_remote_class" if isinstance(value, type) else "_remote") if _is_error(value) else None
+        )
+        if number is not None:
+            return number[1]
+        if isinstance(value, type(builtins)):  # the program chooses whether a name is that of a module
+            raise TypeError("a module cannot be sent to the program")
+        raise self.no_verdict(
+            f"the tests give the program a {type(value).__name__}; only plain data can be sent to it"
+        )
 
 
-def _update(old: Any, new: Any) -> Any:
-    """Make mutable containers equal to new ones in place; gives what now stands for the new value."""
-    if type(old) is not type(new):
-        return new
-    if isinstance(old, (list, tuple)):
-        kept = [_update(one, other) for one, other in zip(old, new)] + list(new[len(old) :])
-        if isinstance(old, tuple):
-            return old if len(old) == len(new) and all(a is b for a, b in zip(old, kept)) else tuple(kept)
-        old[:] = kept
-    elif isinstance(old, dict):
-        values = {key: _update(old[key], value) if key in old else value for key, value in new.items()}
-        old.clear()
-        old.update(values)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, bytearray) or type(old).__name__ == "deque":
-        old.clear()
-        old.extend(new)
-    else:
-        return new
-    return old
+def _is_error(value: Any) -> bool:
+    return isinstance(value, BaseException) or (isinstance(value, type) and issubclass(value, BaseException))
+
+
+def _builtin_base(kind: type) -> str:
+    return next(base.__name__ for base in kind.__mro__ if builtin_name(base))
