@@ -149,7 +149,7 @@ def convert_checkpoint(
             from hf_fastdecode.conversion.checkpoint import convert
             from hf_fastdecode.conversion.checkpoint.shards import unfinished
             from hf_fastdecode.conversion.checkpoint.verify import VerificationError
-            from hf_fastdecode.conversion.layers.plan_choice import NAMED, CacheDtype, PlanChoice, read_plan_file
+            from hf_fastdecode.conversion.layers.plan_choice import NAMED, PlanChoice, read_plan_file
             from hf_fastdecode.patches.slim_layers import Rope
 
             from .convert_table import conversion_text
@@ -166,7 +166,7 @@ def convert_checkpoint(
                 source=source,
                 target=None if dry_run else target,
                 format="full" if form == "full" else "slim",
-                choice=PlanChoice(chosen, rank, tolerance, cast(CacheDtype, cache_dtype), cast(Rope, rope)),
+                choice=PlanChoice(chosen, rank, tolerance, cache_dtype, cast(Rope, rope)),
                 dtype=None if dtype == "auto" else getattr(torch, dtype),
                 calibration=calibration,
                 transcript=transcript,

@@ -88,7 +88,7 @@ class PlanChoice:
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        return None if self.cache_dtype == AUTO else getattr(torch, self.cache_dtype)
+        return None if self.cache_dtype == AUTO else getattr(torch, str(self.cache_dtype))
 
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
         """Plan and rank asked for layer `index` of `layers`; ``auto`` has rank 0.
