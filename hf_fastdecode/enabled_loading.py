@@ -59,7 +59,9 @@ class _Patch(MetaPathFinder):
     """Patches `PreTrainedModel.from_pretrained` once its module is imported."""
 
     def __init__(self, options: dict[str, Any]):
-        self._options, self._original, self._kind = options, None, None
+        self._options = options
+        self._original: Any = None
+        self._kind: Any = None
         self._enabled: WeakSet[Any] = WeakSet()
 
     def apply(self) -> None:
@@ -100,9 +102,8 @@ class _Patch(MetaPathFinder):
         return spec
 
     def _patch(self, module: ModuleType) -> None:
-        kind: Any = module.PreTrainedModel
-        original = vars(kind)["from_pretrained"]
-        self._kind, self._original = kind, original
+        self._kind = module.PreTrainedModel
+        self._original = original = vars(self._kind)["from_pretrained"]
 
         @functools.wraps(original.__func__)
         def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ class _Patch(MetaPathFinder):
             self._enable(loaded[0] if isinstance(loaded, tuple) else loaded)  # with output_loading_info=True
             return loaded
 
-        kind.from_pretrained = classmethod(from_pretrained)
+        self._kind.from_pretrained = classmethod(from_pretrained)
 
     def _enable(self, model: Any) -> None:
         if not model.can_generate():

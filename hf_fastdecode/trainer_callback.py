@@ -11,7 +11,7 @@ from .api import disable, enable, explain
 from .generation.options import Options
 
 
-class FastDecodeCallback(TrainerCallback):  # type: ignore[misc]
+class FastDecodeCallback(TrainerCallback):
     """Enables a trainer's model when training begins, and disables it when training ends.
 
     For programs that take callbacks, but have no place for a line of code. A model that is enabled already keeps its

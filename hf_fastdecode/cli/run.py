@@ -47,7 +47,7 @@ def run(
 
         hf-fastdecode run trl grpo --model_name_or_path MODEL ...
         hf-fastdecode run --reuse-prefix script.py --its options
-        torchrun --nproc-per-node 2 -m hf_fastdecode run -m package.train ...
+      X
     """
     arguments = options.arguments()
     start = _module(program) if module else _command(program)
@@ -67,7 +67,7 @@ def run(
     sys.exit(code)
 
 
-def _module(name: str) -> Callable[[], object]:
+def _module(name: str) -> Callable[[], Any]:
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = importlib.util.find_spec(name)
@@ -78,7 +78,7 @@ def _module(name: str) -> Callable[[], object]:
     return lambda: _ended(runpy.run_module(name, run_name="__main__", alter_sys=True))
 
 
-def _command(program: str) -> Callable[[], object]:
+def _command(program: str) -> Callable[[], Any]:
     """A command of a package, or else a script."""
     names = {point.name: point for point in entry_points(group=_SCRIPTS)}
     if os.sep not in program and not program.endswith(".py") and (point := names.get(program)) is not None:
