@@ -10,10 +10,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from hf_fastdecode import model_names
+from hf_fastdecode.conversion.checkpoint import find
 from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.checkpoint.find import CheckpointError, find_checkpoint
 from hf_fastdecode.conversion.checkpoint.source import Checkpoint
 from hf_fastdecode.conversion.families import UnconvertibleError
+from hf_fastdecode.errors import InputError
 
 from .checkpoints import save_multi_head
 
@@ -31,7 +34,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
                 shutil.copyfile(file, target / file.name)
         return str(target)
 
+    def load_config(name: str) -> Any:
+        folder = tmp_path / "hub" / name
+        return model_names.load_config(str(folder) if folder.is_dir() else name)
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(find, "load_config", load_config)
     return downloads
 
 
@@ -69,7 +77,7 @@ def test_weights_in_torch_files(hub: Path, tmp_path: Path) -> None:
 
 
 def test_no_such_repository(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no folder user/none, and the Hugging Face Hub does not give it"):
+    with pytest.raises(InputError, match=r"no folder user/none, the .* Hub is not reachable, .*; name a local folder"):
         find_checkpoint("user/none")
 
 
