@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fastdecode.assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
@@ -121,7 +122,7 @@ class BlockEnd(StopWords):
         return function_end(self._task).completion(block) if self._task.stem else block
 
 
-def chat_format(tokenizer: Any, arguments: Mapping[str, Any]) -> PromptFormat:
+def chat_format(tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> PromptFormat:
     """``chat``: one user's message that asks for the function, and the beginning of the answer.
 
     `arguments` are those of the template. Where it has the model think, ``chat-thinking``: the prompt ends where the

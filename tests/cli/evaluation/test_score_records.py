@@ -246,3 +246,27 @@ def test_limits_have_bounds(tmp_path: Path, option: str, value: float) -> None:
     done = run("eval", "check", option, value)
     assert done.exit_code == 2
     assert f"Invalid value for '{option}': Input should be" in done.output
+
+
+def test_unjudged_samples_bound_the_rate(tmp_path: Path) -> None:
+    lines = {
+        "data.jsonl": [MBPP],
+        "samples.jsonl": [
+            {"task_id": 1, "completion": program}
+            for program in (
+                MBPP["code"],
+                "class Odd:\n    def __eq__(self, other): return True\ndef is_odd(n): return Odd()\n",
+                "def is_odd(n): return 3\n",
+                "def is_odd(n): return object()\n",
+            )
+        ],
+    }
+    for name, records in lines.items():
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    place = ("--task", "mbpp", "--data", tmp_path / "data.jsonl", "--sandbox", "none", "--allow-unsafe-code")
+    done = run("eval", "score", tmp_path / "samples.jsonl", *place, "--out", tmp_path / "out.jsonl")
+    assert "1 of 4 samples of 1 tasks pass; pass@1 25.0 %, at most 50.0 %" in done.stdout
+    assert "the others: 2 fail, 1 unjudged" in done.stdout
+    unjudged = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1])
+    assert (unjudged["status"], unjudged["passed"]) == ("unjudged", False)
+    assert unjudged["detail"].startswith("cannot be judged: __eq__ of the program's Odd would decide about a bool")

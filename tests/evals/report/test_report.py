@@ -151,6 +151,13 @@ def test_remarks(tmp_path):
     assert found.accuracy.value("oracle", 1) == pytest.approx((0 + 1 / 4 + 0) / 3)
 
 
+def test_thoughts_are_told(tmp_path):
+    thinking = [replace(one, tokens=9, thought_tokens=9 if one.index == 0 else 4) for one in samples()]
+    found = report(write_run(tmp_path, samples=thinking, verdicts=verdicts()))
+    cut = sum(one.index == 0 for one in thinking)
+    assert f"Samples think first, 4 tokens in the median; {cut} of 12 did not reach an answer" in found.notes[0]
+
+
 def test_unjudged_samples_give_bounds(tmp_path):
     judged = [replace(one, status="unjudged") if one.task_id == "MBPP/3" else one for one in verdicts()]
     found = report(write_run(tmp_path, samples=samples(), verdicts=judged))
