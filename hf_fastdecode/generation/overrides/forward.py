@@ -94,9 +94,9 @@ def _forward_shared(
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
     users = active_call is None or active_call.model is not model or active_call.loop is not None
-    if users and cache.kept and not cache.state.packed:  # others are noted where their prefill ends
+    if cache.kept and not cache.state.packed and (users or cache.fingerprint is None):
         before = None if was_empty else cache.fingerprint
-        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=True)
+        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
         report.observe(cache)
