@@ -175,6 +175,19 @@ def test_caches_that_loops_of_the_user_keep():
         refused_after_a_step(model, *kept)
 
 
+def test_caches_that_processors_fill():
+    model, cache = tiny_model(), fd.SharedContextCache()
+
+    def fill(ids, scores):
+        if cache.is_empty:
+            model(PROMPT["input_ids"], **{CACHE: cache})
+        return scores
+
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING, logits_processor=[fill])
+        refused_after_a_step(model, cache)
+
+
 def test_caches_of_direct_passes():
     model, emptied = tiny_model(), fd.SharedContextCache()
     with fd.enabled(model), torch.no_grad():

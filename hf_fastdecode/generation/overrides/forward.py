@@ -93,10 +93,10 @@ def _forward_shared(
                     output[CACHE] = cache
             if not cache.state.packed and isinstance(input_ids, Tensor):
                 cache.record_tokens(input_ids)
-    if cache.kept:
-        users = active_call is None or active_call.model is not model or active_call.loop is not None
-        before, compares = None if was_empty else cache.fingerprint, users and not cache.state.packed
-        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=compares)
+    users = active_call is None or active_call.model is not model or active_call.loop is not None
+    if cache.kept and not cache.state.packed and (users or cache.fingerprint is None):
+        before = None if was_empty else cache.fingerprint
+        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
         report.observe(cache)

@@ -15,6 +15,7 @@ from ..._compat import CACHE
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..active_call import calls_of_prefill
+from ..fingerprint import filled_by
 from ..forward_pass import places_tokens
 from ..inputs.given import PLAIN
 from ..model_state import ModelState
@@ -104,7 +105,7 @@ def _prefill_text(
             prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
     if rows is not None:
         cache.select_rows(rows)
-    cache.protected_segments = len(cache.segment_tokens)
+    cache.fingerprint, cache.protected_segments = filled_by(None, inner, structure.walk), len(cache.segment_tokens)
     return cache
 
 

@@ -200,7 +200,7 @@ def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
 def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool) -> None:
     """Keep prefilled nodes in the prefix store if they are `reusable`, and note which model filled a kept cache.
 
-    Passes note it too, but captured ones, which do not call the model.
+    Not within passes, for whose time methods of modules are replaced.
     """
     if cache.kept:
         cache.fingerprint = filled_by(cache.fingerprint, call.model, call.structure.walk)
