@@ -153,7 +153,6 @@ fd.enable(model, backend="triton", mode="graph", sampler="fast", fuse_projection
 fd.enable(model, backend="tritno")
 fd.enable(model, mode="grpah")
 fd.enable(model, sampler="fats")
-fd.to_slim(model, cache_dtype="int7")
 fd.SharedContextCache(backend="tritno")
 """
 _UNCHECKED = "accelerate datasets huggingface_hub matplotlib numpy packaging rich safetensors tokenizers torch tqdm"
@@ -177,8 +176,8 @@ def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
 # of the package; conversion/fit is one apart from the rest of its folder.
 LAYERS = (
     *(
-        {"_compat", "dtypes", "errors", "log", "plain_modules", "weak_method"},
-        {"files"},
+        {"_compat", "errors", "log", "plain_modules", "weak_method"},
+        {"dtypes", "files"},
         {"kernels"},
         {"attention"},
         {"parallel"},

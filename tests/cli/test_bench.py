@@ -229,14 +229,14 @@ def test_first_calls_in_processes_of_their_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(first_calls, "subprocess", SimpleNamespace(run=forked, TimeoutExpired=TimeoutError))
     out = tmp_path / "rows.csv"
-    words = ("--shape", "tiny", "--point", "128x4", "--new-tokens", 2, "--dtype", "float32", "--way", "shared")
+    words = ("--shape", "tiny", "--point", "128x8", "--new-tokens", 2, "--dtype", "float32", "--way", "shared")
     result = run("first-calls", *words, "--device", "cpu", "--out", out)
     assert result.exit_code == 0, result.output
     rows = read_rows(out)
     assert [(row["caches"], row["status"]) for row in rows] == [("cold", "ok"), ("warm", "ok")]
     times = ("first_call_s", "tenth_call_s", "more_rows_s", "reused_first_token_s")
     assert all(float(row[name]) > 0 for row in rows for name in times)
-    assert "| tiny | 128 | 4 | shared | warm |" in result.stdout
+    assert "| tiny | 128 | 8 | shared | warm |" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["generate", "completions", "first-calls"])

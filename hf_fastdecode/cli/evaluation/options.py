@@ -60,7 +60,7 @@ Samples = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Folder of the run.", show_default="eval-runs/TASK-MODEL", file_okay=False),
+    typer.Option(help="Folder of the run; eval-runs/TASK-MODEL if left out.", show_default=False, file_okay=False),
 ]
 
 Shard = Annotated[
