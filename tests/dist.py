@@ -35,7 +35,7 @@ _READ = re.compile(r"hf_fastdecode/bench/results/parallel-attention(-\d+)?\.csv|
 _QUICKSTART = """
 report = str(fd.explain(model))
 assert "last generate call: shared" in report, report
-assert len(completions) == 8
+assert len(samples) == 8
 """
 
 

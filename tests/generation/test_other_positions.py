@@ -116,7 +116,7 @@ def test_positions_of_one_row_for_several_prompts(name, call):
     with fd.enabled(model, min_saved_tokens=1):
         assert tokens() == stock
         report = fd.explain(model).last_call
-        assert report.path == "failed" or "position_ids have 2 rows, and the call 4" in report.reason
+        assert report.path in ("failed", "stock")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.int32], ids=str)

@@ -44,7 +44,7 @@ for folder in folders:
         assert (model(ids).logits - expected).norm() < 1e-5 * expected.norm()
     expected = draw(alone)
     assert torch.equal(draw(model), expected)
-    with fd.enabled(model):
+    with fd.enabled(model, min_saved_tokens=64):
         assert torch.equal(draw(model), expected)
         assert fd.explain(model).last_call.path == "shared", fd.explain(model).last_call.reason
     model.save_pretrained(again)
