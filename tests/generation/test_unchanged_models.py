@@ -28,7 +28,7 @@ def longer_call(model, ids):
 
 IN_MODULES = (
     [] if CACHE == "past_key_values" else ["RecurrentGemmaForCausalLM"]
-)  # older configs do not name its states
+)  # older configs name no states
 
 
 @pytest.mark.parametrize("name", [*IN_MODULES, "XGLMForCausalLM", "Kosmos2TextForCausalLM"])
