@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -88,8 +87,6 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
             report = fd.explain(model).last_call
             if not torch.equal(tokens, stock[call]):
                 return "wrong", f"{call}, {report.path if report else 'not seen'}"
-        if report is None:
-            return "stock", _why_unseen(model)
         if report.path == "stock":
             return "stock", report.reason
         for call in _CALLS:
@@ -126,17 +123,6 @@ def _compared_with(model: PreTrainedModel, kind: str) -> str:
 def _generate_with(model: PreTrainedModel, inputs: dict[str, Tensor], call: str) -> Tensor:
     tokens = seeded(lambda: model.generate(**inputs, **_CALLS_WITH[call], max_new_tokens=_NEW_TOKENS))
     return tokens if isinstance(tokens, Tensor) else tokens[0]
-
-
-def _why_unseen(model: PreTrainedModel) -> str:
-    """Why a class's `generate` has not asked for a cache."""
-    name = type(model).__name__
-    if name.endswith("ForCTC"):
-        return f"{name}.generate labels all frames in one pass (CTC), and decodes nothing step by step"
-    for part, module in model.named_modules():
-        if part and isinstance(module, GenerationMixin):
-            return f"{name}.generate calls that of {part}, a {type(module).__name__}, which can be enabled itself"
-    return f"{name}.generate decodes by itself"
 
 
 def _spoilt_tokens(model: PreTrainedModel, inputs: dict[str, Tensor], call: str, continued: bool) -> Tensor:

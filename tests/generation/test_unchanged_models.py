@@ -26,9 +26,7 @@ def longer_call(model, ids):
     model.generate(ids[:, :2].repeat(1, LONG // 2), do_sample=False, max_new_tokens=3)
 
 
-IN_MODULES = (
-    [] if CACHE == "past_key_values" else ["RecurrentGemmaForCausalLM"]
-)  # older configs name no states
+IN_MODULES = [] if CACHE == "past_key_values" else ["RecurrentGemmaForCausalLM"]  # older configs name no states
 
 
 @pytest.mark.parametrize("name", [*IN_MODULES, "XGLMForCausalLM", "Kosmos2TextForCausalLM"])

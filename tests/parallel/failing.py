@@ -126,6 +126,9 @@ def run(module: str, folder: str, out: str, backend: str) -> None:
     """Run the module's scenarios in forks of this process: on the CPU all at once, on GPUs one after another."""
     from importlib import import_module
 
+    from ..short_calls import share_short_calls
+
+    share_short_calls()
     import_module(f"tests.parallel.{module}")
     for names in [[name] for name in _SCENARIOS] if backend == "nccl" else [list(_SCENARIOS)]:
         processes = {name: _start(name, folder, out, backend) for name in names}

@@ -43,7 +43,8 @@ def several_devices(models: Models) -> Any:
 @by_pytorch
 def gathered_parameters(models: Models) -> Any:
     model = tiny_model()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for part in (*model.model.layers, model):  # layers are divided again after each pass
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
     return compared(model)
 
 
@@ -208,7 +209,7 @@ def meshes_of_two_dimensions(models: Models) -> Any:
     ("name", "why"),
     [
         ("several_devices", "it is on several devices (cpu, meta), and each process divides contexts on one"),
-        ("gathered_parameters", "its parameters are "),
+        ("gathered_parameters", "FSDP 2 divides its parameters between processes, and each pass gathers them"),
         ("split_heads", "its attention heads are split between the 2 processes that would divide contexts"),
     ],
 )
