@@ -1,6 +1,6 @@
-"""Measurements: cases as data, one runner, rows that say where they come from."""
+"""Benchmarks of the package, run in a clone: ``python -m benchmarks``. Cases are data; rows carry their source."""
 
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-"""Where the rows lie that the documentation cites."""
+"""The rows that the documentation cites."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from ..measurement.figures import (
+from hf_fastdecode.measurement.figures import (
     COLOURS,
     add_legend,
     add_title,
@@ -16,8 +16,9 @@ from ..measurement.figures import (
     save,
     style_axis,
 )
-from ..measurement.rows import Measurement
-from ..measurement.runner import failed
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.runner import failed
+
 from .generate.table import CEILING, where_measured
 from .ops.table import is_part, one_node
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..measurement.rows import Measurement
-from ..measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import by, cell, markdown
+
 from .generate.cases import PromptTree
 from .generate.table import cases_of, timed, where_measured
 

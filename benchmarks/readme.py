@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..measurement.figures import new_figure, plain_numbers, powers_of_two, save
-from ..measurement.rows import Measurement
-from ..measurement.tables import cell, markdown
+from hf_fastdecode.measurement.figures import new_figure, plain_numbers, powers_of_two, save
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import cell, markdown
+
 from .generate.table import cases_of, stock_kv_bytes, timed, where_measured
 
 SHAPE: Final = "8b-gqa"

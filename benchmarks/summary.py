@@ -1,6 +1,6 @@
 """What the README and other pages show of the committed measurements: tables between markers, and figures.
 
-``python -m hf_fastdecode.bench.summary`` rewrites them all; a test fails when a table does not match its CSV file.
+``python -m benchmarks summary`` rewrites them all; a test fails when a table does not match its CSV file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import typer
+from hf_fastdecode.files import read_rows
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import replace_between
 
-from ..files import read_rows
-from ..measurement.rows import Measurement
-from ..measurement.tables import replace_between
 from . import RESULTS
 from .figures import plot
 from .generate import table as generate
@@ -27,7 +26,7 @@ from .sampling.table import sampling_table
 from .slim.table import slim_table
 from .workloads.tables import levels_page, questions_page, samples_page
 
-_ROOT = RESULTS.parents[2]
+_ROOT = RESULTS.parents[1]
 PAGES = (_ROOT / "README.md", RESULTS / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
 """The pages of a clone; an installed package has none."""
 PICTURES = _ROOT / "docs" / "pictures"
@@ -140,14 +139,10 @@ def _rows(files: str) -> list[Measurement]:
     return [row for path in paths for row in read_rows(path)]
 
 
-def main() -> None:
+def rewrite_pages() -> None:
     """Rewrite the tables and the figures from the committed measurements."""
     _write_dates()
     draw_readme_figures(_rows("generate.csv+generate-vllm.csv"), PICTURES)
     plot(read_rows(RESULTS / "ops.csv"), RESULTS / "ops")
     for page in PAGES:
         page.write_text(refreshed(page.read_text()))
-
-
-if __name__ == "__main__":
-    typer.run(main)

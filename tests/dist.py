@@ -30,7 +30,7 @@ DIST = ROOT / "dist"
 
 # Measurements and pictures are for the pages of the repository, but for rows that the code reads.
 _FOR_PAGES = re.compile(r"\.(csv|gif|ipynb|jpg|md|pdf|png|svg)$")
-_READ = re.compile(r"hf_fastdecode/bench/results/parallel-attention(-\d+)?\.csv|hf_fastdecode/assets/MODEL_CARD\.md")
+_READ = re.compile(r"benchmarks/results/parallel-attention(-\d+)?\.csv|hf_fastdecode/assets/MODEL_CARD\.md")
 
 _QUICKSTART = """
 report = str(fd.explain(model))

@@ -74,7 +74,7 @@ def without_numbers(text: str) -> str:
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    "hf_fastdecode/bench/results/README.md",
+    "benchmarks/results/README.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
 ]
 

@@ -81,7 +81,7 @@ print(json.dumps(said))
 """
 )
 
-KERNEL_FILES = "hf_fastdecode.kernels.", "hf_fastdecode.bench.ops.sketch", "hf_fastdecode.bench.ops.node_kernel"
+KERNEL_FILES = "hf_fastdecode.kernels.", "benchmarks.ops.sketch", "benchmarks.ops.node_kernel"
 
 
 def test_all_but_kernels_can_be_imported():

@@ -1,4 +1,4 @@
-"""``bench completions``: time of a step while completions grow."""
+"""``completions``: time of a step while completions grow."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from typing import Annotated
 
 import typer
 
-from ...attention.torch_operators import backend_of_environment
-from ...bench.generate.cases import LOOPS, WAYS, CompletionCase, GenerateCase, PromptTree, spans
-from ...dtypes import parse_dtype
-from ...errors import InputError
-from ...measurement.shapes import SHAPES
-from ...model_names import EMBEDDED
-from ..checks import check_choice
-from ..console import bad_input
-from ..interrupts import exit_on_interrupt
-from ..options import Check, Checkpoints, CsvFile, Device, ListCases, Plot, ShapeDtype, Shapes, Trees, points
-from .generate import check_models, check_ways, parse_point
-from .report import measured, place_of_calls, report, show_cases
+from hf_fastdecode.attention.torch_operators import backend_of_environment
+from hf_fastdecode.cli.bench import measured, parse_point, place_of_calls
+from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.console import bad_input
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Device, Plot
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.shapes import SHAPES
+from hf_fastdecode.model_names import EMBEDDED
+
+from ..generate.cases import LOOPS, WAYS, CompletionCase, GenerateCase, PromptTree, spans
+from .generate import check_models, check_ways
+from .options import Check, Checkpoints, ListCases, ShapeDtype, Shapes, Trees, points
+from .report import report, show_cases
 
 _LEFT_OUT = ("generate_batch", *LOOPS, *(f"stock-{name}" for name in LOOPS))
 
@@ -34,7 +37,7 @@ def completions(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="Repeatable: those of `bench generate` but generate_batch and other loops.",
+            help="Repeatable: those of `generate` but generate_batch and other loops.",
             show_default="stock, shared",
         ),
     ] = None,
@@ -57,12 +60,12 @@ def completions(
 
     Examples:
 
-        hf-fastdecode bench completions
-        hf-fastdecode bench completions --shape 8b-gqa --point 512x4 \\
+        python -m benchmarks completions
+        python -m benchmarks completions --shape 8b-gqa --point 512x4 \\
             --marks 64,2048,8192,32768 --way compile --plot
-        hf-fastdecode bench completions --shape 7b-mha --point 2048x16 \\
+        python -m benchmarks completions --shape 7b-mha --point 2048x16 \\
             --marks 2048,6144 --way compile
-        hf-fastdecode bench completions --shape 7b-mha --tree 64+8x32768x1 \\
+        python -m benchmarks completions --shape 7b-mha --tree 64+8x32768x1 \\
             --marks 32,96 --way graph --way slim-k
 
     The last one has eight prompts that have 64 tokens in common, with one sample of each.
@@ -86,8 +89,8 @@ def completions(
         return show_cases(cases)
     place = place_of_calls(device, out)
     with exit_on_interrupt():
-        from ...bench.generate.completions import CompletionBench
-        from ...bench.generate.table import completions_table
+        from ..generate.completions import CompletionBench
+        from ..generate.table import completions_table
 
     check_models([case.call for case in cases], device, place)
     bench = CompletionBench(place, check=check, budget_s=seconds)

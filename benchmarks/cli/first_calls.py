@@ -1,4 +1,4 @@
-"""``bench first-calls``: the first calls of a fresh process."""
+"""``first-calls``: the first calls of a fresh process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Annotated
 
 import typer
 
-from ...bench.generate.cases import CACHES, WAYS, FirstCallsCase, GenerateCase
-from ...dtypes import parse_dtype
-from ...measurement.shapes import SHAPES
-from ...model_names import EMBEDDED
-from ..checks import check_choice
-from ..console import bad_input
-from ..interrupts import exit_on_interrupt
-from ..options import Checkpoints, CsvFile, Device, ListCases, ShapeDtype, Shapes, points
-from .generate import check_models, check_ways, parse_point
-from .report import measured, place_of_calls, report, show_cases
+from hf_fastdecode.cli.bench import measured, parse_point, place_of_calls
+from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.console import bad_input
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Device
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.measurement.shapes import SHAPES
+from hf_fastdecode.model_names import EMBEDDED
+
+from ..generate.cases import CACHES, WAYS, FirstCallsCase, GenerateCase
+from .generate import check_models, check_ways
+from .options import Checkpoints, ListCases, ShapeDtype, Shapes, points
+from .report import report, show_cases
 
 _LEFT_OUT = ("generate_batch", "stock-beams", "beams")
 
@@ -30,7 +33,7 @@ def first_calls(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Repeatable: those of `bench generate` but {', '.join(_LEFT_OUT)}.",
+            help=f"Repeatable: those of `generate` but {', '.join(_LEFT_OUT)}.",
             show_default="stock, shared",
         ),
     ] = None,
@@ -54,8 +57,8 @@ def first_calls(
 
     Examples:
 
-        hf-fastdecode bench first-calls
-        hf-fastdecode bench first-calls --shape 7b-mha --point 2048x16 \\
+        python -m benchmarks first-calls
+        python -m benchmarks first-calls --shape 7b-mha --point 2048x16 \\
             --way shared --caches cold
     """
     ways = list(dict.fromkeys(way or ("stock", "shared")))
@@ -75,8 +78,8 @@ def first_calls(
         return show_cases(cases)
     place = place_of_calls(device, out)
     with exit_on_interrupt():
-        from ...bench.generate.first_calls import FirstCallsBench
-        from ...bench.generate.table import first_calls_table
+        from ..generate.first_calls import FirstCallsBench
+        from ..generate.table import first_calls_table
 
     check_models([replace(call, context=2 * call.context) for call in calls], device, place)
     report(measured(cases, ways, FirstCallsBench(place).measure, place, out), out, first_calls_table, plot=False)

@@ -1,4 +1,4 @@
-"""``bench generate``: whole calls of `generate`."""
+"""``generate``: whole calls of `generate`."""
 
 from __future__ import annotations
 
@@ -8,36 +8,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...attention.torch_operators import backend_of_environment
-from ...bench.generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
-from ...bench.generate.inputs.shapes import INPUT_SHAPES
-from ...dtypes import parse_dtype
-from ...errors import InputError
-from ...measurement.shapes import MAX_POSITIONS, SHAPES, parameters
-from ...model_names import EMBEDDED, load_config, max_positions
-from ..checks import check_choice
-from ..console import bad_input, note
-from ..interrupts import exit_on_interrupt
-from ..options import (
-    AllShapes,
-    Check,
-    Checkpoints,
-    CsvFile,
-    Device,
-    ListCases,
-    Only,
-    Plot,
-    Repeats,
-    ShapeDtype,
-    Trees,
-    points,
-)
-from .report import chosen, measured, place_of_calls, report, show_cases
+from hf_fastdecode.attention.torch_operators import backend_of_environment
+from hf_fastdecode.cli.bench import check_positions, check_weights, measured, parse_point, place_of_calls
+from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.console import bad_input
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.shapes import MAX_POSITIONS, SHAPES, parameters
+from hf_fastdecode.model_names import EMBEDDED, load_config, max_positions
+
+from ..generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
+from ..generate.inputs.shapes import INPUT_SHAPES
+from .options import AllShapes, Check, Checkpoints, ListCases, Only, ShapeDtype, Trees, points
+from .report import chosen, report, show_cases
 
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Measurement
+    from hf_fastdecode.measurement.rows import Measurement
 
 
 def generate(
@@ -101,21 +91,21 @@ def generate(
 
     Examples:
 
-        hf-fastdecode bench generate
-        hf-fastdecode bench generate --shape 7b-mha --point 2048x16 \\
+        python -m benchmarks generate
+        python -m benchmarks generate --shape 7b-mha --point 2048x16 \\
             --point 8192x128 --plot
-        hf-fastdecode bench generate --model codellama/CodeLlama-7b-hf \\
+        python -m benchmarks generate --model codellama/CodeLlama-7b-hf \\
             --point 8192x32 --way stock --way compile
-        hf-fastdecode bench generate --shape 8b-gqa --point 2048x128 \\
+        python -m benchmarks generate --shape 8b-gqa --point 2048x128 \\
             --new-tokens 256 --finish 16 --way shared
-        hf-fastdecode bench generate --shape 8b-gqa --point 1024x1024 \\
+        python -m benchmarks generate --shape 8b-gqa --point 1024x1024 \\
             --new-tokens 768 --finish-mean 100 --way graph \\
             --way graph+max_rows=256
-        hf-fastdecode bench generate --shape whisper-large-v3 --point 1500x16 \\
+        python -m benchmarks generate --shape whisper-large-v3 --point 1500x16 \\
             --way stock --way shared
-        hf-fastdecode bench generate --shape qwen3-vl-2b --point 1126x32 \\
+        python -m benchmarks generate --shape qwen3-vl-2b --point 1126x32 \\
             --way stock --way shared
-        hf-fastdecode bench generate --shape 8b-gqa --tree 800+8x512x128 \\
+        python -m benchmarks generate --shape 8b-gqa --tree 800+8x512x128 \\
             --way graph --way graph+min_shared_tokens=801
 
     The one with `--finish-mean` compares rows that all begin at once with rows that wait for places of finished ones;
@@ -153,7 +143,7 @@ def generate(
     with exit_on_interrupt():
         check_models(cases, device, place)
     rows = run_generate(cases, ways, place, check, repeats, out)
-    from ...bench.generate.table import generate_tables
+    from ..generate.table import generate_tables
 
     report(rows, out, generate_tables, plot=plot)
 
@@ -163,8 +153,8 @@ def run_generate(
 ) -> list[Measurement]:
     """Measure whole calls into `out`."""
     with exit_on_interrupt():
-        from ...bench.generate.measure import GenerateBench
-        from ...bench.generate.ways import find_way
+        from ..generate.measure import GenerateBench
+        from ..generate.ways import find_way
 
     with bad_input():
         for way in ways:  # numbers that options of ways cannot be, which takes torch to know
@@ -194,24 +184,8 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
         for case in cases:
             if given and case.shape == shape:
                 given.given.check(case)
-            if case.shape == shape and limit is not None and case.context + case.new_tokens > limit:
+            if case.shape == shape:
                 asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
-                raise InputError(
-                    f"{asked} with {case.new_tokens} new tokens is longer than the {limit} positions of {shape}; ask "
-                    "for a shorter context or fewer new tokens"
-                )
-        if place.type != "cpu" or not (shape in SHAPES or given):
-            continue
-        if (billions := (given.parameters() if given else parameters(shape)) / 1e9) > 1:
-            size = f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes"
-            if device == "auto":
-                raise InputError(f"{size}; name a smaller --shape, such as tiny or embedded, or pass --device cpu")
-            note(f"{size}; --shape embedded and tiny are meant for one")
-
-
-def parse_point(text: str) -> tuple[int, int]:
-    """Context and samples of ``CONTEXTxN``."""
-    context, cross, samples = text.partition("x")
-    if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
-        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}; write one so")
-    return int(context), int(samples)
+                check_positions(asked, case.context, case.new_tokens, limit, shape)
+        if place.type == "cpu" and (shape in SHAPES or given):
+            check_weights(shape, given.parameters() if given else parameters(shape), device)

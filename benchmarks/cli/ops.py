@@ -1,4 +1,4 @@
-"""``bench ops``, ``bench sampling`` and ``bench slim``: the kernels of one decode step, over named sets of cases."""
+"""``ops``, ``sampling`` and ``slim``: the kernels of one decode step, over named sets of cases."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...attention.torch_operators import BACKEND_VARIABLE
-from ...bench.ops.cases import OP_SETS, OpCase, with_dtype
-from ...bench.sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
-from ...bench.slim.cases import SLIM_SETS, SLIM_WAYS
-from ...dtypes import parse_dtype
-from ...errors import InputError
-from ...measurement.runner import check_out
-from ..checks import check_choice, check_device
-from ..interrupts import exit_on_interrupt
-from ..options import Check, CsvFile, Device, ListCases, Only, Plot, repeatable, sets_of
-from ..tables import show_tables
-from .report import C, chosen, find_device, measured, refuse_red, report, show_cases
+from hf_fastdecode.attention.torch_operators import BACKEND_VARIABLE
+from hf_fastdecode.cli.bench import C, find_device, measured, refuse_red
+from hf_fastdecode.cli.checks import check_choice, check_device
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Device, Plot
+from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import check_out
+
+from ..ops.cases import OP_SETS, OpCase, with_dtype
+from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
+from ..slim.cases import SLIM_SETS, SLIM_WAYS
+from .options import Check, ListCases, Only, repeatable, sets_of
+from .report import chosen, report, show_cases
 
 if TYPE_CHECKING:
     import torch
 
-    from ...measurement.rows import Measurement
+    from hf_fastdecode.measurement.rows import Measurement
 
 OP_WAY_NAMES = (
     "ours",
@@ -84,11 +87,11 @@ def ops(
 
     Examples:
 
-        hf-fastdecode bench ops
-        hf-fastdecode bench ops --set h200 --plot --out runs/ops-h200.csv
-        hf-fastdecode bench ops --set grid --only n128- --only n1024- --way ours \\
+        python -m benchmarks ops
+        python -m benchmarks ops --set h200 --plot --out runs/ops-h200.csv
+        python -m benchmarks ops --set grid --only n128- --only n1024- --way ours \\
             --way recipe
-        hf-fastdecode bench ops --set two-level --set ragged --list
+        python -m benchmarks ops --set two-level --set ragged --list
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
     if dtype is not None:
@@ -99,7 +102,7 @@ def ops(
     check_backend()
     check_out(out)
     place = find_device(device)
-    from ...bench.ops.table import ops_table
+    from ..ops.table import ops_table
 
     report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
 
@@ -117,7 +120,7 @@ def run_ops(
 ) -> list[Measurement]:
     """Measure operators into `out`."""
     with exit_on_interrupt():
-        from ...bench.ops.measure import OpBench
+        from ..ops.measure import OpBench
 
     return measured(cases, ways, OpBench(device, check=check).measure, device, out)
 
@@ -147,10 +150,10 @@ def sampling(
 
     Examples:
 
-        hf-fastdecode bench sampling
-        hf-fastdecode bench sampling --only n1024- --way fast
-        hf-fastdecode bench sampling --set grid --only top_p0.95 --list
-        hf-fastdecode bench sampling --out runs/sampling-h200.csv
+        python -m benchmarks sampling
+        python -m benchmarks sampling --only n1024- --way fast
+        python -m benchmarks sampling --set grid --only top_p0.95 --list
+        python -m benchmarks sampling --out runs/sampling-h200.csv
     """
     ways = check_choice("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
     cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
@@ -159,8 +162,8 @@ def sampling(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.sampling.measure import SamplingBench
-        from ...bench.sampling.table import sampling_table
+        from ..sampling.measure import SamplingBench
+        from ..sampling.table import sampling_table
 
     rows = measured(cases, ways, SamplingBench(place, check=check).measure, place, out)
     report(rows, out, sampling_table, plot=False)
@@ -190,8 +193,8 @@ def slim(
 
     Examples:
 
-        hf-fastdecode bench slim
-        hf-fastdecode bench slim --only n1- --way slim-k --config tile=32,stages=4 \\
+        python -m benchmarks slim
+        python -m benchmarks slim --only n1- --way slim-k --config tile=32,stages=4 \\
             --config clusters=8
     """
     ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
@@ -202,8 +205,8 @@ def slim(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
-        from ...bench.slim.measure import SlimBench
-        from ...bench.slim.table import slim_table
+        from ..slim.measure import SlimBench
+        from ..slim.table import slim_table
 
     rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
     show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run

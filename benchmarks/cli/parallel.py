@@ -1,4 +1,4 @@
-"""``bench parallel``: decoding over several GPUs."""
+"""``parallel``: decoding over several GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...bench.parallel.cases import (
+from hf_fastdecode.cli.bench import measured, parse_point
+from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.console import bad_input, note
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import Repeats
+from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import check_out, failed
+from hf_fastdecode.measurement.shapes import SHAPES
+
+from ..parallel.cases import (
     ATTENTION_WAYS,
     COLLECTIVES,
     FILLS,
@@ -19,26 +30,17 @@ from ...bench.parallel.cases import (
     StepCase,
     collective_cases,
 )
-from ...dtypes import parse_dtype
-from ...errors import InputError
-from ...measurement.runner import check_out, failed
-from ...measurement.shapes import SHAPES
-from ..checks import check_choice
-from ..console import bad_input, note
-from ..interrupts import exit_on_interrupt
-from ..options import Check, ListCases, Repeats, ShapeDtype, repeatable
-from ..tables import show_tables
-from .generate import parse_point
-from .report import measured, show_cases
+from .options import Check, ListCases, ShapeDtype, repeatable
+from .report import show_cases
 
 if TYPE_CHECKING:
-    from ...bench.parallel.bench import ParallelBench
+    from ..parallel.bench import ParallelBench
 
 KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
 """What is measured, and in which ways."""
 
 _WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
-_START = "torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel"
+_START = "torchrun --nproc-per-node 2 -m benchmarks -- parallel"
 _POINTS, _POINTS_ON_CPU = ("131072x1", "262144x1"), ("96x2",)
 
 
@@ -113,18 +115,18 @@ def parallel(
 
     Examples:
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel
+        torchrun --nproc-per-node 2 -m benchmarks -- parallel
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel \\
+        torchrun --nproc-per-node 2 -m benchmarks -- parallel \\
             --kind steps --point 262144x1 --way sequence
 
-        torchrun --nproc-per-node 2 -m hf_fastdecode -- bench parallel \\
+        torchrun --nproc-per-node 2 -m benchmarks -- parallel \\
             --kind steps --point 65536x1 --fill prefill
 
-        torchrun --nproc-per-node 4 -m hf_fastdecode -- bench parallel \\
+        torchrun --nproc-per-node 4 -m benchmarks -- parallel \\
             --kind attention --shape 7b-mha --point 196608x16
 
-        hf-fastdecode bench parallel --simulate --infiniband 100,5
+        python -m benchmarks parallel --simulate --infiniband 100,5
     """
     kinds = check_choice("kind", kind or list(KINDS), KINDS)
     ways = check_choice("way", way or _WAYS, _WAYS)
@@ -143,7 +145,7 @@ def parallel(
     if simulate:
         return _simulate(shape, point, nvlink, infiniband, dtype, out)
     with exit_on_interrupt():
-        from ...bench.parallel.processes import device_of_process, is_first, launched
+        from ..parallel.processes import device_of_process, is_first, launched
     ranks = launched()
     if ranks == 1 and not show:
         raise InputError(
@@ -170,8 +172,8 @@ def parallel(
     for name in kinds if is_first() else ():
         check_out(_file(out, name))
     with exit_on_interrupt():
-        from ...bench.parallel.bench import ParallelBench
-        from ...bench.parallel.processes import Processes
+        from ..parallel.bench import ParallelBench
+        from ..parallel.processes import Processes
     processes = Processes(device_of_process(device))
     bench = ParallelBench(processes, check=check, repeats=repeats)
     if processes.rank:
@@ -190,7 +192,7 @@ def _measure(
     bench: ParallelBench, cases: dict[str, Sequence[Any]], ways: list[str], out: Path
 ) -> list[dict[str, str]]:
     """Measure and show one kind after the other, on rank 0."""
-    from ...bench.parallel.table import parallel_table
+    from ..parallel.table import parallel_table
 
     found = []
     for name, own in cases.items():
@@ -213,9 +215,9 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int
 def _simulate(
     shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
 ) -> None:
-    from ...bench.parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, predictions
-    from ...bench.parallel.measured_links import measured_cluster
-    from ...bench.parallel.scaling_figure import draw_scaling, scaling_table
+    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, predictions
+    from ..parallel.measured_links import measured_cluster
+    from ..parallel.scaling_figure import draw_scaling, scaling_table
 
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
     heads = PAPER_HEADS

@@ -1,4 +1,4 @@
-"""``bench profile``: where the time of a first token and of a step goes."""
+"""``profile``: where the time of a first token and of a step goes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Annotated
 
 import typer
 
-from ...bench.generate.cases import PARTS, WAYS, ProfileCase, PromptTree
-from ...bench.generate.cases import GenerateCase as Case
-from ...bench.generate.inputs.shapes import INPUT_SHAPES
-from ...dtypes import parse_dtype
-from ...errors import InputError
-from ...measurement.shapes import SHAPES
-from ...model_names import EMBEDDED
-from ..checks import check_choice
-from ..console import bad_input
-from ..interrupts import exit_on_interrupt
-from ..options import AllShapes, Checkpoints, CsvFile, Device, ListCases, Repeats, ShapeDtype, Trees, points
-from .generate import check_models, check_ways, parse_point
-from .report import measured, place_of_calls, report, show_cases
+from hf_fastdecode.cli.bench import measured, parse_point, place_of_calls
+from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.console import bad_input
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Device, Repeats
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.shapes import SHAPES
+from hf_fastdecode.model_names import EMBEDDED
+
+from ..generate.cases import PARTS, WAYS, ProfileCase, PromptTree
+from ..generate.cases import GenerateCase as Case
+from ..generate.inputs.shapes import INPUT_SHAPES
+from .generate import check_models, check_ways
+from .options import AllShapes, Checkpoints, ListCases, ShapeDtype, Trees, points
+from .report import report, show_cases
 
 
 def profile(
@@ -30,7 +33,7 @@ def profile(
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
     way: Annotated[
         list[str] | None,
-        typer.Option(help="Repeatable: those of `bench generate` but generate_batch.", show_default="shared"),
+        typer.Option(help="Repeatable: those of `generate` but generate_batch.", show_default="shared"),
     ] = None,
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
@@ -46,8 +49,8 @@ def profile(
 
     Examples:
 
-        hf-fastdecode bench profile --shape 7b-mha --point 2048x1 --point 8192x128
-        hf-fastdecode bench profile --shape 7b-mha --tree 1+16x511x8 --way stock \\
+        python -m benchmarks profile --shape 7b-mha --point 2048x1 --point 8192x128
+        python -m benchmarks profile --shape 7b-mha --tree 1+16x511x8 --way stock \\
             --way shared
     """
     ways = list(dict.fromkeys(way or ("shared",)))
@@ -68,8 +71,8 @@ def profile(
             f"a profile is of a CUDA device, whose kernels it counts, got {place.type}; give --device cuda"
         )
     with exit_on_interrupt():
-        from ...bench.generate.profile import ProfileBench
-        from ...bench.generate.table import profile_table
+        from ..generate.profile import ProfileBench
+        from ..generate.table import profile_table
 
     check_models(calls, device, place)
     rows = measured(cases, ways, ProfileBench(place, repeats=repeats).measure, place, out)

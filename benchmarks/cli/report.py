@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
-from ...errors import InputError
-from ...measurement.runner import check_out
-from ..checks import check_device, check_enable_options, pick_device
-from ..console import FailedCheck
-from ..tables import show_tables
+from hf_fastdecode.cli.bench import C, refuse_red
+from hf_fastdecode.cli.console import FailedCheck
+from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.errors import InputError
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...measurement.rows import Measurement
-    from ...measurement.runner import Case
-
-C = TypeVar("C", bound="Case")
+    from hf_fastdecode.measurement.rows import Measurement
+    from hf_fastdecode.measurement.runner import Case
 
 _NOISY = 1.5  # 80th percentile over the 20th
 _MOST_NAMED = 5
@@ -47,41 +42,9 @@ def _in_words(case: Case) -> str:
     return "  ".join(f"{name}={value}" for name, value in case.columns().items() if value != "")
 
 
-def find_device(name: str) -> torch.device:
-    """The device of this name, if it can be measured."""
-    device = pick_device(name)
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"--device must be cpu or a CUDA device, got {name!r}")
-    return device
-
-
-def place_of_calls(device: str, out: Path) -> torch.device:
-    """The device for calls of an enabled model, once their options and the file of rows have been checked."""
-    check_device(device)
-    check_enable_options()
-    check_out(out)
-    return find_device(device)
-
-
-def measured(
-    cases: Sequence[C],
-    ways: Sequence[str],
-    measure: Callable[[C, str], dict[str, Any]],
-    device: torch.device,
-    out: Path,
-    *,
-    backend: str | None = None,
-) -> list[Measurement]:
-    """The rows of cases and ways: those that the file has already, and those that are measured now."""
-    from ...measurement.rows import provenance
-    from ...measurement.runner import run
-
-    return run(cases, ways, measure, provenance=provenance(device, backend=backend), out=out)
-
-
 def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool) -> None:
     """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
-    from ...bench.figures import plot as draw
+    from ..figures import plot as draw
 
     refuse_red(rows, out)
     if rows and all(row["status"].startswith("not run: ") for row in rows):
@@ -114,14 +77,6 @@ def report_workload(
             at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
             typer.echo(f"{at}, {row['way']}: {row['status']}")
     typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
-
-
-def refuse_red(rows: Sequence[Measurement], out: Path) -> None:
-    """Raise `FailedCheck` if a check was red or something was raised."""
-    from ...measurement.runner import failed
-
-    if red := failed(rows):
-        raise FailedCheck(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}")
 
 
 def noisy(rows: Sequence[Measurement]) -> str:

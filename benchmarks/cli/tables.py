@@ -1,4 +1,4 @@
-"""``bench tables``: the settings of the papers' tables."""
+"""``tables``: the settings of the papers' tables."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from ...bench.generate.cases import WAYS
-from ...bench.ops.cases import OpCase
-from ...bench.paper_tables import PAPER_TABLES
-from ...errors import InputError
-from ...measurement.runner import check_out
-from ..checks import check_choice, check_device, check_enable_options
-from ..interrupts import exit_on_interrupt
-from ..options import Check, Device, ListCases, Only, Plot, Repeats, repeatable
+from hf_fastdecode.cli.bench import find_device
+from hf_fastdecode.cli.checks import check_choice, check_device, check_enable_options
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import Device, Plot, Repeats
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import check_out
+
+from ..generate.cases import WAYS
+from ..ops.cases import OpCase
+from ..paper_tables import PAPER_TABLES
 from .generate import check_models, check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
-from .report import chosen, find_device, report, show_cases
+from .options import Check, ListCases, Only, repeatable
+from .report import chosen, report, show_cases
 
 
 def tables(
@@ -42,9 +45,9 @@ def tables(
 
     Examples:
 
-        hf-fastdecode bench tables --table bifurcated-1 --list
-        hf-fastdecode bench tables --table bifurcated-6 --only 8192 --way compile
-        hf-fastdecode bench tables --table hydragen-fig5 --plot
+        python -m benchmarks tables --table bifurcated-1 --list
+        python -m benchmarks tables --table bifurcated-6 --only 8192 --way compile
+        python -m benchmarks tables --table hydragen-fig5 --plot
     """
     names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)
     if not names:
@@ -70,8 +73,8 @@ def tables(
         if place is None:
             show_cases(cases[name])
             continue
-        from ...bench.generate.table import generate_table
-        from ...bench.ops.table import ops_table
+        from ..generate.table import generate_table
+        from ..ops.table import ops_table
 
         if _of_operators(name):
             rows = run_ops(cases[name], ways, place, check, file)

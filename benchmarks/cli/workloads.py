@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...attention.torch_operators import backend_of_environment
-from ...bench.generate.cases import SAMPLING
-from ...bench.workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
-from ...errors import InputError, one_line
-from ...evals.prompts import SHOTS
-from ...evals.tasks import load_tasks
-from ..bench.report import C, measured, report_workload
-from ..checks import check_choice, check_enable_options, parse_counts, pick_device
-from ..console import quiet_libraries
-from ..interrupts import exit_on_interrupt
-from ..options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups, repeatable
-from ..tables import prints_tables
-from .options import ModelOptions, TaskFile
+from hf_fastdecode.attention.torch_operators import backend_of_environment
+from hf_fastdecode.cli.bench import C, measured
+from hf_fastdecode.cli.checks import check_choice, check_enable_options, parse_counts, pick_device
+from hf_fastdecode.cli.console import quiet_libraries
+from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups
+from hf_fastdecode.cli.tables import prints_tables
+from hf_fastdecode.errors import InputError, one_line
+from hf_fastdecode.evals.prompts import SHOTS
+from hf_fastdecode.evals.tasks import load_tasks
+from hf_fastdecode.measurement import SAMPLING
+
+from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
+from .options import repeatable
+from .report import report_workload
 
 if TYPE_CHECKING:
-    from ...bench.workloads.calls import Timing
-    from ...measurement.rows import Measurement
+    from hf_fastdecode.measurement.rows import Measurement
+
+    from ..workloads.calls import Timing
 
 app = command_group()
 
@@ -88,10 +92,10 @@ def hier(
 
     Examples:
 
-        hf-fastdecode eval workloads hier
-        hf-fastdecode eval workloads hier --task mbpp --data mbpp.jsonl \\
+        python -m benchmarks workloads hier
+        python -m benchmarks workloads hier --task mbpp --data mbpp.jsonl \\
             --points 8x16,16x32 --new-tokens 64
-        hf-fastdecode eval workloads hier --model shape:7b-mha --points 8x64,8x128 \\
+        python -m benchmarks workloads hier --model shape:7b-mha --points 8x64,8x128 \\
             --new-tokens 128
     """
     wanted = parse_points(points)
@@ -103,9 +107,9 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
-        from ...bench.workloads.figures import draw_levels
-        from ...bench.workloads.hier import HierBench
-        from ...bench.workloads.tables import levels_table
+        from ..workloads.figures import draw_levels
+        from ..workloads.hier import HierBench
+        from ..workloads.tables import levels_table
 
         bench = HierBench(
             found.model,
@@ -163,10 +167,10 @@ def longqa(
 
     Examples:
 
-        hf-fastdecode eval workloads longqa
-        hf-fastdecode eval workloads longqa --model MODEL --document book.txt \\
+        python -m benchmarks workloads longqa
+        python -m benchmarks workloads longqa --model MODEL --document book.txt \\
             --tokens 20000 --questions 1,16,256
-        hf-fastdecode eval workloads longqa --model shape:8b-gqa --tokens 20000 \\
+        python -m benchmarks workloads longqa --model shape:8b-gqa --tokens 20000 \\
             --questions 64,512 --new-tokens 64
     """
     wanted = parse_counts("questions", questions)
@@ -176,10 +180,10 @@ def longqa(
     model.check()
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
-        from ...bench.workloads.document import make_document
-        from ...bench.workloads.figures import draw_questions
-        from ...bench.workloads.longqa import QuestionsBench
-        from ...bench.workloads.tables import questions_table
+        from ..workloads.document import make_document
+        from ..workloads.figures import draw_questions
+        from ..workloads.longqa import QuestionsBench
+        from ..workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
@@ -209,7 +213,7 @@ class _Prepared:
 
     def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
         """How calls are timed on this device."""
-        from ...bench.workloads.calls import Timing
+        from ..workloads.calls import Timing
 
         return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
 
@@ -224,11 +228,11 @@ class _Prepared:
 @contextmanager
 def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
     """Within, the model is loaded and libraries are quiet."""
-    from ...measurement.runner import check_out
+    from hf_fastdecode.measurement.runner import check_out
 
     check_out(out)
     with exit_on_interrupt():
-        from ..models import load_model
+        from hf_fastdecode.cli.models import load_model
     with quiet_libraries():
         yield _Prepared(*load_model(model.model, model.dtype, pick_device(model.device)), out)
 

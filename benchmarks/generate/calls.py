@@ -15,16 +15,18 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ...cache.accounting import KVSizes
-from ...cache.layout.model import ModelLayout
-from ...generation.decoding.stopping import RowLengthCriteria
-from ...measurement.calls import collect
-from ...measurement.runner import NotAvailableError
-from ...measurement.shapes import SHAPES, random_model
-from ...model_loading import load_weights
-from ...patches.slim_layers import SlimLayer
+from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
+from hf_fastdecode.measurement import SAMPLING
+from hf_fastdecode.measurement.calls import collect
+from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.shapes import SHAPES, random_model
+from hf_fastdecode.model_loading import load_weights
+from hf_fastdecode.patches.slim_layers import SlimLayer
+
 from ..slim.cases import RANK_DIVISOR
-from .cases import SAMPLING, GenerateCase
+from .cases import GenerateCase
 from .inputs.shapes import INPUT_SHAPES, given_of
 from .ways import GenerateWay
 

@@ -11,10 +11,7 @@ from itertools import count, pairwise
 from math import gcd, log
 from typing import Any, Final
 
-from ...generation.options import CHOICES, Options
-
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
-"""How tokens are drawn wherever they are sampled: arguments of `generate`."""
+from hf_fastdecode.generation.options import CHOICES, Options
 
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from ...measurement.calls import what_ran
-from ...measurement.draw import seeded
-from ...measurement.runner import status_of
+from hf_fastdecode.measurement.calls import what_ran
+from hf_fastdecode.measurement.draw import seeded
+from hf_fastdecode.measurement.runner import status_of
+
 from ..ops.accuracy import BOUND
 from .calls import load
 from .cases import GenerateCase

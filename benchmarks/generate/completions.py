@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ...generation.decoding.stopping import HostStoppingCriteria
-from ...measurement.calls import begin_peak, collect, peak_over, what_ran
-from ...measurement.draw import seeded
-from ...measurement.runner import status_of
-from ...measurement.timing import idle_time, synchronize
+from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
+from hf_fastdecode.measurement.calls import begin_peak, collect, peak_over, what_ran
+from hf_fastdecode.measurement.draw import seeded
+from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.timing import idle_time, synchronize
+
 from ..ops.ceilings import measure_ceilings
 from .calls import LatestModel, caller, kv_bytes_per_token
 from .cases import CompletionCase, GenerateCase

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from ...measurement.calls import what_ran
-from ...measurement.draw import seeded
-from ...measurement.runner import NotAvailableError, status_of
-from ...measurement.timing import wall_seconds
+from hf_fastdecode.measurement.calls import what_ran
+from hf_fastdecode.measurement.draw import seeded
+from hf_fastdecode.measurement.runner import NotAvailableError, status_of
+from hf_fastdecode.measurement.timing import wall_seconds
+
 from .calls import caller, load
 from .cases import FirstCallsCase, GenerateCase
 from .ways import find_way, using

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.generation.report import CallReport
+from hf_fastdecode.measurement.calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
+from hf_fastdecode.measurement.draw import seeded
+from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.timing import percentiles, wall_samples, wall_seconds
 
-from ..._compat import CACHE
-from ...cache.shared import cache_bytes
-from ...generation.report import CallReport
-from ...measurement.calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
-from ...measurement.draw import seeded
-from ...measurement.runner import status_of
-from ...measurement.timing import percentiles, wall_samples, wall_seconds
 from .calls import LatestModel, batch_caller, caller, floor_kv_bytes
 from .cases import GenerateCase
 from .check import check_way, small_case

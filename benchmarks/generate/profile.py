@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...measurement.calls import collect, prefill_and_decode, what_ran
-from ...measurement.runner import status_of
-from ...measurement.timing import percentiles, synchronize
+from hf_fastdecode.measurement.calls import collect, prefill_and_decode, what_ran
+from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.timing import percentiles, synchronize
+
 from .calls import LatestModel, caller
 from .cases import KINDS, GenerateCase, ProfileCase
 from .ways import GenerateWay, find_way, using

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...attention.active_passes import ATTENTION_NAME
-from ...attention.interface import shared_context_attention
-from ...attention.kv import ForestKV, Segment
-from ...attention.placeholders import SharedKV
-from ...cache.handles import DecodeKV
-from ...measurement.runner import NotAvailableError
+from hf_fastdecode.attention.active_passes import ATTENTION_NAME
+from hf_fastdecode.attention.interface import shared_context_attention
+from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.placeholders import SharedKV
+from hf_fastdecode.cache.handles import DecodeKV
+from hf_fastdecode.measurement.runner import NotAvailableError
+
 from ..ops.baselines import TwoCalls, bifurcated
 from ..ops.inputs import NodeBatch
 

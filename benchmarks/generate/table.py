@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ...measurement.rows import Measurement
-from ...measurement.shapes import SHAPES
-from ...measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.shapes import SHAPES
+from hf_fastdecode.measurement.tables import by, cell, markdown
+
 from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
 from .inputs.shapes import INPUT_SHAPES
 

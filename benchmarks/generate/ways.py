@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedModel, cache_utils
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.options import Options
+from hf_fastdecode.measurement import SAMPLING
+from hf_fastdecode.measurement.runner import NotAvailableError
 
-from ...generation.options import Options
-from ...measurement.runner import NotAvailableError
-from .cases import SAMPLING, parse_way
+from .cases import parse_way
 from .replaced_attention import REPLACEMENTS, replaced_attention
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention import reference
-from ...attention.kv import ForestKV, Segment
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.kv import ForestKV, Segment
+
 from .inputs import OpInputs
 
 BOUND = 2.0

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention.kv import Segment
+from hf_fastdecode.attention.kv import Segment
+
 from .inputs import NodeBatch, OpInputs
 
 OutAndLse = tuple[Tensor, Tensor]

@@ -9,7 +9,8 @@ from statistics import median
 
 import torch
 
-from ...measurement.timing import time_operator
+from hf_fastdecode.measurement.timing import time_operator
+
 from .cases import OpCase
 
 # Clocks follow power: from one short measurement to the next, a GPU multiplies matrices a fifth faster or slower. One

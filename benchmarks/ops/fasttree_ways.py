@@ -24,7 +24,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.runner import NotAvailableError
+
 from .cases import OpCase
 from .inputs import OpInputs
 

@@ -26,7 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.runner import NotAvailableError
+
 from .cases import NodeSpec, OpCase
 from .inputs import OpInputs
 

@@ -9,8 +9,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...attention.forest import Forest, Node, Span
-from ...attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import ForestKV, Segment
+
 from .cases import NodeSpec, OpCase
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...measurement.calls import collect
-from ...measurement.runner import NotAvailableError
-from ...measurement.timing import Times, time_operator
+from hf_fastdecode.measurement.calls import collect
+from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.timing import Times, time_operator
+
 from .accuracy import BOUND, Oracle, make_oracle
 from .cases import OpCase
 from .ceilings import Ceilings, measure_ceilings

@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ...attention.partial import Partial, merge
-from ...kernels.forest_decode.limits import shared_memory
-from ...kernels.forest_decode.merge import merge_partial
-from ...kernels.forest_decode.node_kernel import LOG2E, LOWEST, online_softmax_step, qk_scores
+from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.kernels.forest_decode.limits import shared_memory
+from hf_fastdecode.kernels.forest_decode.merge import merge_partial
+from hf_fastdecode.kernels.forest_decode.node_kernel import LOG2E, LOWEST, online_softmax_step, qk_scores
+
 from .inputs import OpInputs
 from .node_kernel import new_token
 

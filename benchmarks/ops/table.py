@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import geometric_mean, linear_regression
 
-from ...measurement.rows import Measurement
-from ...measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import by, cell, markdown
 
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _WAYS = (

@@ -11,13 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...attention.kv import Scoring, SuffixLengths
-from ...attention.launch.dispatch import KERNELS, Choices, Heads
-from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
-from ...attention.launch.plan import HeadShape
-from ...attention.launch.step_tables import StepTables
-from ...attention.torch_operators import decode_ops
-from ...kernels.forest_decode.limits import refusal
+from hf_fastdecode.attention.kv import Scoring, SuffixLengths
+from hf_fastdecode.attention.launch.dispatch import KERNELS, Choices, Heads
+from hf_fastdecode.attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
+from hf_fastdecode.attention.launch.plan import HeadShape
+from hf_fastdecode.attention.launch.step_tables import StepTables
+from hf_fastdecode.attention.torch_operators import decode_ops
+from hf_fastdecode.kernels.forest_decode.limits import refusal
+
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .cases import OpCase
 from .fasttree_ways import fasttree_calls, fasttree_refusal

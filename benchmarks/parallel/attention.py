@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ...measurement.calls import begin_peak, collect
-from ...measurement.runner import status_of
-from ...measurement.timing import Times
+from hf_fastdecode.measurement.calls import begin_peak, collect
+from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.timing import Times
+
 from ..ops.accuracy import BOUND, Oracle, make_oracle
 from . import volumes
 from .attention_ways import make_step

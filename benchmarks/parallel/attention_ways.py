@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...attention.forest import Forest
-from ...attention.kv import ForestKV, Segment, SuffixLengths
-from ...attention.launch.step_tables import StepTables
-from ...attention.partial import Partial, merge
-from ...attention.torch_operators import decode_ops
-from ...attention.torch_operators.decode_ops import nodes_attention
-from ...kernels.installed import interpreted, triton_is_installed
-from ...parallel.merge import partial_buffer
-from ...parallel.sequence import SequenceParallel
-from ...parallel.step_tables import DividedStepTables
+from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention.kv import ForestKV, Segment, SuffixLengths
+from hf_fastdecode.attention.launch.step_tables import StepTables
+from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.attention.torch_operators import decode_ops
+from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
+from hf_fastdecode.kernels.installed import interpreted, triton_is_installed
+from hf_fastdecode.parallel.merge import partial_buffer
+from hf_fastdecode.parallel.sequence import SequenceParallel
+from hf_fastdecode.parallel.step_tables import DividedStepTables
+
 from .cases import SUFFIX
 from .processes import Processes
 from .stack import Stack, StoredLayer

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...measurement.runner import status_of
-from ...measurement.timing import Times
-from ...parallel import collectives
+from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.timing import Times
+from hf_fastdecode.parallel import collectives
+
 from .attention_ways import pass_on
 from .cases import CollectiveCase
 from .processes import Processes

@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean
 
-from ...files import read_rows
-from ...measurement.rows import Measurement
+from hf_fastdecode.files import read_rows
+from hf_fastdecode.measurement.rows import Measurement
+
 from .. import RESULTS
 from .cost_model import Cluster, Heads, Link, Prediction, predict
 

@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import hf_fastdecode as fd
-
-from ..._compat import CACHE
-from ...attention.forest import Forest, Span
-from ...attention.kv import Segment
-from ...cache.shared import SharedContextCache
-from ...measurement.shapes import config_of, random_model
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.forest import Forest, Span
+from hf_fastdecode.attention.kv import Segment
+from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.measurement.shapes import config_of, random_model
 
 _FEW = 64  # tokens of a context that are computed, so that its cache has the layout of the model's
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...errors import InputError
-from ...measurement.runner import status_of
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import status_of
 
 Result = TypeVar("Result")
 

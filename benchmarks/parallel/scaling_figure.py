@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ...measurement.figures import (
+from hf_fastdecode.measurement.figures import (
     COLOURS,
     add_legend,
     add_title,
@@ -16,7 +16,8 @@ from ...measurement.figures import (
     save,
     style_axis,
 )
-from ...measurement.tables import markdown
+from hf_fastdecode.measurement.tables import markdown
+
 from .cost_model import Cluster, Heads, Prediction
 
 _LINES: dict[str, tuple[str, str, Callable[[Prediction], float]]] = {

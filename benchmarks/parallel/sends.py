@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from ...parallel import collectives
+from hf_fastdecode.parallel import collectives
 
 
 @contextmanager

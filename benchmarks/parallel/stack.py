@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...attention.forest import Forest, Node, Span
-from ...attention.kv import Scoring, Segment
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import Scoring, Segment
+
 from ..ops.cases import NodeSpec, OpCase
 from ..ops.inputs import OpInputs
 from .cases import SUFFIX, AttentionCase

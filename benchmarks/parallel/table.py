@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...measurement.rows import Measurement
-from ...measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import by, cell, markdown
+
 from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS
 from .cost_model import Prediction
 from .measured_links import DEVICE, fitted, predict_row

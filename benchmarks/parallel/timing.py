@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...measurement.timing import Times, idle_time, percentiles
+from hf_fastdecode.measurement.timing import Times, idle_time, percentiles
+
 from .processes import OneProcess, Processes
 
 

@@ -18,10 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ...generation.decoding.processor_chain import read_chain
-from ...generation.decoding.sampling import TransformersSampler
-from ...kernels.sampling import limits
-from ...measurement.timing import Times, percentiles, time_operator, wall_samples
+from hf_fastdecode.generation.decoding.processor_chain import read_chain
+from hf_fastdecode.generation.decoding.sampling import TransformersSampler
+from hf_fastdecode.kernels.sampling import limits
+from hf_fastdecode.measurement.timing import Times, percentiles, time_operator, wall_samples
+
 from ..ops.ceilings import Ceilings, measure_ceilings
 from ..ops.inputs import sets_needed
 from .cases import SETTINGS, SamplingCase
@@ -88,7 +89,7 @@ class SamplingBench:
 
     def _fast(self, case: SamplingCase) -> dict[str, Any]:
         """The times or a red status, and the error found."""
-        from ...kernels.sampling import api  # needs Triton
+        from hf_fastdecode.kernels.sampling import api  # needs Triton
 
         sets, processors = self._logits(case), processors_of(case)
         chain = read_chain(processors, prompt_length=1)

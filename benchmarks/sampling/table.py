@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...measurement.rows import Measurement
-from ...measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import by, cell, markdown
 
 
 def sampling_table(rows: Sequence[Measurement]) -> str:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
-from ...kernels.failures import Kernel, forget
-from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
-from ...measurement.runner import NotAvailableError, status_of
-from ...measurement.timing import time_operator
+from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
+from hf_fastdecode.kernels.failures import Kernel, forget
+from hf_fastdecode.kernels.slim_decode.inputs import RotaryTables, Scales, refusal
+from hf_fastdecode.measurement.runner import NotAvailableError, status_of
+from hf_fastdecode.measurement.timing import time_operator
+
 from ..ops.accuracy import BOUND
 from ..ops.cases import NodeSpec, OpCase
 from ..ops.inputs import sets_needed
@@ -22,7 +23,7 @@ from ..ops.measure import OpBench
 from .cases import SlimCase
 
 if TYPE_CHECKING:  # its import needs Triton
-    from ...kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
+    from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
 
 _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
@@ -95,7 +96,7 @@ class SlimBench:
         return result
 
     def _with_values(self, case: SlimCase, way: str) -> dict[str, Any]:
-        """Attention over keys and values, as `bench ops` measures it."""
+        """Attention over keys and values, as `ops` measures it."""
         self._prepared = None
         shape: dict[str, Any] = {"heads": case.heads, "kv_heads": case.heads, "head_dim": case.head_dim}
         name = case.columns()["case"]
@@ -110,9 +111,9 @@ class SlimBench:
         inputs = self._inputs(case, way)
         if reason := refusal(*inputs[0][:3]):
             raise NotAvailableError(reason)
-        from ...kernels.forest_decode.limits import shared_memory
-        from ...kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
-        from ...kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
+        from hf_fastdecode.kernels.forest_decode.limits import shared_memory
+        from hf_fastdecode.kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
+        from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 
         name, _, changes = way.partition(":")
         rotary = _rope_tables(case, self.device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...measurement.rows import Measurement
-from ...measurement.tables import markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import markdown
 
 
 def slim_table(rows: Sequence[Measurement]) -> str:

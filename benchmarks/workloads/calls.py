@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..._compat import CACHE
-from ...api import enabled, explain
-from ...cache.accounting import KVSizes
-from ...cache.shared import cache_bytes
-from ...measurement.calls import (
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.api import enabled, explain
+from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.measurement.calls import (
     begin_peak,
     collect,
     peak_over,
@@ -26,9 +26,9 @@ from ...measurement.calls import (
     step_columns,
     what_ran,
 )
-from ...measurement.draw import seeded
-from ...measurement.runner import status_of
-from ...measurement.timing import percentiles
+from hf_fastdecode.measurement.draw import seeded
+from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.timing import percentiles
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 

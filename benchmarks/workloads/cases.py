@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ...errors import InputError
-from ...evals.prompts import prompt_format
-from ...evals.records import Task
-from ...evals.tasks import TaskSet
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.evals.prompts import prompt_format
+from hf_fastdecode.evals.records import Task
+from hf_fastdecode.evals.tasks import TaskSet
 
 APPS: Final = "apps"
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from random import Random
 from typing import Final
 
-from ...errors import InputError
+from hf_fastdecode.errors import InputError
 
 MOST_FACTS: Final = 256
 """Facts that are asked about, as in the paper; with more questions, they come again."""

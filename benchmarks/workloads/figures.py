@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...measurement.figures import (
+from hf_fastdecode.measurement.figures import (
     COLOURS,
     add_legend,
     add_title,
@@ -16,7 +16,8 @@ from ...measurement.figures import (
     save,
     style_axis,
 )
-from ...measurement.rows import Measurement
+from hf_fastdecode.measurement.rows import Measurement
+
 from .cases import LEVELS, WAYS
 
 _COLOURS: Final = {

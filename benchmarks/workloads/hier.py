@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import InputError
-from ...model_names import max_positions
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.model_names import max_positions
+
 from .calls import Batch, Measured, Timing, dtype_of, greedy_tokens, guarded, measure_calls
 from .cases import LEVELS, HierCase, Level, check_point
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.draw import continuation, end_tokens_of
+from hf_fastdecode.model_names import max_positions
 
-from ...model_names import max_positions
 from .calls import Batch, Measured, Timing, dtype_of, guarded, measure_calls
 from .cases import QuestionsCase
 from .document import LongDocument, is_right

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ...measurement.rows import Measurement
-from ...measurement.tables import markdown
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import markdown
 
 # As the commands show them
 

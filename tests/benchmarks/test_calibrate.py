@@ -5,10 +5,10 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from benchmarks.ops.cases import OP_SETS
+from benchmarks.ops.inputs import make_forest
 from hf_fastdecode.attention.launch.costs import Candidate, Costs
 from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
-from hf_fastdecode.bench.ops.cases import OP_SETS
-from hf_fastdecode.bench.ops.inputs import make_forest
 from hf_fastdecode.files import write_rows
 from tools.calibrate import fit, literal, main, measured, report
 

@@ -2,17 +2,17 @@
 
 import pytest
 
-from hf_fastdecode.bench import RESULTS, programs_table, summary
-from hf_fastdecode.bench.generate import table as generate
-from hf_fastdecode.bench.ops.table import fixed_parts_table
-from hf_fastdecode.bench.readme import draw_readme_figures
+from benchmarks import RESULTS, programs_table, summary
+from benchmarks.generate import table as generate
+from benchmarks.ops.table import fixed_parts_table
+from benchmarks.readme import draw_readme_figures
 from hf_fastdecode.files import read_rows, write_rows
 
 
 def test_tables_are_made_from_the_rows():
     texts = [page.read_text() for page in summary.PAGES]
     for text in texts:
-        assert summary.refreshed(text) == text, "run python -m hf_fastdecode.bench.summary"
+        assert summary.refreshed(text) == text, "run python -m benchmarks summary"
     for path in RESULTS.glob("*.csv"):
         assert f"<!-- rows: {path.name}" in "".join(texts)
 

@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 
-from hf_fastdecode.bench.figures import RedCheckError, plot
-from hf_fastdecode.bench.generate import table as generate
-from hf_fastdecode.bench.ops import table as ops
-from hf_fastdecode.bench.ops.cases import OP_SETS
-from hf_fastdecode.bench.paper_tables import PAPER_TABLES
+from benchmarks.figures import RedCheckError, plot
+from benchmarks.generate import table as generate
+from benchmarks.ops import table as ops
+from benchmarks.ops.cases import OP_SETS
+from benchmarks.paper_tables import PAPER_TABLES
 
 SOME = {"device": "H200", "torch": "1", "transformers": "2", "dtype": "bfloat16", "status": "ok"}
 
@@ -73,7 +73,7 @@ def test_pictures_of_operators(tmp_path):
 
 def test_parts_are_not_drawn_as_cases(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("hf_fastdecode.bench.figures.save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
     plot(list(op_rows()), tmp_path / "ops")
     for axis in drawn[0].axes:
         names = [line.get_label() for line in axis.lines]
@@ -89,7 +89,7 @@ def test_pictures_of_generate(tmp_path):
 
 def test_what_the_panels_show(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("hf_fastdecode.bench.figures.save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
     plot(list(generate_rows()), tmp_path / "g")
     throughput = drawn[-1]
     assert [axis.get_title() for axis in throughput.axes] == ["7b-mha; context 2,048", "7b-mha; context 8,192"]
@@ -106,7 +106,7 @@ def test_what_the_panels_show(tmp_path, monkeypatch):
 
 def test_what_the_panels_of_operators_show(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("hf_fastdecode.bench.figures.save", lambda figure, path: drawn.append(figure) or path)
+    monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
     plot(list(op_rows()), tmp_path / "ops")
     against_context, against_n, floor = drawn
     titles = [axis.get_title() for axis in against_context.axes]

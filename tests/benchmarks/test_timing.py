@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_fastdecode.bench.ops import ceilings
-from hf_fastdecode.bench.ops.cases import shared
-from hf_fastdecode.bench.ops.ceilings import Ceilings, measure_ceilings
+from benchmarks.ops import ceilings
+from benchmarks.ops.cases import shared
+from benchmarks.ops.ceilings import Ceilings, measure_ceilings
 from hf_fastdecode.measurement.timing import percentiles, time_operator, wall_samples
 
 CPU = torch.device("cpu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ....errors import InputError
+from hf_fastdecode.errors import InputError
+
 from ..cases import GenerateCase
 from .given import FIRST_ID, followed, for_rows, of_length, refuse_trees
 

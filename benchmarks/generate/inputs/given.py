@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ....errors import InputError
+from hf_fastdecode.errors import InputError
+
 from ..cases import GenerateCase
 
 if TYPE_CHECKING:

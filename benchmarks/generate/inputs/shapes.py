@@ -41,7 +41,7 @@ class InputShape:
         """A model with random weights, in eval mode, that never stops by itself within `min_new_tokens`."""
         import transformers
 
-        from ....measurement.shapes import random_weights
+        from hf_fastdecode.measurement.shapes import random_weights
 
         config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
         model = random_weights(getattr(transformers, self.auto_class), config, device, dtype)

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_fastdecode.bench import RESULTS
-from hf_fastdecode.bench.generate import first_calls
-from hf_fastdecode.bench.ops.table import ops_table
-from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
-from hf_fastdecode.cli.bench.ops import OP_WAY_NAMES
-from hf_fastdecode.cli.bench.report import noisy
+from benchmarks import RESULTS
+from benchmarks.cli.ops import OP_WAY_NAMES
+from benchmarks.cli.report import noisy
+from benchmarks.generate import first_calls
+from benchmarks.ops.table import ops_table
+from benchmarks.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.shapes import random_model
 
-from ..fresh_processes import run_fresh
-from . import command_line
+from ...cli import command_line
+from ...fresh_processes import run_fresh
 
 run = partial(command_line.run, "bench")
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ AS_MODULE = "import runpy; runpy.run_module({!r}, run_name='__main__', alter_sys
 def test_help_teaches(command):
     result = run(command, "--help")
     assert result.exit_code == 0
-    assert f"hf-fastdecode bench {command} " in result.stdout
+    assert f"python -m benchmarks {command} " in result.stdout
     assert "Examples" in result.stdout
     assert "goes on" in result.stdout
     assert "are replaced" in " ".join(result.stdout.split())

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from hf_fastdecode.bench.generate.cases import GenerateCase
-from hf_fastdecode.bench.paper_tables import PAPER_TABLES
-from hf_fastdecode.cli.bench.generate import check_models
+from benchmarks.cli.generate import check_models
+from benchmarks.generate.cases import GenerateCase
+from benchmarks.paper_tables import PAPER_TABLES
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS
 
-from . import command_line
+from ...cli import command_line
 
 run = partial(command_line.run, "bench")
 
@@ -67,7 +67,7 @@ def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeyp
 )
 def test_tables_are_refused_before_any_is_measured(ways, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
-    monkeypatch.setattr("hf_fastdecode.cli.bench.tables.run_generate", pytest.fail)
+    monkeypatch.setattr("benchmarks.cli.tables.run_generate", pytest.fail)
     words = ("--table", "bifurcated-1", "--table", "hydragen-fig5", *ways, "--device", "cpu", "--out", tmp_path)
     result = run("tables", *words)
     assert (result.exit_code, result.stdout) == (2, "")

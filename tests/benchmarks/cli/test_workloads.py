@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_fastdecode.bench.workloads import figures, hier, longqa
+from benchmarks.workloads import figures, hier, longqa
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
 
@@ -28,7 +28,7 @@ def test_help_teaches(command):
     shown = run(f"{command} --help")
     assert shown.exit_code == 0
     text = " ".join(shown.stdout.split())
-    assert f"hf-fastdecode eval workloads {command}" in text
+    assert f"python -m benchmarks workloads {command}" in text
     for words in ("Examples", "Hydragen", "it goes on where it broke off", "shape:7b-mha"):
         assert words in text
 
@@ -37,7 +37,7 @@ def test_help_needs_no_torch():
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from hf_fastdecode.cli.evaluation.workloads import app
+from benchmarks.cli.workloads import app
 for words in (["hier", "--help"], ["longqa", "--help"]):
     try:
         app(words)

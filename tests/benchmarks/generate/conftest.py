@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_fastdecode.bench.generate.measure import GenerateBench
+from benchmarks.generate.measure import GenerateBench
 from hf_fastdecode.measurement.shapes import random_model
 
 from .tiny_case import CPU

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.bench.generate.calls import caller
-from hf_fastdecode.bench.generate.cases import PromptTree
-from hf_fastdecode.bench.generate.inputs.shapes import given_of
-from hf_fastdecode.bench.generate.ways import find_way, using
+from benchmarks.generate.calls import caller
+from benchmarks.generate.cases import PromptTree
+from benchmarks.generate.inputs.shapes import given_of
+from benchmarks.generate.ways import find_way, using
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 
 from .tiny_case import CASE, PER_TOKEN

@@ -4,11 +4,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_fastdecode.bench.generate import completions
-from hf_fastdecode.bench.generate.cases import GenerateCase, PromptTree, spans
-from hf_fastdecode.bench.generate.completions import CompletionBench, StepClock
-from hf_fastdecode.bench.generate.table import completions_table
-from hf_fastdecode.bench.ops.ceilings import Ceilings
+from benchmarks.generate import completions
+from benchmarks.generate.cases import GenerateCase, PromptTree, spans
+from benchmarks.generate.completions import CompletionBench, StepClock
+from benchmarks.generate.table import completions_table
+from benchmarks.ops.ceilings import Ceilings
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
 

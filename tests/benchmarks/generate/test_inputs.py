@@ -6,12 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_fastdecode.bench.generate import replaced_attention as replacing
-from hf_fastdecode.bench.generate.calls import caller, load
-from hf_fastdecode.bench.generate.cases import GenerateCase, PromptTree
-from hf_fastdecode.bench.generate.check import check_way, logits_error, small_case
-from hf_fastdecode.bench.generate.inputs.shapes import INPUT_SHAPES, given_of
-from hf_fastdecode.bench.generate.ways import find_way, using
+from benchmarks.generate import replaced_attention as replacing
+from benchmarks.generate.calls import caller, load
+from benchmarks.generate.cases import GenerateCase, PromptTree
+from benchmarks.generate.check import check_way, logits_error, small_case
+from benchmarks.generate.inputs.shapes import INPUT_SHAPES, given_of
+from benchmarks.generate.ways import find_way, using
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.errors import InputError
 

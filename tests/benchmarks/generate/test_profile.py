@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hf_fastdecode.bench.generate.cases import KINDS, PARTS, GenerateCase, ProfileCase
-from hf_fastdecode.bench.generate.profile import Kernel, Profile, kind_of
-from hf_fastdecode.bench.generate.table import profile_table
+from benchmarks.generate.cases import KINDS, PARTS, GenerateCase, ProfileCase
+from benchmarks.generate.profile import Kernel, Profile, kind_of
+from benchmarks.generate.table import profile_table
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import cache_utils
 
+from benchmarks.generate import ways as generate_ways
+from benchmarks.generate.calls import caller, load
+from benchmarks.generate.measure import GenerateBench
+from benchmarks.generate.ways import find_way
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.bench.generate import ways as generate_ways
-from hf_fastdecode.bench.generate.calls import caller, load
-from hf_fastdecode.bench.generate.measure import GenerateBench
-from hf_fastdecode.bench.generate.ways import find_way
 
 from .tiny_case import CASE, CPU, PER_TOKEN
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_fastdecode.bench.generate.cases import GenerateCase
+from benchmarks.generate.cases import GenerateCase
 
 CPU = torch.device("cpu")
 CASE = GenerateCase("tiny", 120, 4, 8, "float32")

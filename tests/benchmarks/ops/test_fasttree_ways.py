@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.bench.ops.accuracy import BOUND, make_oracle
-from hf_fastdecode.bench.ops.cases import OP_SETS, NodeSpec, OpCase, shared, tree_case
-from hf_fastdecode.bench.ops.ceilings import Ceilings
-from hf_fastdecode.bench.ops.fasttree_ways import LAYOUTS, fasttree_calls, fasttree_refusal, tree_of
-from hf_fastdecode.bench.ops.inputs import make_inputs
-from hf_fastdecode.bench.ops.measure import OpBench
-from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
+from benchmarks.ops.accuracy import BOUND, make_oracle
+from benchmarks.ops.cases import OP_SETS, NodeSpec, OpCase, shared, tree_case
+from benchmarks.ops.ceilings import Ceilings
+from benchmarks.ops.fasttree_ways import LAYOUTS, fasttree_calls, fasttree_refusal, tree_of
+from benchmarks.ops.inputs import make_inputs
+from benchmarks.ops.measure import OpBench
+from benchmarks.ops.ways import OP_WAYS, OpWay
 
 CPU = torch.device("cpu")
 TREE = tree_case(((1, 2, 4), (5, 7, 3)), 8, 2, head_dim=16, dtype="float16")

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_fastdecode.bench.ops.accuracy import BOUND, make_oracle
-from hf_fastdecode.bench.ops.cases import OP_SETS, NodeSpec, OpCase, shared
-from hf_fastdecode.bench.ops.ceilings import Ceilings
-from hf_fastdecode.bench.ops.flashinfer_ways import (
+from benchmarks.ops.accuracy import BOUND, make_oracle
+from benchmarks.ops.cases import OP_SETS, NodeSpec, OpCase, shared
+from benchmarks.ops.ceilings import Ceilings
+from benchmarks.ops.flashinfer_ways import (
     PAGE_SIZE,
     PagePool,
     cascade_calls,
@@ -21,9 +21,9 @@ from hf_fastdecode.bench.ops.flashinfer_ways import (
     levels,
     whole_rows,
 )
-from hf_fastdecode.bench.ops.inputs import make_inputs
-from hf_fastdecode.bench.ops.measure import OpBench
-from hf_fastdecode.bench.ops.ways import OP_WAYS, OpWay
+from benchmarks.ops.inputs import make_inputs
+from benchmarks.ops.measure import OpBench
+from benchmarks.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.measurement.runner import NotAvailableError
 
 CPU = torch.device("cpu")
@@ -214,7 +214,7 @@ def stand_in(monkeypatch):
     module = types.ModuleType("flashinfer")
     vars(module).update(STAND_INS, __version__="0.0")
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr("hf_fastdecode.bench.ops.flashinfer_ways._WORKSPACE_BYTES", 16)
+    monkeypatch.setattr("benchmarks.ops.flashinfer_ways._WORKSPACE_BYTES", 16)
     return module
 
 

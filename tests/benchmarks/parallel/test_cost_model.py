@@ -5,12 +5,12 @@ from itertools import product
 
 import pytest
 
-from hf_fastdecode.bench.parallel import volumes
-from hf_fastdecode.bench.parallel.cases import AttentionCase
-from hf_fastdecode.bench.parallel.cost_model import Cluster, Heads, Link, predict, predictions
-from hf_fastdecode.bench.parallel.measured_links import DEVICE, fitted, measured_cluster
-from hf_fastdecode.bench.parallel.scaling_figure import draw_scaling, scaling_table
-from hf_fastdecode.bench.parallel.table import predicted_table
+from benchmarks.parallel import volumes
+from benchmarks.parallel.cases import AttentionCase
+from benchmarks.parallel.cost_model import Cluster, Heads, Link, predict, predictions
+from benchmarks.parallel.measured_links import DEVICE, fitted, measured_cluster
+from benchmarks.parallel.scaling_figure import draw_scaling, scaling_table
+from benchmarks.parallel.table import predicted_table
 
 # Numbers that are easy to follow: 100 bytes a second and 1 s within nodes of two GPUs, 10 and 2 between them.
 OWN = {"gather_s": 3, "reduce_s": 5, "pass_s": 7}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hf_fastdecode.bench.ops.accuracy import BOUND
-from hf_fastdecode.bench.parallel.cases import ATTENTION_WAYS
-from hf_fastdecode.bench.parallel.table import parallel_table
+from benchmarks.ops.accuracy import BOUND
+from benchmarks.parallel.cases import ATTENTION_WAYS
+from benchmarks.parallel.table import parallel_table
 
 from ...fresh_processes import run_fresh
 from ...workers import made_once
@@ -29,7 +29,7 @@ def _seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         port = str(one.getsockname()[1])
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    code = "import sys; from tests.bench.parallel.two_processes import main; main(sys.argv[1])"
+    code = "import sys; from tests.benchmarks.parallel.two_processes import main; main(sys.argv[1])"
     done = run_fresh(code, str(out), **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in (0, 1)]

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from hf_fastdecode.bench.ops.accuracy import make_oracle
-from hf_fastdecode.bench.parallel.attention_ways import make_step
-from hf_fastdecode.bench.parallel.bench import ParallelBench, ParallelCase
-from hf_fastdecode.bench.parallel.cases import ATTENTION_WAYS, STEP_WAYS, AttentionCase, CollectiveCase, StepCase
-from hf_fastdecode.bench.parallel.processes import Processes
-from hf_fastdecode.bench.parallel.sends import counted_sends
-from hf_fastdecode.bench.parallel.stack import first_layer, make_stack
+from benchmarks.ops.accuracy import make_oracle
+from benchmarks.parallel.attention_ways import make_step
+from benchmarks.parallel.bench import ParallelBench, ParallelCase
+from benchmarks.parallel.cases import ATTENTION_WAYS, STEP_WAYS, AttentionCase, CollectiveCase, StepCase
+from benchmarks.parallel.processes import Processes
+from benchmarks.parallel.sends import counted_sends
+from benchmarks.parallel.stack import first_layer, make_stack
 
 from ...interpreter import make_faster
 

@@ -7,11 +7,11 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("triton")
-from hf_fastdecode.bench import summary
-from hf_fastdecode.bench.ops.ceilings import Ceilings
-from hf_fastdecode.bench.sampling.cases import SAMPLING_SETS, SETTINGS, SamplingCase
-from hf_fastdecode.bench.sampling.check import logprob_error, outside_support
-from hf_fastdecode.bench.sampling.measure import SamplingBench, processors_of
+from benchmarks import summary
+from benchmarks.ops.ceilings import Ceilings
+from benchmarks.sampling.cases import SAMPLING_SETS, SETTINGS, SamplingCase
+from benchmarks.sampling.check import logprob_error, outside_support
+from benchmarks.sampling.measure import SamplingBench, processors_of
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.kernels.sampling import api
@@ -192,7 +192,7 @@ def test_bad_input_is_one_line(words, message):
 
 
 def test_help_and_list():
-    assert "hf-fastdecode bench sampling --only" in run("--help").stdout
+    assert "python -m benchmarks sampling --only" in run("--help").stdout
     listed = run("--set", "grid", "--only", "greedy", "--list").stdout.splitlines()
     assert len(listed) == 9
     assert listed[0] == "case=n1-v32000-greedy  rows=1  vocabulary=32000  settings=greedy  dtype=bfloat16"

@@ -5,9 +5,9 @@ import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("triton")
-from hf_fastdecode.bench.ops.ceilings import Ceilings
-from hf_fastdecode.bench.slim.cases import SLIM_SETS, SLIM_WAYS
-from hf_fastdecode.bench.slim.measure import SlimBench
+from benchmarks.ops.ceilings import Ceilings
+from benchmarks.slim.cases import SLIM_SETS, SLIM_WAYS
+from benchmarks.slim.measure import SlimBench
 from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.kernels.slim_decode import api, launches

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.workloads.calls import Timing
+from benchmarks.workloads.cases import GREEDY
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.bench.generate.cases import SAMPLING
-from hf_fastdecode.bench.workloads.calls import Timing
-from hf_fastdecode.bench.workloads.cases import GREEDY
+from hf_fastdecode.measurement import SAMPLING
 
 from ...tiny_models import VOCABULARY, tiny_model
 

@@ -5,8 +5,8 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.bench.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
 from hf_fastdecode.errors import InputError
 
 READINGS = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.bench.workloads import calls, hier
-from hf_fastdecode.bench.workloads.cases import LEVELS
-from hf_fastdecode.bench.workloads.hier import HierBench
+from benchmarks.workloads import calls, hier
+from benchmarks.workloads.cases import LEVELS
+from benchmarks.workloads.hier import HierBench
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement import calls as measurement
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.bench.workloads import longqa
-from hf_fastdecode.bench.workloads.calls import Measured
-from hf_fastdecode.bench.workloads.document import make_document
-from hf_fastdecode.bench.workloads.longqa import QuestionsBench
+from benchmarks.workloads import longqa
+from benchmarks.workloads.calls import Measured
+from benchmarks.workloads.document import make_document
+from benchmarks.workloads.longqa import QuestionsBench
 from hf_fastdecode.errors import InputError
 
 from .models import QUICK_GREEDY, reading_model

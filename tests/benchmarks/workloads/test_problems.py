@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from benchmarks.workloads.cases import check_point, parse_points, problem_prompts
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.bench.workloads.cases import check_point, parse_points, problem_prompts
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.tasks import load_tasks
 
