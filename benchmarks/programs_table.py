@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.tables import by, markdown
 
 from .generate.cases import PromptTree
 from .generate.table import cases_of, timed, where_measured
+from .page_tables import cell
 
 _HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
 _LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise

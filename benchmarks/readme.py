@@ -8,9 +8,10 @@ from typing import Any, Final, NamedTuple
 
 from hf_fastdecode.measurement.figures import new_figure, plain_numbers, powers_of_two, save
 from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import cell, markdown
+from hf_fastdecode.measurement.tables import markdown
 
 from .generate.table import cases_of, stock_kv_bytes, timed, where_measured
+from .page_tables import cell
 
 SHAPE: Final = "8b-gqa"
 CONTEXT: Final = 2048

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import replace_between
 
 from . import RESULTS
 from .figures import plot
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
+from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .readme import draw_readme_figures, readme_table

@@ -8,8 +8,9 @@ from functools import partial
 
 from hf_fastdecode.measurement.rows import Measurement
 from hf_fastdecode.measurement.shapes import SHAPES
-from hf_fastdecode.measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.tables import by, markdown
 
+from ..page_tables import cell
 from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
 from .inputs.shapes import INPUT_SHAPES
 

@@ -9,8 +9,7 @@ from statistics import median
 
 import torch
 
-from hf_fastdecode.measurement.timing import time_operator
-
+from ..operator_time import time_operator
 from .cases import OpCase
 
 # Clocks follow power: from one short measurement to the next, a GPU multiplies matrices a fifth faster or slower. One

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from hf_fastdecode.measurement.calls import collect
 from hf_fastdecode.measurement.runner import NotAvailableError
-from hf_fastdecode.measurement.timing import Times, time_operator
+from hf_fastdecode.measurement.timing import Times
 
+from ..operator_time import in_us, time_operator
 from .accuracy import BOUND, Oracle, make_oracle
 from .cases import OpCase
 from .ceilings import Ceilings, measure_ceilings
@@ -98,7 +99,7 @@ class OpBench:
         itemsize = getattr(torch, case.dtype).itemsize
         return {
             "variant": variant,
-            **times.in_us(),
+            **in_us(times),
             "over_floor": times.p50 / self.ceilings.floor_s(case, itemsize),
             "tb_per_s": case.bytes(itemsize) / times.p50 / 1e12,
             "tflop_per_s": case.flops / times.p50 / 1e12,

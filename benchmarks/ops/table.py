@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from statistics import geometric_mean, linear_regression
 
 from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.tables import by, markdown
+
+from ..page_tables import cell
 
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _WAYS = (

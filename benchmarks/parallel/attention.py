@@ -10,6 +10,7 @@ from hf_fastdecode.measurement.calls import begin_peak, collect
 from hf_fastdecode.measurement.runner import status_of
 from hf_fastdecode.measurement.timing import Times
 
+from ..operator_time import in_us
 from ..ops.accuracy import BOUND, Oracle, make_oracle
 from . import volumes
 from .attention_ways import make_step
@@ -170,4 +171,4 @@ def _red(error: float) -> dict[str, Any] | None:
 
 def _columns(case: AttentionCase, times: Times) -> dict[str, Any]:
     layer = Times(*(seconds / case.layers for seconds in times))
-    return {**layer.in_us(), "us_per_step": 1e6 * times.p50}
+    return {**in_us(layer), "us_per_step": 1e6 * times.p50}

@@ -12,6 +12,7 @@ from hf_fastdecode.measurement.runner import status_of
 from hf_fastdecode.measurement.timing import Times
 from hf_fastdecode.parallel import collectives
 
+from ..operator_time import in_us
 from .attention_ways import pass_on
 from .cases import CollectiveCase
 from .processes import Processes
@@ -49,7 +50,7 @@ class CollectiveBench:
             return result | {"status": status_of(error)}
         one = Times(*(seconds / _IN_A_ROW for seconds in times))
         rate = sum(sent) / one.p50 / 1e9
-        return result | one.in_us() | {"sent_bytes": sum(sent), "gb_per_s": rate, "captured": captured}
+        return result | in_us(one) | {"sent_bytes": sum(sent), "gb_per_s": rate, "captured": captured}
 
     def _call(self, case: CollectiveCase, way: str) -> Callable[[], object]:
         processes = self.processes

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.tables import by, markdown
 
+from ..page_tables import cell
 from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS
 from .cost_model import Prediction
 from .measured_links import DEVICE, fitted, predict_row

@@ -21,8 +21,9 @@ from transformers import (
 from hf_fastdecode.generation.decoding.processor_chain import read_chain
 from hf_fastdecode.generation.decoding.sampling import TransformersSampler
 from hf_fastdecode.kernels.sampling import limits
-from hf_fastdecode.measurement.timing import Times, percentiles, time_operator, wall_samples
+from hf_fastdecode.measurement.timing import Times, percentiles, wall_samples
 
+from ..operator_time import in_us, time_operator
 from ..ops.ceilings import Ceilings, measure_ceilings
 from ..ops.inputs import sets_needed
 from .cases import SETTINGS, SamplingCase
@@ -84,7 +85,7 @@ class SamplingBench:
             return result | {"status": "does not fit"}
         times: Times | None = found.pop("times", None)
         if times is not None:
-            result |= times.in_us() | {"over_floor": times.p50 / floor, "tb_per_s": size / times.p50 / 1e12}
+            result |= in_us(times) | {"over_floor": times.p50 / floor, "tb_per_s": size / times.p50 / 1e12}
         return result | found
 
     def _fast(self, case: SamplingCase) -> dict[str, Any]:

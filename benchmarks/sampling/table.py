@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, cell, markdown
+from hf_fastdecode.measurement.tables import by, markdown
+
+from ..page_tables import cell
 
 
 def sampling_table(rows: Sequence[Measurement]) -> str:

@@ -14,8 +14,8 @@ from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store,
 from hf_fastdecode.kernels.failures import Kernel, forget
 from hf_fastdecode.kernels.slim_decode.inputs import RotaryTables, Scales, refusal
 from hf_fastdecode.measurement.runner import NotAvailableError, status_of
-from hf_fastdecode.measurement.timing import time_operator
 
+from ..operator_time import in_us, time_operator
 from ..ops.accuracy import BOUND
 from ..ops.cases import NodeSpec, OpCase
 from ..ops.inputs import sets_needed
@@ -143,7 +143,7 @@ class SlimBench:
         times, output = time_operator(calls, self.device)
         if oracle is not None and not (error := oracle.error(*output[:2])) <= BOUND:
             return found | {"status": f"wrong: it errs {error:.2f} times PyTorch's error when it is repeated"}
-        return found | times.in_us()
+        return found | in_us(times)
 
     def _inputs(self, case: SlimCase, way: str) -> list[SlimInputs]:
         """Sets of inputs, together larger than the L2 cache; kept until another size or dtype asks."""

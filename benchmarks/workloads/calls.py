@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
@@ -22,13 +24,12 @@ from hf_fastdecode.measurement.calls import (
     collect,
     peak_over,
     prefill_and_decode,
-    prefill_and_decode_on_cpu,
     step_columns,
     what_ran,
 )
 from hf_fastdecode.measurement.draw import seeded
 from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import percentiles
+from hf_fastdecode.measurement.timing import percentiles, wall_samples
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
@@ -158,6 +159,32 @@ def _measured(model: PreTrainedModel, batch: Batch, timing: Timing) -> tuple[dic
         "kv_bytes": held,
         "peak_bytes": peak_over(device, before),
     }, tokens
+
+
+def prefill_and_decode_on_cpu(
+    call: Callable[..., object], new_tokens: int, *, repeats: int, budget_s: float
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first logits of whole calls and after them: a CPU has computed logits when it hands them over."""
+    prefills: list[float] = []
+
+    def once() -> None:
+        started, logits = time.perf_counter(), _FirstLogits()
+        call(new_tokens, logits_processor=[logits])
+        prefills.append(logits.seen_at - started)
+
+    whole = wall_samples(once, torch.device("cpu"), repeats=repeats, budget_s=budget_s)
+    return prefills, [seconds - prefill for seconds, prefill in zip(whole, prefills, strict=True)]
+
+
+class _FirstLogits(LogitsProcessor):
+    """Notes when the first logits come, and leaves them as they are."""
+
+    seen_at = math.nan
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if math.isnan(self.seen_at):
+            self.seen_at = time.perf_counter()
+        return scores
 
 
 def _caller(model: PreTrainedModel, batch: Batch, sampling: dict[str, Any]) -> Callable[..., Any]:

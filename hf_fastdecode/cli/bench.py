@@ -62,7 +62,7 @@ def bench(
     """Stock transformers beside `enable(model)`: first call, first token, step, whole call, memory.
 
     Prompts are random tokens, no token ends a row, and tokens are drawn with temperature 0.8 and top-p 0.95. The first
-    call of a process compiles and captures; the other times are of later calls. A step is
+    call of a way compiles and captures; the other times are of later calls. A step is
     `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. In float32 the same seed must draw
     stock's tokens, or the row says `wrong` and the command ends with exit code 1; in half precision no two kernels
     round alike, and tokens are not compared.

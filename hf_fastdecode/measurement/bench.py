@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,6 +60,7 @@ class StockBesideEnabled:
     def __init__(self, model: Any, enable: dict[str, Any], *, repeats: int):
         self.model, self.enable, self.repeats = model, enable, repeats
         self._stock: dict[BenchCase, Tensor] = {}
+        self._warm = False  # whether libraries are initialized, which is no part of a way's first call
         model.generation_config.eos_token_id = None
 
     def measure(self, case: BenchCase, way: str) -> dict[str, Any]:
@@ -81,6 +82,9 @@ class StockBesideEnabled:
     def _measured(self, case: BenchCase, way: str) -> dict[str, Any]:
         model, device, shared = self.model, self.model.device, way == "shared"
         call = self._caller(case)
+        if not self._warm:
+            self._caller(replace(case, context=1, samples=1))(2)
+            self._warm = True
         if shared and case.dtype == "float32" and case not in self._stock:
             with seeded(device):
                 self._stock[case] = call(case.new_tokens)
@@ -143,6 +147,11 @@ class _Quantity:
         """The number in its unit; None where it was not measured."""
         return float(row[self.column]) / self.divided_by if row.get(self.column) else None
 
+    def text(self, row: Measurement, missing: str = "") -> str:
+        """The number with three digits or more."""
+        value = self.of(row)
+        return missing if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
 
 _QUANTITIES: Final = (
     _Quantity("first_call_s", "first call", "s"),
@@ -161,7 +170,7 @@ def bench_table(rows: Sequence[Measurement]) -> str:
     for ways in _cases(rows):
         for way, name in zip(WAYS, ("stock", "enabled")):
             row = ways[way]
-            cells = [f"{value:,.3g} {one.unit}" if (value := one.of(row)) else "" for one in shown]
+            cells = [f"{text} {one.unit}" if (text := one.text(row)) else "" for one in shown]
             if row["status"] != "ok":
                 cells[0] = row["status"].partition(":")[0]
             lines.append([f"{int(row['context']):,}", row["samples"], name, *cells])
@@ -182,11 +191,9 @@ def draw_bench(rows: Sequence[Measurement], path: Path) -> Path:
     cases = _cases(rows)
     for axis, one in zip(axes, shown):
         for shift, way, name in ((-0.2, "stock", "transformers"), (0.2, "shared", "hf_fastdecode")):
-            values = [one.of(ways[way]) for ways in cases]
-            places = [at + shift for at in range(len(cases))]
-            bars = axis.bar(places, [value or 0.0 for value in values], 0.38, color=COLOURS[way], label=name)
-            labels = ["not measured" if value is None else f"{value:,.3g}" for value in values]
-            axis.bar_label(bars, labels, fontsize=7)
+            places, heights = [at + shift for at in range(len(cases))], [one.of(ways[way]) or 0.0 for ways in cases]
+            bars = axis.bar(places, heights, 0.38, color=COLOURS[way], label=name)
+            axis.bar_label(bars, [one.text(ways[way], "not measured") for ways in cases], fontsize=7)
         axis.set_xticks(
             range(len(cases)), [f"{ways['stock']['context']}x{ways['stock']['samples']}" for ways in cases]
         )

@@ -26,4 +26,5 @@ for command in (run.report, score.check, stored.rescore, stored.export):
 @app.command(context_settings=PASS_ON, hidden=True)
 def workloads(context: typer.Context) -> None:
     """A group of commands that is one of `python -m benchmarks` now."""
-    raise moved("eval workloads", " ".join(["workloads", *context.args[:1]]))
+    words = " ".join(["workloads", *context.args[:1]])
+    raise moved(f"eval {words}", words)
