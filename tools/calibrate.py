@@ -61,7 +61,7 @@ class Measured:
 
 
 def measured(rows: Sequence[Measurement]) -> list[Measured]:
-    """What rows of ``benchmarks ops`` say of the candidates; those that are not ``ok``, and other ways, are left out."""
+    """What rows of ``benchmarks ops`` say of the candidates; those that are not ``ok`` and other ways are left out."""
     found = []
     for row in rows:
         name = _WAYS.get((row["way"], row["variant"])) or _WAYS.get((row["way"], ""))

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import RESULTS
+from benchmarks.cli import app
 from benchmarks.cli.ops import OP_WAY_NAMES
 from benchmarks.cli.report import noisy
 from benchmarks.generate import first_calls
@@ -18,36 +18,39 @@ from benchmarks.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.shapes import random_model
 
-from ...cli import command_line
+from ...cli.help_texts import check_examples, check_width, commands
 from ...fresh_processes import run_fresh
+from .command_line import run
 
-run = partial(command_line.run, "bench")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 AS_MODULE = "import runpy; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 """As `python -m` does, in a process that has imported PyTorch: most of the time that an interpreter takes to start."""
 
 
-@pytest.mark.parametrize("command", ["ops", "generate", "parallel", "tables"])
-def test_help_teaches(command):
-    result = run(command, "--help")
+@pytest.mark.parametrize("words", commands(app), ids=" ".join)
+def test_help_teaches(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run(*words, "--help")
     assert result.exit_code == 0
-    assert f"python -m benchmarks {command} " in result.stdout
-    assert "Examples" in result.stdout
-    assert "goes on" in result.stdout
-    assert "are replaced" in " ".join(result.stdout.split())
+    check_width(result.stdout)
+    if words in ((), ("workloads",), ("summary",)):
+        return
+    check_examples(result.stdout, "benchmarks", words)
+    assert f"python -m benchmarks {' '.join(words)}" in result.stdout
+    assert "it goes on where it broke off" in " ".join(result.stdout.split())
 
 
-def test_the_group_lists_its_commands():
+def test_the_commands_are_listed():
     result = run("--help")
-    assert all(command in result.stdout for command in ("ops", "generate", "tables"))
+    assert all(command in result.stdout for command in ("ops", "generate", "tables", "workloads", "summary"))
 
 
 def test_help_and_lists_need_no_torch():
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from hf_fastdecode.cli.app import app
-for words in (["bench", "ops", "--help"], ["bench", "tables", "--table", "hydragen-fig1", "--list"]):
+from benchmarks.cli import app
+for words in (["ops", "--help"], ["tables", "--table", "hydragen-fig1", "--list"]):
     try:
         app(words)
     except SystemExit as leaving:
@@ -60,19 +63,19 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 
 
 def test_as_a_module(tmp_path):
-    command = [sys.executable, "-m", "hf_fastdecode", "bench", "tables"]
+    command = [sys.executable, "-m", "benchmarks", "tables"]
     wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
     assert wrong.stderr == (
-        "hf-fastdecode: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, "
+        "benchmarks: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, "
         "hydragen-fig1, hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
     )
     words = ["ops", "--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu"]
-    code = f"import os; os.chdir({str(tmp_path)!r}); {AS_MODULE.format('hf_fastdecode')}"
-    done = run_fresh(code, "bench", *words, COMMIT="abc")
+    code = f"import os; os.chdir({str(tmp_path)!r}); {AS_MODULE.format('benchmarks')}"
+    done = run_fresh(code, *words, COMMIT="abc")
     assert done.returncode == 0, done.stderr
     (row,) = read_rows(tmp_path / "runs" / "ops.csv")
-    assert row["command"] == "python -m hf_fastdecode bench " + " ".join(words)
+    assert row["command"] == "python -m benchmarks " + " ".join(words)
     assert (row["case"], row["status"], row["commit"]) == ("ragged-tiny", "ok", "abc")
 
 
@@ -175,7 +178,7 @@ def test_a_model_that_does_not_load_is_a_failed_row(tmp_path):
     out = tmp_path / "rows.csv"
     result = run("generate", "--model", tmp_path / "bare", *words, "--way", "stock", "--way", "shared", "--out", out)
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].startswith(f"hf-fastdecode: 2 rows of {out} are not right: stock: failed: ")
+    assert result.stderr.splitlines()[-1].startswith(f"benchmarks: 2 rows of {out} are not right: stock: failed: ")
     assert [row["status"].partition(": ")[0] for row in read_rows(out)] == ["failed", "failed"]
 
 
@@ -244,3 +247,10 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
     shown = run(command, "--list").stdout.splitlines()
     assert shown
     assert all(line.startswith("shape=embedded") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")]
+)
+def test_both_spellings_of_a_dtype(spelling, name):
+    assert f"dtype={name}" in run("generate", "--dtype", spelling, "--list").stdout

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from benchmarks.paper_tables import PAPER_TABLES
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS
 
-from ...cli import command_line
-
-run = partial(command_line.run, "bench")
+from ...cli.command_line import ROOT, python
+from .command_line import run
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeyp
     result = run(*command.split(), "--device", "cpu", "--out", tmp_path / "new")
     assert result.exit_code == 2
     assert result.stderr == (
-        "hf-fastdecode: $HF_FASTDECODE_BACKEND='plain' is for generate; --way says which operators run: unset it\n"
+        "benchmarks: $HF_FASTDECODE_BACKEND='plain' is for generate; --way says which operators run: unset it\n"
     )
     assert not list(tmp_path.iterdir())
     assert run(*command.split(), "--list").exit_code == 0
@@ -110,7 +108,7 @@ def test_a_shape_for_gpus_runs_on_a_cpu_only_if_that_is_named(capsys):
     cases = [GenerateCase("tiny", 64, 2, 4), case, replace(case, samples=4)]
     check_models(cases, "cpu", cpu)
     assert capsys.readouterr().err.startswith("8b-gqa: 8 billion random weights on a CPU")
-    with pytest.raises(InputError, match=r"8b-gqa: 8 billion .* name a smaller --shape, .* or pass --device cpu"):
+    with pytest.raises(InputError, match=r"8b-gqa: 8 billion .* name a smaller shape, .* or pass --device cpu"):
         check_models(cases, "auto", cpu)
     check_models(cases[:1], "auto", cpu)
     assert capsys.readouterr().err == ""
@@ -171,3 +169,53 @@ def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ops --set nosuch", "--set must be one of grid, "),
+        ("ops --device nonsense", "there is no device 'nonsense'"),
+        ("sampling --way nosuch", "--way must be one of "),
+        ("generate --way shared+foo=1", "got 'foo' in 'shared+foo=1'"),
+        ("generate --way shared+sampler=slow", "sampler must be one of auto, hf, fast, got 'slow'"),
+        ("generate --way shared+min_saved_tokens=-1", "min_saved_tokens must be an integer of at least 0"),
+        ("generate --shape 9b --list", "--shape must be one of 7b-mha"),
+        ("generate --list --format html", "--format must be one of auto, text, markdown, got 'html'"),
+    ],
+)
+def test_a_name_that_there_is_not_is_one_line(words, message):
+    result = run(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("benchmarks: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_backend_of_the_environment_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
+    result = run("generate", "--way", "eager")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("benchmarks: $HF_FASTDECODE_BACKEND must be one of auto, triton,")
+
+
+def test_refusals_need_no_torch():
+    lines = """
+ops --set nosuch
+ops --set tiny --out .
+sampling --way nosuch
+generate --way shared+foo=1
+generate --device nonsense
+tables --table hydragen-fig1 --out pyproject.toml
+"""
+    process = python(
+        "from benchmarks.cli import app\n"
+        f"for line in {lines.split(chr(10))[1:-1]!r}:\n"
+        "    try:\n        app(line.split())\n"
+        "    except SystemExit as leaving:\n        assert leaving.code == 2, line\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), line",
+        cwd=ROOT,
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (output, errors.count("\n")) == ("", 6)

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.workloads import figures, hier, longqa
-from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
+
+from . import command_line
 
 ROOT = Path(__file__).parents[3]
 HIER = "hier --shots 1 --points 2x2 --new-tokens 2 --repeats 1 --device cpu"
@@ -20,7 +20,7 @@ LONGQA = "longqa --shots 1 --tokens 300 --questions 1,3 --new-tokens 2 --repeats
 
 
 def run(words, *more):
-    return CliRunner().invoke(app, ["eval", "workloads", *words.split(), *map(str, more)])
+    return command_line.run("workloads", *words.split(), *more)
 
 
 @pytest.mark.parametrize("command", ["hier", "longqa"])
@@ -218,4 +218,4 @@ def test_a_mode_that_cannot_be_is_told(tmp_path):
     done = run(HIER, "--mode", "graph", "--level", "two-level", "--no-check", "--out", tmp_path / "rows.csv")
     assert done.exit_code == 1
     assert "nothing was measured: two-level: not run: " in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("hf-fastdecode: ")
+    assert done.stderr.splitlines()[-1].startswith("benchmarks: ")

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.generate import completions
 from benchmarks.generate.cases import GenerateCase, PromptTree, spans
 from benchmarks.generate.completions import CompletionBench, StepClock
 from benchmarks.generate.table import completions_table
 from benchmarks.ops.ceilings import Ceilings
-from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
+
+from ..cli import command_line
 
 CPU = torch.device("cpu")
 CASES = spans(GenerateCase("tiny", 40, 3, 12, "float32"), (2, 6, 12))
@@ -79,7 +79,7 @@ def test_marks_rise_to_the_end(marks):
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["bench", "completions", *map(str, words)], catch_exceptions=False)
+    return command_line.run("completions", *words)
 
 
 def test_the_command(tmp_path):

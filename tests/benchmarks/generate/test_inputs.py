@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.generate import replaced_attention as replacing
 from benchmarks.generate.calls import caller, load
@@ -12,9 +11,9 @@ from benchmarks.generate.cases import GenerateCase, PromptTree
 from benchmarks.generate.check import check_way, logits_error, small_case
 from benchmarks.generate.inputs.shapes import INPUT_SHAPES, given_of
 from benchmarks.generate.ways import find_way, using
-from hf_fastdecode.cli.app import app
 from hf_fastdecode.errors import InputError
 
+from ..cli.command_line import run
 from .tiny_case import CPU
 
 SAMPLES, NEW = 5, 9
@@ -140,8 +139,8 @@ def test_transformers_warns_of_nothing_between_rows(shape, way, caplog):
     ],
 )
 def test_inputs_that_there_are_not(tmp_path, shape, point, message):
-    words = ["bench", "generate", "--shape", shape, "--point", point, "--device", "cpu"]
-    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "rows.csv")])
+    words = ("generate", "--shape", shape, "--point", point, "--device", "cpu")
+    result = run(*words, "--out", tmp_path / "rows.csv")
     assert result.exit_code == 2
     assert message in result.output
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 from benchmarks import summary
@@ -12,9 +11,10 @@ from benchmarks.ops.ceilings import Ceilings
 from benchmarks.sampling.cases import SAMPLING_SETS, SETTINGS, SamplingCase
 from benchmarks.sampling.check import logprob_error, outside_support
 from benchmarks.sampling.measure import SamplingBench, processors_of
-from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.kernels.sampling import api
+
+from ..cli import command_line
 
 CPU = torch.device("cpu")
 CASE = SamplingCase(2, 200, "top_k50-top_p0.95")
@@ -28,7 +28,7 @@ def bench():
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["bench", "sampling", *map(str, words)], catch_exceptions=False)
+    return command_line.run("sampling", *words)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

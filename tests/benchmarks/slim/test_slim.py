@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 from benchmarks.ops.ceilings import Ceilings
 from benchmarks.slim.cases import SLIM_SETS, SLIM_WAYS
 from benchmarks.slim.measure import SlimBench
-from hf_fastdecode.cli.app import app
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.kernels.slim_decode import api, launches
+
+from ..cli import command_line
 
 CASE = SLIM_SETS["tiny"][0]
 
@@ -23,7 +23,7 @@ def bench():
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["bench", "slim", *map(str, words)], catch_exceptions=False)
+    return command_line.run("slim", *words)
 
 
 @pytest.mark.parametrize("way", SLIM_WAYS)
