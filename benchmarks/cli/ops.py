@@ -194,8 +194,8 @@ def slim(
     Examples:
 
         python -m benchmarks slim
-        python -m benchmarks slim --only n1- --way slim-k --config tile=32,stages=4 \\
-            --config clusters=8
+        python -m benchmarks slim --only n1- --way slim-k \\
+            --config tile=32,stages=4 --config clusters=8
     """
     ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
     ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]

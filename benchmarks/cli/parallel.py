@@ -149,7 +149,7 @@ def parallel(
     ranks = launched()
     if ranks == 1 and not show:
         raise InputError(
-            f"bench parallel measures 2 or more processes, got 1; start it by `{_START}`, or predict with --simulate"
+            f"parallel measures 2 or more processes, got 1; start it by `{_START}`, or predict with --simulate"
         )
     on_cpu = device == "cpu" or (device == "auto" and not _has_gpus())
     points = [parse_point(text) for text in point or (_POINTS_ON_CPU if on_cpu else _POINTS)]

@@ -95,8 +95,8 @@ def hier(
         python -m benchmarks workloads hier
         python -m benchmarks workloads hier --task mbpp --data mbpp.jsonl \\
             --points 8x16,16x32 --new-tokens 64
-        python -m benchmarks workloads hier --model shape:7b-mha --points 8x64,8x128 \\
-            --new-tokens 128
+        python -m benchmarks workloads hier --model shape:7b-mha \\
+            --points 8x64,8x128 --new-tokens 128
     """
     wanted = parse_points(points)
     chosen = check_choice("level", level or LEVELS, LEVELS)

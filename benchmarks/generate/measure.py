@@ -7,6 +7,7 @@ logits to err at most twice as much as stock's in half precision.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,15 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.report import CallReport
-from hf_fastdecode.measurement.calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
+from hf_fastdecode.measurement.calls import (
+    begin_peak,
+    collect,
+    counted_tokens,
+    peak_over,
+    prefill_and_decode,
+    step_columns,
+    what_ran,
+)
 from hf_fastdecode.measurement.draw import seeded
 from hf_fastdecode.measurement.runner import status_of
 from hf_fastdecode.measurement.timing import percentiles, wall_samples, wall_seconds
@@ -140,23 +149,15 @@ class GenerateBench:
     ) -> dict[str, Any]:
         """Bytes of the cache that a call returns, or the report of an earlier one has, and tokens embedded, where
         counting does not change the way; of slow calls of ours by the report alone."""
-        counted: list[int] = []
         counts = way.hooks or self.device.type == "cpu"
         decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
-        hook = decoder.get_input_embeddings().register_forward_hook(
-            lambda module, args, out: counted.append(args[0].numel())
-        )
-        if not counts:
-            hook.remove()
-        try:
+        with counted_tokens(decoder.get_input_embeddings()) if counts else nullcontext([]) as counted:
             held = None if last is None else last.nbytes.allocated
             if (given_of(case.shape).returns_cache and not slow) or (last is None and not way.beams):
                 cache = call(case.new_tokens, return_dict=True)[CACHE]
                 held = None if cache is None or isinstance(cache, QuantizedCache) else cache_bytes(cache)
             elif counts and not slow:
                 call(case.new_tokens)
-        finally:
-            hook.remove()
         return {
             "kv_bytes": held,
             "floor_kv_bytes": floor_kv_bytes(model, case),

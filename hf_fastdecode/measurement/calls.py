@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +66,17 @@ def what_ran(model: Any, *, must_share: bool = True) -> str:
     words += [f"{call.waves} waves"] if call.waves > 1 else []
     words += [f"{call.compactions} compactions"] if call.compactions else []
     return ", ".join(words)
+
+
+@contextmanager
+def counted_tokens(embedding: Any) -> Iterator[list[int]]:
+    """The number of tokens of each call of an embedding within; calls share all the same, since they know this hook."""
+    counted: list[int] = []
+    hook = embedding.register_forward_hook(lambda module, args, out: counted.append(args[0].numel()))
+    try:
+        yield counted
+    finally:
+        hook.remove()
 
 
 def begin_peak(device: torch.device) -> int | None:

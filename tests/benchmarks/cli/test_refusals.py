@@ -151,7 +151,7 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
         ("generate --tree 9+8x5x2 --finish 9", "--finish is for --point: rows of a --tree all run to the end"),
         ("tables --table nosuch", "--table must be one of bifurcated-1,"),
         ("tables --table bifurcated-1 --way ours", "--way must be one of stock,"),
-        ("parallel --device cpu", "2 or more processes, got 1; start it by `torchrun --nproc-per-node 2 -m hf_fast"),
+        ("parallel --device cpu", "2 or more processes, got 1; start it by `torchrun --nproc-per-node 2 -m benchm"),
         ("parallel --kind steps --way ring", "--way ring is not of --kind steps; steps has one-gpu, sequence,"),
         ("parallel --kind attention --point 7x1 --list", "a multiple of the number of processes, 2, so that"),
         ("parallel --simulate --nvlink 3", "--nvlink must be GB/s above 0 and microseconds of at least 0 with"),
