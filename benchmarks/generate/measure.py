@@ -7,7 +7,7 @@ logits to err at most twice as much as stock's in half precision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -151,7 +151,10 @@ class GenerateBench:
         counting does not change the way; of slow calls of ours by the report alone."""
         counts = way.hooks or self.device.type == "cpu"
         decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
-        with counted_tokens(decoder.get_input_embeddings()) if counts else nullcontext([]) as counted:
+        counting: AbstractContextManager[list[int]] = nullcontext([])
+        if counts:
+            counting = counted_tokens(decoder.get_input_embeddings())
+        with counting as counted:
             held = None if last is None else last.nbytes.allocated
             if (given_of(case.shape).returns_cache and not slow) or (last is None and not way.beams):
                 cache = call(case.new_tokens, return_dict=True)[CACHE]

@@ -70,7 +70,10 @@ def what_ran(model: Any, *, must_share: bool = True) -> str:
 
 @contextmanager
 def counted_tokens(embedding: Any) -> Iterator[list[int]]:
-    """The number of tokens of each call of an embedding within; calls share all the same, since they know this hook."""
+    """Within, the number of tokens of each call of an embedding.
+
+    A hook of this package is one that calls share context under, which those of other programs are not.
+    """
     counted: list[int] = []
     hook = embedding.register_forward_hook(lambda module, args, out: counted.append(args[0].numel()))
     try:
