@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-dist"
 DIST = ROOT / "dist"
 
-# Measurements and pictures are for the pages of the repository, but for rows that the code reads.
+# Measurements and pictures are for the pages of the repository.
 _FOR_PAGES = re.compile(r"\.(csv|gif|ipynb|jpg|md|pdf|png|svg)$")
-_READ = re.compile(r"hf_fastdecode/bench/results/parallel-attention(-\d+)?\.csv|hf_fastdecode/assets/MODEL_CARD\.md")
+_READ = re.compile(r"hf_fastdecode/assets/MODEL_CARD\.md")
 
 _QUICKSTART = """
 report = str(fd.explain(model))
@@ -123,6 +123,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     for_pages = [name for name in sizes if _FOR_PAGES.search(name) and not _READ.fullmatch(name)]
     if for_pages:
         raise SystemExit(f"the wheel holds what only pages of the repository need: {', '.join(for_pages)}")
+    if others := sorted({name.partition("/")[0] for name in python} - {"hf_fastdecode"}):
+        raise SystemExit(f"the wheel holds folders of the repository: {', '.join(others)}")
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_fastdecode").rglob("*.py")}
     for archive_name, names in ((wheel.name, sizes.keys()), (sdist.name, sources)):
         if missing := sorted(modules - names):

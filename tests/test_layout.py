@@ -193,7 +193,7 @@ LAYERS = (
         {"model_names"},
         {"model_loading"},
     ),
-    *({"conversion"}, {"evals"}, {"bench"}, {"cli"}, {"__main__"}),
+    *({"conversion"}, {"evals"}, {"cli"}, {"__main__"}),
 )
 
 
@@ -240,24 +240,31 @@ def test_imports_point_one_way(layer):
     assert not wrong
 
 
+def imported_packages(path: Path) -> set[str]:
+    """The first names of a file's absolute imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_the_package_imports_nothing_else_of_the_repository():
+    """Benchmarks may import anything of the package, which does without them: they are not in the wheel."""
+    for path in PACKAGE.rglob("*.py"):
+        assert not imported_packages(path) & {"benchmarks", "tests", "tools"}, path
+
+
 def test_kernels_know_nothing_of_transformers():
     for path in (PACKAGE / "kernels").rglob("*.py"):
-        assert "transformers" not in {
-            name.split(".")[0]
-            for node in ast.walk(ast.parse(path.read_text()))
-            for name in (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom) and not node.level
-                else []
-            )
-        }, path
+        assert "transformers" not in imported_packages(path), path
 
 
-def imports() -> dict[str, set[str]]:
-    """For each module of the package, the package's modules that it imports, at any place and for types only too."""
-    modules = {path.relative_to(ROOT).with_suffix("").parts: path for path in PACKAGE.rglob("*.py")}
+def imports(folder: Path) -> dict[str, set[str]]:
+    """For each module of a folder, its modules that it imports, at any place and for types only too."""
+    modules = {path.relative_to(ROOT).with_suffix("").parts: path for path in folder.rglob("*.py")}
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
         targets: set[tuple[str, ...]] = set()
@@ -269,10 +276,11 @@ def imports() -> dict[str, set[str]]:
     return {name: targets & found.keys() for name, targets in found.items()}
 
 
-def test_no_modules_import_each_other():
+@pytest.mark.parametrize("folder", ["benchmarks", "hf_fastdecode"])
+def test_no_modules_import_each_other(folder):
     """Not even through others, nor for types only: what needs each other is one file, or three."""
-    left = imports()
-    assert "hf_fastdecode.attention.forest" in left["hf_fastdecode.cache.shared"]
+    left = imports(ROOT / folder)
+    assert any(left.values())
     while leaves := [name for name, targets in left.items() if not targets & left.keys()]:
         for name in leaves:
             del left[name]
@@ -308,8 +316,8 @@ def strings(path: Path) -> Iterator[str]:
 
 def test_nothing_below_the_command_line_names_an_option():
     """Messages name arguments in backticks, which the command line shows as its options."""
-    for path in PACKAGE.rglob("*.py"):
-        place = path.relative_to(PACKAGE)
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        place = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT / "benchmarks")
         if place.parts[0] == "cli" or place.as_posix() in PROGRAMS:
             continue
         assert not [one for one in strings(path) if one not in GIT | SILENT and re.search(r"(?<!-)--[a-z]", one)], path
@@ -321,10 +329,4 @@ def test_what_is_imported_is_declared():
     named = [re.match(r"[\w-]+", one)[0] for one in project["dependencies"]]
     allowed = {name.replace("-", "_") for name in named} | {"lm_eval", "triton", "scipy", "cuda"} | {PACKAGE.name}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            else:
-                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            found = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
-            assert found <= allowed, path
+        assert imported_packages(path) - sys.stdlib_module_names <= allowed, path

@@ -12,7 +12,7 @@ def test_links_lead_to_pages():
     text = "[a](docs/rl.md) [b](CONTRIBUTING.md#check) [c](hf_fastdecode/api.py) [d](https://x.y) [e](#here)"
     expected = "[a](rl.md) [b](contributing.md#check) c [d](https://x.y) [e](#here)"
     assert site.rewritten(text, "README.md") == expected
-    pictures = "![p](eval-embedded.png) [m](../../../docs/quickstart.ipynb)"
+    pictures = "![p](eval-embedded.png) [m](../../docs/quickstart.ipynb)"
     assert (
         site.rewritten(pictures, f"{site.RESULTS}/README.md") == "![p](results/eval-embedded.png) [m](quickstart.md)"
     )

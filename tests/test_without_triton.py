@@ -18,10 +18,13 @@ IMPORT_ALL = (
     WITHOUT_TRITON
     + """
 import importlib, json, pkgutil
-import hf_fastdecode
+import benchmarks, hf_fastdecode
 
 needing = []
-for module in pkgutil.walk_packages(hf_fastdecode.__path__, "hf_fastdecode."):
+folders = [(hf_fastdecode.__path__, "hf_fastdecode."), (benchmarks.__path__, "benchmarks.")]
+for module in (one for folder in folders for one in pkgutil.walk_packages(*folder)):
+    if module.name.endswith("__main__"):
+        continue
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # of triton, or of what an extra brings
@@ -81,7 +84,7 @@ print(json.dumps(said))
 """
 )
 
-KERNEL_FILES = "hf_fastdecode.kernels.", "hf_fastdecode.bench.ops.sketch", "hf_fastdecode.bench.ops.node_kernel"
+KERNEL_FILES = "hf_fastdecode.kernels.", "benchmarks.ops.sketch", "benchmarks.ops.node_kernel"
 
 
 def test_all_but_kernels_can_be_imported():

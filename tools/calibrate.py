@@ -16,11 +16,11 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.ops.cases import NodeSpec
+from benchmarks.ops.inputs import make_forest
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.launch.costs import Candidate, Costs, estimated_costs
 from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
-from hf_fastdecode.bench.ops.cases import NodeSpec
-from hf_fastdecode.bench.ops.inputs import make_forest
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.rows import Measurement
 
@@ -61,7 +61,7 @@ class Measured:
 
 
 def measured(rows: Sequence[Measurement]) -> list[Measured]:
-    """What the rows of ``bench ops`` say of the candidates; rows that are not ``ok``, and other ways, are left out."""
+    """What rows of ``benchmarks ops`` say of the candidates; those that are not ``ok`` and other ways are left out."""
     found = []
     for row in rows:
         name = _WAYS.get((row["way"], row["variant"])) or _WAYS.get((row["way"], ""))
@@ -175,8 +175,10 @@ def report(points: Sequence[Measured], costs: Costs) -> str:
     return "\n".join(lines)
 
 
-def main(path: Annotated[Path, typer.Argument(help="CSV file of `bench ops`.", exists=True, dir_okay=False)]) -> None:
-    """Fit the cost model's constants to measured rows of `bench ops`, one set for each device."""
+def main(
+    path: Annotated[Path, typer.Argument(help="CSV file of `python -m benchmarks ops`.", exists=True, dir_okay=False)],
+) -> None:
+    """Fit the cost model's constants to measured rows of `python -m benchmarks ops`, one set for each device."""
     rows = read_rows(path)
     for device in dict.fromkeys(row["device"] for row in rows):
         points = measured([row for row in rows if row["device"] == device])

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from hf_fastdecode.measurement.tables import replace_between
+from benchmarks.page_tables import replace_between
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple, TypeGuard
 
-from hf_fastdecode.measurement.tables import replace_between
+from benchmarks.page_tables import replace_between
 
 PACKAGE: Final = Path(__file__).parents[1] / "hf_fastdecode"
 PAGE: Final = PACKAGE.parent / "docs" / "troubleshooting.md"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-RESULTS: Final = "hf_fastdecode/bench/results"
+RESULTS: Final = "benchmarks/results"
 PAGES: Final = {
     "README.md": "index.md",
     "docs/README.md": "pages.md",

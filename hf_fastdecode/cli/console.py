@@ -40,19 +40,22 @@ class OneLineErrors(TyperGroup):
     after Ctrl-C, 141 when the reader of stdout went away (as shells count SIGINT and SIGPIPE).
     """
 
+    program = "hf-fastdecode"
+    """The first word of each line."""
+
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> NoReturn:
         """Run, and leave by `SystemExit`."""
         words = sys.argv[1:] if args is None else list(args)
         try:
             _open_streams()
-            with self.make_context(prog_name or "hf-fastdecode", list(words)) as context:
+            with self.make_context(prog_name or self.program, list(words)) as context:
                 self.invoke(context)
             code = 0
         except typer.Exit as leaving:
             code = leaving.exit_code
         except (KeyboardInterrupt, Exception) as error:
-            code = _report_error(error, words)
-        sys.exit(_flush_stdout() or code)
+            code = _report_error(error, words, self.program)
+        sys.exit(_flush_stdout(self.program) or code)
 
 
 class ManyValues(TyperCommand):
@@ -70,6 +73,11 @@ class ManyValues(TyperCommand):
                 option = word if word in ("--context", "--n", "--batch") else ""
             spread.append(word)
         return super().parse_args(ctx, spread)
+
+
+def moved(before: str, now: str) -> InputError:
+    """The error of a command that is one of `python -m benchmarks` now."""
+    return InputError(f"`hf-fastdecode {before}` is `python -m benchmarks {now}` now, in a clone of the repository")
 
 
 def note(text: object) -> None:
@@ -93,12 +101,12 @@ def _open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
 
 
-def _flush_stdout() -> int:
+def _flush_stdout(program: str) -> int:
     """Write what is left; 0, or the exit code where that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        return _report_error(error, [])
+        return _report_error(error, [], program)
     return 0
 
 
@@ -108,7 +116,7 @@ def _silence(stream: TextIO) -> None:
         os.dup2(null.fileno(), stream.fileno())
 
 
-def _report_error(error: BaseException, words: Sequence[str]) -> int:
+def _report_error(error: BaseException, words: Sequence[str], program: str) -> int:
     """Write an error in one line on stderr; returns the exit code."""
     if os.environ.get(TRACEBACK_VARIABLE):
         note("".join(traceback.format_exception(error)).rstrip())
@@ -116,7 +124,7 @@ def _report_error(error: BaseException, words: Sequence[str]) -> int:
     if isinstance(error, OSError):
         _silence(sys.stdout)
     if message:
-        note(f"hf-fastdecode: {message}")
+        note(f"{program}: {message}")
     return code
 
 

@@ -1,1 +1,6 @@
-"""What benches and workloads share: models to measure, timing, and rows that are written as they come."""
+"""What `bench`, the evaluations and the benchmarks share: models to measure, timing, and rows written as they come."""
+
+from typing import Any
+
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+"""How tokens are drawn wherever they are sampled: arguments of `generate`."""

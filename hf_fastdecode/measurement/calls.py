@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor
 
 from ..api import explain
 from .runner import NotAvailableError
@@ -41,32 +38,6 @@ def prefill_and_decode(
     return prefills, [seconds - prefill for seconds in whole], whole
 
 
-def prefill_and_decode_on_cpu(
-    call: Call, new_tokens: int, *, repeats: int, budget_s: float
-) -> tuple[list[float], list[float]]:
-    """Seconds to the first logits of whole calls and after them: a CPU has computed logits when it hands them over."""
-    prefills: list[float] = []
-
-    def once() -> None:
-        started, logits = time.perf_counter(), _FirstLogits()
-        call(new_tokens, logits_processor=[logits])
-        prefills.append(logits.seen_at - started)
-
-    whole = wall_samples(once, torch.device("cpu"), repeats=repeats, budget_s=budget_s)
-    return prefills, [seconds - prefill for seconds, prefill in zip(whole, prefills, strict=True)]
-
-
-class _FirstLogits(LogitsProcessor):
-    """Notes when the first logits come, and leaves them as they are."""
-
-    seen_at = math.nan
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if math.isnan(self.seen_at):
-            self.seen_at = time.perf_counter()
-        return scores
-
-
 def step_columns(decodes: Sequence[float], steps: int, drawn: int) -> dict[str, Any]:
     """Milliseconds of a step and tokens a second, from seconds of decoding `drawn` tokens in `steps` steps."""
     decode = percentiles(decodes)
@@ -95,6 +66,20 @@ def what_ran(model: Any, *, must_share: bool = True) -> str:
     words += [f"{call.waves} waves"] if call.waves > 1 else []
     words += [f"{call.compactions} compactions"] if call.compactions else []
     return ", ".join(words)
+
+
+@contextmanager
+def counted_tokens(embedding: Any) -> Iterator[list[int]]:
+    """Within, the number of tokens of each call of an embedding.
+
+    A hook of this package is one that calls share context under, which those of other programs are not.
+    """
+    counted: list[int] = []
+    hook = embedding.register_forward_hook(lambda module, args, out: counted.append(args[0].numel()))
+    try:
+        yield counted
+    finally:
+        hook.remove()
 
 
 def begin_peak(device: torch.device) -> int | None:

@@ -71,7 +71,7 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """The commit measured; behind it, when files have changed since, ``+`` and a hash of the package's files.
+    """The commit measured; behind it, when files have changed since, ``+`` and a hash of the sources.
 
     ``$COMMIT`` when it is set, as where the files were copied from a repository.
     """
@@ -91,7 +91,11 @@ def _commit() -> str:
 
 
 def _hash_of_sources(package: Path) -> str:
+    """A hash of the package's files, and of those beside the module that ``python -m`` started."""
+    folders, spec = {package}, getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.origin is not None:
+        folders.add(Path(spec.origin).resolve().parent)
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
-from itertools import pairwise, takewhile
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_fastdecode
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.cli.app import app
 
-from .command_line import ROOT, python, run
+from .command_line import ROOT, python, refusal, run
+from .help_texts import check_examples, check_width, commands
 
 MAIN = "from hf_fastdecode.__main__ import main; main()"
 
@@ -35,58 +32,37 @@ def test_help_lists_the_commands():
             assert command in result.stdout
 
 
-def commands(group=None, words=()):
-    """The words of every command, groups included."""
-    group = get_command(app) if group is None else group
-    yield words
-    for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, (*words, name))
-
-
-@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+@pytest.mark.parametrize("words", commands(app), ids=" ".join)
 def test_help_fits_in_80_columns(words, monkeypatch):
-    """No word is cut, and an example that takes several lines can be pasted."""
     monkeypatch.setenv("COLUMNS", "80")
-    shown = run(*words, "--help").stdout
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    examples = takewhile(lambda line: line[:2] in ("", "  "), shown.partition("Examples:")[2].splitlines())
-    lines = [line.strip() for line in examples if line.strip()]
-    assert len(lines) >= shown.count("Examples:")
-    for before, line in pairwise(["", *lines]):
-        command = line.removeprefix("CUDA_VISIBLE_DEVICES=1 ").split()[0]
-        assert command in ("hf-fastdecode", "torchrun", "accelerate", "cat") or before.endswith("\\"), line
+    check_width(run(*words, "--help").stdout)
 
 
-def examples(words):
-    """The examples of a command's help, each as its words."""
-    shown = run(*words, "--help").stdout.partition("Examples:")[2]
-    lines = takewhile(lambda line: line[:2] in ("", "  "), shown.splitlines())
-    text = "\n".join(line.strip() for line in lines).replace("\\\n", " ")
-    return [shlex.split(line) for line in text.splitlines() if line]
-
-
-LEAVES = [words for words in commands() if words and words not in (("bench",), ("eval",), ("eval", "workloads"))]
-
-
-@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+@pytest.mark.parametrize("words", [words for words in commands(app) if words not in ((), ("eval",))], ids=" ".join)
 def test_help_teaches(words, monkeypatch):
-    """An example of the command itself; torchrun and accelerate hand over what is the command's, `--n` among it."""
     monkeypatch.setenv("COLUMNS", "80")
-    found = examples(words)
-    assert any(" ".join(words) in " ".join(one) for one in found)
-    for given in found:
-        if given[0] == "torchrun":
-            parsed = torchrun_arguments(given[1:])
-        elif given[0] == "accelerate":
-            parsed = launch_command_parser().parse_args(given[2:])
-        else:
-            continue
-        assert (parsed.module, parsed.training_script) == (True, "hf_fastdecode")
-        rest = parsed.training_script_args
-        rest = rest[1:] if rest[:1] == ["--"] else rest  # Python 3.13 leaves it, and so the command takes it
-        assert " ".join(rest[: len(words)]) == " ".join(words)
-        assert rest == given[-len(rest) :]
+    check_examples(run(*words, "--help").stdout, "hf_fastdecode", words)
+
+
+def test_bench_names_the_other_benchmarks():
+    assert "python -m benchmarks" in run("bench", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("bench ops --set tiny", "ops"),
+        ("bench first-calls", "first-calls"),
+        ("bench parallel --simulate --help", "parallel"),
+        ("eval workloads", "workloads"),
+        ("eval workloads hier --points 2x2", "workloads hier"),
+    ],
+)
+def test_commands_that_are_benchmarks_now(before, now):
+    name = f"{before.split()[0]} {now}"
+    assert refusal(*before.split()) == (
+        f"hf-fastdecode: `hf-fastdecode {name}` is `python -m benchmarks {now}` now, in a clone of the repository\n"
+    )
 
 
 def test_two_dashes_before_the_command():
@@ -123,12 +99,11 @@ demo --shots -1
 demo --device nonsense
 inspect ./nosuch
 inspect embedded --dtype half
-bench ops --set nosuch
-bench ops --set tiny --out .
-bench sampling --way nosuch
-bench generate --way shared+foo=1
-bench generate --device nonsense
-bench tables --table hydragen-fig1 --out pyproject.toml
+bench --point many
+bench --mode graphs
+bench --device nonsense
+bench --out .
+bench ops
 """
     process = python(
         f"from hf_fastdecode.cli.app import app\n"
@@ -140,7 +115,7 @@ bench tables --table hydragen-fig1 --out pyproject.toml
     )
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert (output, errors.count("\n")) == ("", 15)
+    assert (output, errors.count("\n")) == ("", 14)
 
 
 def test_public_names_load_when_used():
@@ -190,12 +165,12 @@ def test_public_names_load_when_used():
         ("generate --prompt x --shots 3", "--shots 3 is for the prompt of a --task-id"),
         ("generate --task-id 5", "there is no task 5; the embedded tasks have ids from"),
         ("generate --task-id 127 --shots 99", "--shots must be between 0 and"),
-        ("bench ops --set nosuch", "--set must be one of grid, "),
-        ("bench ops --device nonsense", "there is no device 'nonsense'"),
-        ("bench sampling --way nosuch", "--way must be one of "),
-        ("bench generate --way shared+foo=1", "got 'foo' in 'shared+foo=1'"),
-        ("bench generate --way shared+sampler=slow", "sampler must be one of auto, hf, fast, got 'slow'"),
-        ("bench generate --way shared+min_saved_tokens=-1", "min_saved_tokens must be an integer of at least 0"),
+        ("bench --point 512", "a point is CONTEXTxN, such as 2048x16, got '512'; write one so"),
+        ("bench --mode graphs", "--mode must be one of auto, eager, graph, compile, got 'graphs'"),
+        ("bench --model shape:9b", "there is no shape '9b'; choose one of 7b-mha, "),
+        ("bench --point 5000x8 --device cpu", "longer than the 4096 positions of embedded; ask for a shorter context"),
+        ("bench --out .", "--out must be a CSV file, "),
+        ("bench nosuch", "Got unexpected extra argument(s) (nosuch)"),
         ("generate --prompt-file /no/such/file", "cannot read /no/such/file: No such file"),
         ("generate --prompt x --model ./nosuch", "there is no file or folder ./nosuch"),
         ("generate --prompt x --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
@@ -223,7 +198,7 @@ def test_bad_input_is_one_line(arguments, message):
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("command", ["generate --prompt x", "demo", "inspect embedded", "bench generate --way eager"])
+@pytest.mark.parametrize("command", ["generate --prompt x", "demo", "inspect embedded", "bench"])
 def test_a_backend_of_the_environment_that_there_is_not(command, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
     result = run(*command.split())
@@ -364,9 +339,6 @@ def test_as_a_module_and_without_a_command():
     )
     assert process.returncode == 2
     assert process.stderr.startswith("hf-fastdecode: --n must be at least 1, got 0")
-    found = run("bench")
+    found = run("eval")
     assert found.exit_code == 2
     assert found.stderr == ""
-    found = run("bench", "generate", "--shape", "9b", "--list")
-    assert found.exit_code == 2
-    assert "--shape must be one of 7b-mha" in found.stderr

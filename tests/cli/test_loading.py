@@ -146,4 +146,3 @@ def test_both_spellings_of_a_dtype(spelling, name, checkpoint):
     assert f"; {name}, " in run("generate", *words, "--dtype", spelling).stderr
     shown = json.loads(run("inspect", checkpoint, "--context", 8, "--n", 2, "--dtype", spelling, "--json").stdout)
     assert shown["dtype"] == name
-    assert f"dtype={name}" in run("bench", "generate", "--dtype", spelling, "--list").stdout

@@ -68,7 +68,7 @@ def test_a_group_is_folded_too(terminal):
     assert "1234567890" in text and "0987654321" in text
 
 
-@pytest.mark.parametrize("command", ["inspect embedded --context 512 2048 --n 16 128", "bench generate --list"])
+@pytest.mark.parametrize("command", ["inspect embedded --context 512 2048 --n 16 128", "bench"])
 def test_any_command_that_prints_tables_refuses_other_formats(command):
     assert "--format must be one of auto, text, markdown, got 'html'" in refusal(*command.split(), "--format", "html")
 

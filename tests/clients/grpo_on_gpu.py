@@ -56,7 +56,7 @@ class _StopAfter(TrainerCallback):
 def main(
     out: Annotated[Path, typer.Option(help="CSV file of rows to write.")],
     way: Annotated[list[str] | None, typer.Option(help=f"Repeatable, all by default: {', '.join(_WAYS)}.")] = None,
-    shape: Annotated[str, typer.Option(help="A shape of `hf-fastdecode bench generate`.")] = "qwen3-4b",
+    shape: Annotated[str, typer.Option(help="A shape of `python -m benchmarks generate`.")] = "qwen3-4b",
     samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 16,
     prompts: Annotated[int, typer.Option(help="Prompts in a rollout.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a completion.")] = 256,

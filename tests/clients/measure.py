@@ -15,8 +15,8 @@ import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_fastdecode as fd
+from benchmarks import RESULTS
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
-from hf_fastdecode.bench import RESULTS
 from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.runner import failed, run
 

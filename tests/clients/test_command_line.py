@@ -37,8 +37,8 @@ def test_every_command_that_draws_takes_an_adapter(tmp_path):
     words = ("--prompt", PROMPT, "--greedy", "--max-new-tokens", 8, "--json")
     assert json.loads(run("generate", "--model", adapter, *words))["text"] == expected
     run("eval", "run", "--model", adapter, "--limit", 1, "--n", 2, "--latency", 0, "--out", tmp_path / "run")
-    drawn = ("--point", "64x2", "--new-tokens", 2, "--way", "shared", "--repeats", 1)
-    assert "shared" in run("bench", "generate", "--model", adapter, *drawn, "--out", tmp_path / "rows.csv")
+    drawn = ("--point", "64x2", "--new-tokens", 2, "--repeats", 1)
+    assert "enabled" in run("bench", "--model", adapter, *drawn, "--out", tmp_path / "rows.csv")
 
 
 def test_lm_eval_takes_an_adapter_and_a_multimodal_model(tmp_path):

@@ -76,7 +76,7 @@ QUERY_TILE = 128
 # Reference of the estimate for other devices.
 _H200_BANDWIDTH, _H200_MULTIPROCESSORS, _HOPPER = 4.8e12, 132, 9
 
-# `python -m tools.calibrate` fits the three candidates to results of `bench ops`: 1 to 1024 rows, 2K to
+# `python -m tools.calibrate` fits the three candidates to results of `python -m benchmarks ops`: 1 to 1024 rows, 2K to
 # 128K tokens. The other constants are not fitted:
 # - beside_bandwidth: beside node kernels of 72 to 128 programs, each other multiprocessor read 50 to 80 GB/s of
 #   suffixes (512 rows of 256 tokens); the lowest.

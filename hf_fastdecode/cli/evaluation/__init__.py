@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import typer
+
+from ..console import moved
 from ..options import command_group
-from . import generate, latency, run, score, stored, workloads
+from ..programs import PASS_ON
+from . import generate, latency, run, score, stored
 
 app = command_group()
 
@@ -13,9 +17,14 @@ def main() -> None:
     """Sample code for programming tasks, score it in a sandbox, and set pass@n and pass@top-m against latency."""
 
 
-app.add_typer(workloads.app, name="workloads")
-
 for command in (run.run, generate.generate, latency.latency, score.score):
     app.command()(command)
 for command in (run.report, score.check, stored.rescore, stored.export):
     app.command()(command)
+
+
+@app.command(context_settings=PASS_ON, hidden=True)
+def workloads(context: typer.Context) -> None:
+    """A group of commands that is one of `python -m benchmarks` now."""
+    words = " ".join(["workloads", *context.args[:1]])
+    raise moved(f"eval {words}", words)

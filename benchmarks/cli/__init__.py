@@ -1,0 +1,59 @@
+"""The command line: ``python -m benchmarks``, in a clone."""
+
+from __future__ import annotations
+
+import typer
+
+from hf_fastdecode.cli.console import OneLineErrors
+from hf_fastdecode.cli.options import HELP_NAMES
+from hf_fastdecode.cli.tables import prints_tables
+
+from . import completions, first_calls, generate, ops, parallel, profile, tables, workloads
+
+
+class Benchmarks(OneLineErrors):
+    """The commands."""
+
+    program = "benchmarks"
+
+
+app = typer.Typer(
+    cls=Benchmarks,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings=HELP_NAMES,
+)
+
+_NOTE = (
+    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
+    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
+    "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
+    "measured again; name another `--out` to keep them."
+)
+
+
+@app.callback()
+def main() -> None:
+    """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run.
+
+    Rows go to `runs/`; those that the documentation cites are in `benchmarks/results/`. `hf-fastdecode bench` alone
+    measures stock beside enabled on your model, without a clone.
+    """
+
+
+for command in (
+    *(ops.ops, generate.generate, completions.completions, first_calls.first_calls, profile.profile),
+    *(ops.sampling, ops.slim, parallel.parallel, tables.tables),
+):
+    app.command(epilog=_NOTE)(prints_tables(command))
+app.add_typer(workloads.app, name="workloads")
+
+
+@app.command()
+def summary() -> None:
+    """Rewrite the tables and the figures of README and other pages from the committed rows."""
+    from ..summary import rewrite_pages
+
+    rewrite_pages()

@@ -1,0 +1,214 @@
+"""``ops``, ``sampling`` and ``slim``: the kernels of one decode step, over named sets of cases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_fastdecode.attention.torch_operators import BACKEND_VARIABLE
+from hf_fastdecode.cli.bench import C, find_device, measured, refuse_red
+from hf_fastdecode.cli.checks import check_choice, check_device
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Device, Plot
+from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import check_out
+
+from ..ops.cases import OP_SETS, OpCase, with_dtype
+from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
+from ..slim.cases import SLIM_SETS, SLIM_WAYS
+from .options import Check, ListCases, Only, repeatable, sets_of
+from .report import chosen, report, show_cases
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_fastdecode.measurement.rows import Measurement
+
+OP_WAY_NAMES = (
+    "ours",
+    "plain",
+    "recipe",
+    "hydragen",
+    "bifurcated",
+    "bifurcated-compiled",
+    "flashinfer-decode",
+    "flashinfer-cascade",
+    "fasttree",
+    "sketch",
+    "without-own-nodes",
+    "ours-prefix",
+    "sketch-prefix",
+    "ours-suffix",
+    "sketch-suffix",
+)
+# Compile for ten seconds a case, or minutes the first time, or are of others, so only when they are asked for.
+_COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade", "fasttree")
+
+
+def ops(
+    sets: Annotated[list[str] | None, sets_of(OP_SETS, "small")] = None,
+    way: Annotated[list[str] | None, repeatable(OP_WAY_NAMES, f"all but {', '.join(_COMPILE)}")] = None,
+    only: Only = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the set's")] = None,
+    device: Device = "auto",
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/ops.csv"),
+) -> None:
+    """Attention of one decode step: ours against the hardware's floor, PyTorch recipes, plain decode, papers' ports.
+
+    Timed in a CUDA graph over inputs larger than the L2 cache. The floor is the bytes or the arithmetic that the case
+    needs, at rates measured in the same run. Each way is first checked against an fp64 reference: its error is at most
+    twice that of PyTorch's own attention, or its row says `wrong` and the command ends with exit code 1.
+
+    Ways: `ours` is what the package runs, `ours-prefix` its kernel over the shared context alone, and `ours-suffix`
+    what it runs where nothing is shared. `plain` is flash decoding with a copy of the context for each row. `recipe`
+    is the faster of PyTorch's flash and cuDNN operators over the shared context, flash over what each row added, and a
+    merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
+    by torch.compile. `flashinfer-decode` and `flashinfer-cascade` are FlashInfer's wrappers over pages of 16 tokens,
+    with the extra `flashinfer`: the first reads the shared context once a row, as servers do that share pages alone,
+    the second once; the fastest of their kernels and layouts counts. `fasttree` is that paper's kernels, with
+    `kernel_bench` of its artifact on $PYTHONPATH. `sketch` is a first Triton kernel of two launches with a fixed
+    split, the better of two, which does not store the new tokens; `sketch-prefix` is its first launch, `sketch-suffix`
+    what it does where nothing is shared. `without-own-nodes` is ours with one program for each row and KV head over
+    what a row added, however long.
+
+    Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
+    they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `completions` has rows that
+    added thousands of tokens; `fasttree` and `pat` are the trees of these papers; `small` is a handful, and `tiny` is
+    for a CPU.
+
+    Examples:
+
+        python -m benchmarks ops
+        python -m benchmarks ops --set h200 --plot --out runs/ops-h200.csv
+        python -m benchmarks ops --set grid --only n128- --only n1024- --way ours \\
+            --way recipe
+        python -m benchmarks ops --set two-level --set ragged --list
+    """
+    ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
+    if dtype is not None:
+        dtype = parse_dtype(dtype, auto=False)
+    cases = chosen(with_dtype(_cases(OP_SETS, sets, device, "small"), dtype), only)
+    if show:
+        return show_cases(cases)
+    check_backend()
+    check_out(out)
+    place = find_device(device)
+    from ..ops.table import ops_table
+
+    report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
+
+
+def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str, default: str) -> list[C]:
+    """The cases of the sets that are named, or of the default for the device."""
+    names = check_choice("set", sets or [], known)
+    check_device(device)
+    names = names or ["tiny" if find_device(device).type == "cpu" else default]
+    return [case for name in names for case in known[name]]
+
+
+def run_ops(
+    cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
+) -> list[Measurement]:
+    """Measure operators into `out`."""
+    with exit_on_interrupt():
+        from ..ops.measure import OpBench
+
+    return measured(cases, ways, OpBench(device, check=check).measure, device, out)
+
+
+def check_backend() -> None:
+    """Refuse a backend that ``$HF_FASTDECODE_BACKEND`` forces: it would not be what runs."""
+    if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):
+        raise InputError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
+
+
+def sampling(
+    sets: Annotated[list[str] | None, sets_of(SAMPLING_SETS, "grid")] = None,
+    way: Annotated[list[str] | None, repeatable(SAMPLING_WAYS, "both")] = None,
+    only: Only = None,
+    device: Device = "auto",
+    check: Check = True,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/sampling.csv"),
+) -> None:
+    """Drawing the tokens of one step: the sampling kernel beside transformers' own processors.
+
+    The kernel (`fast`) is timed in a CUDA graph over logits larger than the L2 cache; transformers' processors,
+    softmax and multinomial (`hf`) as `generate` calls them. The floor is one read of the logits at the copy bandwidth
+    measured in the same run. The kernel is first checked: it draws only what transformers leaves, and its
+    log-probabilities err at most twice as much as PyTorch's against fp64, or its row says `wrong` and the command ends
+    with exit code 1.
+
+    Examples:
+
+        python -m benchmarks sampling
+        python -m benchmarks sampling --only n1024- --way fast
+        python -m benchmarks sampling --set grid --only top_p0.95 --list
+        python -m benchmarks sampling --out runs/sampling-h200.csv
+    """
+    ways = check_choice("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
+    cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
+    if show:
+        return show_cases(cases)
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ..sampling.measure import SamplingBench
+        from ..sampling.table import sampling_table
+
+    rows = measured(cases, ways, SamplingBench(place, check=check).measure, place, out)
+    report(rows, out, sampling_table, plot=False)
+
+
+def slim(
+    sets: Annotated[list[str] | None, sets_of(SLIM_SETS, "grid")] = None,
+    way: Annotated[list[str] | None, repeatable(SLIM_WAYS, "all")] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="Launch parameters of the slim kernels that differ, such as tile=32,stages=4; repeatable."),
+    ] = None,
+    only: Only = None,
+    device: Device = "auto",
+    check: Check = True,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/slim.csv"),
+) -> None:
+    """One layer's decode step over a slim cache, beside keys and values of the same tokens.
+
+    `slim-k` caches keys alone, `slim-k+r` an eighth as many V-coordinates too; both without the product with the
+    matrix from keys to values. `slim-k-two-launches` is the kernel for GPUs without thread block clusters, which has
+    other launch parameters (own_heads, block_t); `slim-k-int8`, `slim-k+r-int8` and `slim-k-fp8` run it over caches in
+    8 bits with scales, which it dequantises on chip. `flash` is PyTorch's attention over keys and values, `forest`
+    this package's, and `forest-prompt` with the tokens as prompts. The slim kernels are checked against fp64 first:
+    they err at most twice as much as fused attention.
+
+    Examples:
+
+        python -m benchmarks slim
+        python -m benchmarks slim --only n1- --way slim-k \\
+            --config tile=32,stages=4 --config clusters=8
+    """
+    ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
+    ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]
+    cases = chosen(_cases(SLIM_SETS, sets, device, "grid"), only)
+    if show:
+        return show_cases(cases)
+    check_out(out)
+    place = find_device(device)
+    with exit_on_interrupt():
+        from ..slim.measure import SlimBench
+        from ..slim.table import slim_table
+
+    rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
+    show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
+    typer.echo(f"rows: {out}")
+    refuse_red(rows, out)

@@ -1,0 +1,247 @@
+"""``parallel``: decoding over several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_fastdecode.cli.bench import measured, parse_point
+from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.console import bad_input, note
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import Repeats
+from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import check_out, failed
+from hf_fastdecode.measurement.shapes import SHAPES
+
+from ..parallel.cases import (
+    ATTENTION_WAYS,
+    COLLECTIVES,
+    FILLS,
+    STEP_WAYS,
+    AttentionCase,
+    StepCase,
+    collective_cases,
+)
+from .options import Check, ListCases, ShapeDtype, repeatable
+from .report import show_cases
+
+if TYPE_CHECKING:
+    from ..parallel.bench import ParallelBench
+
+KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
+"""What is measured, and in which ways."""
+
+_WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
+_START = "torchrun --nproc-per-node 2 -m benchmarks -- parallel"
+_POINTS, _POINTS_ON_CPU = ("131072x1", "262144x1"), ("96x2",)
+
+
+def parallel(
+    kind: Annotated[list[str] | None, repeatable(KINDS, "all")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Shape of the models and of the attention layers, repeatable: {', '.join(SHAPES)}.",
+            show_default="8b-gqa, on a CPU tiny",
+        ),
+    ] = None,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="CONTEXTxN: tokens of a context, and rows that share it; repeatable.",
+            show_default=f"{', '.join(_POINTS)}, on a CPU {_POINTS_ON_CPU[0]}",
+        ),
+    ] = None,
+    way: Annotated[list[str] | None, repeatable(_WAYS, "all of a kind")] = None,
+    fill: Annotated[
+        str,
+        typer.Option(
+            help="Keys and values of the contexts of steps: random, which takes no time, or prefill, which computes "
+            "them, and measures the first token too."
+        ),
+    ] = "random",
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each row in a timed call.", min=2)] = 33,
+    layers: Annotated[int | None, typer.Option(help="Layers of attention.", min=1, show_default="the shape's")] = None,
+    most_bytes: Annotated[int, typer.Option(help="Largest collective.", min=1 << 14)] = 4 << 20,
+    dtype: ShapeDtype = "bfloat16",
+    device: Annotated[str, typer.Option(help="`auto` (a GPU for each process, else the CPU), cpu or cuda.")] = "auto",
+    repeats: Repeats = 2,
+    check: Check = True,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Start nothing: predict tree and ring by a cost model, and draw them.")
+    ] = False,
+    nvlink: Annotated[
+        str | None,
+        typer.Option(
+            help="For --simulate: GB/s each way and microseconds of a link within a node.",
+            show_default="fitted to measurements of 2 to 8 H200",
+        ),
+    ] = None,
+    infiniband: Annotated[
+        str,
+        typer.Option(help="For --simulate: the same of a GPU's link between nodes, which nobody measured here."),
+    ] = "50,5",
+    show: ListCases = False,
+    out: Annotated[Path, typer.Option(help="Folder for a CSV file a kind.")] = Path("runs/parallel"),
+) -> None:
+    """Decoding over several GPUs: whole steps, attention alone, and collectives alone; or a prediction for more.
+
+    It runs in processes that torchrun starts, one a GPU (on a CPU they communicate by gloo, which is to try it out).
+    Without the `--` in front of the command torchrun takes options that begin like its own for these.
+
+    Steps (`--kind steps`): `one-gpu` is an enabled model on one GPU, `sequence` the same on every GPU with the context
+    divided between them (`sequence_parallel="auto"`), `tensor` a model split by transformers' tensor parallelism and
+    enabled, `stock-tensor` the same without this package. `helix` divides the context, and splits all weights but
+    those of attention heads (`sequence_parallel_plan`). Weights are random.
+
+    Attention (`--kind attention`): the layers of a shape in one CUDA graph. `one-gpu` has the whole context on one
+    GPU; `tree` is this package's; `three-all-reduces` merges as the paper on Tree Attention does; `ring` passes keys
+    and values round, `ring-partials` what each GPU found; `no-communication` leaves the merge out. Each is first
+    checked against fp64: it errs at most twice as much as PyTorch, or its row says `wrong`, and the command ends with
+    exit code 1. What a GPU sends and holds is counted, and stands beside the paper's equations.
+
+    Collectives (`--kind collectives`): all-gather, all-reduce and sends to a neighbour of 16 KiB to 4 MiB.
+
+    Rows are written when they are measured, so that a run that is cut short has those before. Set
+    NCCL_GRAPH_MIXING_SUPPORT=0 for captured collectives.
+
+    Examples:
+
+        torchrun --nproc-per-node 2 -m benchmarks -- parallel
+
+        torchrun --nproc-per-node 2 -m benchmarks -- parallel \\
+            --kind steps --point 262144x1 --way sequence
+
+        torchrun --nproc-per-node 2 -m benchmarks -- parallel \\
+            --kind steps --point 65536x1 --fill prefill
+
+        torchrun --nproc-per-node 4 -m benchmarks -- parallel \\
+            --kind attention --shape 7b-mha --point 196608x16
+
+        python -m benchmarks parallel --simulate --infiniband 100,5
+    """
+    kinds = check_choice("kind", kind or list(KINDS), KINDS)
+    ways = check_choice("way", way or _WAYS, _WAYS)
+    kinds = [name for name in kinds if any(one in KINDS[name] for one in ways)]
+    if not kinds:
+        raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {_ways_of()}")
+    check_choice("fill", [fill], FILLS)
+    check_choice("shape", shape or [], SHAPES)
+    dtype = parse_dtype(dtype, auto=False)
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(
+            f"--device must be auto, cpu or cuda, since each process has a GPU of its own, got {device!r}"
+        )
+    if out.is_file():
+        raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a kind")
+    if simulate:
+        return _simulate(shape, point, nvlink, infiniband, dtype, out)
+    with exit_on_interrupt():
+        from ..parallel.processes import device_of_process, is_first, launched
+    ranks = launched()
+    if ranks == 1 and not show:
+        raise InputError(
+            f"parallel measures 2 or more processes, got 1; start it by `{_START}`, or predict with --simulate"
+        )
+    on_cpu = device == "cpu" or (device == "auto" and not _has_gpus())
+    points = [parse_point(text) for text in point or (_POINTS_ON_CPU if on_cpu else _POINTS)]
+    shapes = shape or ["tiny" if on_cpu else "8b-gqa"]
+    cases: dict[str, Sequence[Any]] = {}
+    with bad_input():
+        for name in kinds:
+            if name == "collectives":
+                cases[name] = collective_cases(max(2, ranks), most=most_bytes)
+            elif name == "steps":
+                cases[name] = [
+                    StepCase(one, *at, max(2, ranks), new_tokens, fill, dtype) for one, at in product(shapes, points)
+                ]
+            else:
+                cases[name] = [
+                    _attention_case(one, *at, max(2, ranks), layers, dtype) for one, at in product(shapes, points)
+                ]
+    if show:
+        return show_cases(one for name in kinds for one in cases[name])
+    for name in kinds if is_first() else ():
+        check_out(_file(out, name))
+    with exit_on_interrupt():
+        from ..parallel.bench import ParallelBench
+        from ..parallel.processes import Processes
+    processes = Processes(device_of_process(device))
+    bench = ParallelBench(processes, check=check, repeats=repeats)
+    if processes.rank:
+        bench.follow()
+        processes.end()
+    try:
+        rows = _measure(bench, cases, ways, out)
+    finally:
+        bench.finish()
+    if red := failed(rows):
+        note(f"{len(red)} rows in {out} are not right: {red[0]['way']}: {red[0]['status']}")
+    processes.end(1 if red else 0)
+
+
+def _measure(
+    bench: ParallelBench, cases: dict[str, Sequence[Any]], ways: list[str], out: Path
+) -> list[dict[str, str]]:
+    """Measure and show one kind after the other, on rank 0."""
+    from ..parallel.table import parallel_table
+
+    found = []
+    for name, own in cases.items():
+        chosen = [one for one in ways if one in KINDS[name]]
+        rows = measured(own, chosen, bench.measure, bench.processes.device, _file(out, name))
+        show_tables(parallel_table(rows))
+        typer.echo(f"rows: {_file(out, name)}")
+        found += rows
+    return found
+
+
+def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int | None, dtype: str) -> AttentionCase:
+    fields = SHAPES[shape]
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
+    depth = layers or fields["num_hidden_layers"]
+    return AttentionCase(shape, context, rows, depth, heads, kv_heads, head_dim, ranks, dtype)
+
+
+def _simulate(
+    shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
+) -> None:
+    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, predictions
+    from ..parallel.measured_links import measured_cluster
+    from ..parallel.scaling_figure import draw_scaling, scaling_table
+
+    contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
+    heads = PAPER_HEADS
+    if shape:
+        case = _attention_case(shape[0], max(contexts), 1, 1, None, dtype)
+        heads = Heads(case.heads, case.kv_heads, case.head_dim)
+    with bad_input():
+        cluster = replace(measured_cluster(), between=Link.parse("infiniband", infiniband))
+        if nvlink is not None:
+            cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
+    found = predictions(cluster, heads, contexts)
+    show_tables(scaling_table(found, cluster, heads))
+    typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _file(out: Path, kind: str) -> Path:
+    return out / f"{kind}.csv"
+
+
+def _ways_of() -> str:
+    return "; ".join(f"{kind} has {', '.join(ways)}" for kind, ways in KINDS.items())

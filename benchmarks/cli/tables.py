@@ -1,0 +1,103 @@
+"""``tables``: the settings of the papers' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_fastdecode.cli.bench import find_device
+from hf_fastdecode.cli.checks import check_choice, check_device, check_enable_options
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import Device, Plot, Repeats
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.runner import check_out
+
+from ..generate.cases import WAYS
+from ..ops.cases import OpCase
+from ..paper_tables import PAPER_TABLES
+from .generate import check_models, check_ways, run_generate
+from .ops import OP_WAY_NAMES, check_backend, run_ops
+from .options import Check, ListCases, Only, repeatable
+from .report import chosen, report, show_cases
+
+
+def tables(
+    table: Annotated[list[str] | None, repeatable(PAPER_TABLES, "none")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of them; takes hours.")] = False,
+    way: Annotated[
+        list[str] | None, typer.Option(help="As for `ops` and `generate`.", show_default="the table's")
+    ] = None,
+    only: Only = None,
+    device: Device = "auto",
+    repeats: Repeats = 2,
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: Annotated[Path, typer.Option(help="Folder for a CSV file a table.")] = Path("runs/tables"),
+) -> None:
+    """The settings of the papers' tables, scaled to one GPU, with the numbers they published beside yours.
+
+    Bifurcated attention: tables 1, 6 and 7. Hydragen: figures 1, 4 and 5, tables 1 and 2.
+
+    Examples:
+
+        python -m benchmarks tables --table bifurcated-1 --list
+        python -m benchmarks tables --table bifurcated-6 --only 8192 --way compile
+        python -m benchmarks tables --table hydragen-fig5 --plot
+    """
+    names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)
+    if not names:
+        raise InputError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
+    if out.is_file() and not show:
+        raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
+    cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}
+    check_device(device)
+    for name in names:  # what is refused is refused before any is measured
+        _check(way or PAPER_TABLES[name].ways, of_operators=_of_operators(name), show=show)
+        if not show:
+            check_out(_file(out, name))
+    place = None if show else find_device(device)
+    with exit_on_interrupt():
+        for name in names:
+            if place is not None and not _of_operators(name):
+                check_models(cases[name], device, place)
+    for name in names:
+        setting = PAPER_TABLES[name]
+        typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
+        ways = way or list(setting.ways)
+        file = _file(out, name)
+        if place is None:
+            show_cases(cases[name])
+            continue
+        from ..generate.table import generate_table
+        from ..ops.table import ops_table
+
+        if _of_operators(name):
+            rows = run_ops(cases[name], ways, place, check, file)
+            report(rows, file, ops_table, plot=plot)
+        else:
+            rows = run_generate(cases[name], ways, place, check, repeats, file)
+            report(rows, file, partial(generate_table, published=setting.published, unit=setting.unit), plot=plot)
+
+
+def _file(out: Path, name: str) -> Path:
+    return out / f"{name}.csv"
+
+
+def _of_operators(name: str) -> bool:
+    return isinstance(PAPER_TABLES[name].cases[0], OpCase)
+
+
+def _check(ways: Sequence[str], *, of_operators: bool, show: bool) -> None:
+    """Refuse ways that a table does not have, and a backend that operators would not heed."""
+    if not of_operators:
+        check_ways(ways, WAYS)
+        check_enable_options()
+        return
+    check_choice("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES)
+    if not show:
+        check_backend()

@@ -1,0 +1,247 @@
+"""The commands of the workloads: ``hier`` and ``longqa``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from hf_fastdecode.attention.torch_operators import backend_of_environment
+from hf_fastdecode.cli.bench import C, measured
+from hf_fastdecode.cli.checks import check_choice, check_enable_options, parse_counts, pick_device
+from hf_fastdecode.cli.console import quiet_libraries
+from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
+from hf_fastdecode.cli.interrupts import exit_on_interrupt
+from hf_fastdecode.cli.options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups
+from hf_fastdecode.cli.tables import prints_tables
+from hf_fastdecode.errors import InputError, one_line
+from hf_fastdecode.evals.prompts import SHOTS
+from hf_fastdecode.evals.tasks import load_tasks
+from hf_fastdecode.measurement import SAMPLING
+
+from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
+from .options import repeatable
+from .report import report_workload
+
+if TYPE_CHECKING:
+    from hf_fastdecode.measurement.rows import Measurement
+
+    from ..workloads.calls import Timing
+
+app = command_group()
+
+_TOKENS: Final = 1024
+_QUESTION_SHOTS: Final = 5
+_BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
+
+_NOTE: Final = (
+    "Rows have the device, versions, commit (`$COMMIT` when it is set) and command; a picture goes beside them. Rows "
+    "that the file already has from the same commit and command are kept: run a command again, and it goes on where "
+    "it broke off."
+)
+
+
+@app.callback()
+def main() -> None:
+    """Workloads of the Hydragen paper: samples of many problems, and many questions about one long text."""
+
+
+@app.command(epilog=_NOTE)
+@prints_tables
+@expand_option_groups
+def hier(
+    model: ModelOptions,
+    task: Annotated[str, typer.Option(help="embedded, mbpp, or apps with --data.")] = "embedded",
+    data: TaskFile = None,
+    shots: Annotated[int, typer.Option(help="Solved examples in front of every problem.", min=1)] = SHOTS,
+    points: Annotated[
+        str,
+        typer.Option(help="PROBLEMSxSAMPLES, commas between: a call draws so many samples of each of the problems."),
+    ] = "2x8,4x8",
+    level: Annotated[list[str] | None, repeatable(LEVELS, "all")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
+    mode: Mode = "auto",
+    sampler: Sampler = "auto",
+    repeats: Repeats = 3,
+    check: Annotated[
+        bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
+    ] = True,
+    out: CsvFile = Path("runs/hier.csv"),
+) -> None:
+    """Samples of several problems in one call, with no, one or two levels of sharing.
+
+    All problems begin with the same solved examples, and all samples of a problem with its prompt. The same rows are
+    generated at four levels:
+
+    - `none`: stock transformers; every row stores and reads all of its prompt.
+
+    - `few-shot`: the examples are stored once for all rows, a problem once for each of its samples; this is the
+    paper's single level.
+
+    - `problem`: the whole prompt of a problem, examples and all, is stored once for its samples.
+
+    - `two-level`: the examples once for all rows, each problem once for its samples; so hf_fastdecode does by itself.
+
+    Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. The first
+    solved problems of such a file (question and solutions in each line) are the examples; those with starter code are
+    left out.
+
+    Examples:
+
+        python -m benchmarks workloads hier
+        python -m benchmarks workloads hier --task mbpp --data mbpp.jsonl \\
+            --points 8x16,16x32 --new-tokens 64
+        python -m benchmarks workloads hier --model shape:7b-mha \\
+            --points 8x64,8x128 --new-tokens 128
+    """
+    wanted = parse_points(points)
+    chosen = check_choice("level", level or LEVELS, LEVELS)
+    levels = [one for one in LEVELS if one in chosen]
+    check_enable_options(mode=mode, sampler=sampler)
+    model.check()
+    texts = problem_prompts(load_tasks(task, data=data), shots)
+    for problems, samples in wanted:
+        check_point(problems, samples, len(texts))
+    with _prepared(model, out) as found:
+        from ..workloads.figures import draw_levels
+        from ..workloads.hier import HierBench
+        from ..workloads.tables import levels_table
+
+        bench = HierBench(
+            found.model,
+            [found.tokenizer(text, verbose=False).input_ids for text in texts[: max(wanted)[0]]],
+            name=model.model,
+            task=task,
+            shots=shots,
+            timing=found.timing(new_tokens, repeats, SAMPLING),
+            mode=mode,
+            sampler=sampler,
+            check=check,
+        )
+        cases = [bench.case(problems, samples) for problems, samples in wanted]
+        rows = found.run(cases, levels, bench.measure)
+    report_workload(rows, out, levels_table, draw_levels)
+
+
+@app.command(epilog=_NOTE)
+@prints_tables
+@expand_option_groups
+def longqa(
+    model: ModelOptions,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that all rows share: the text with its facts, then the solved questions.",
+            show_default=f"{_TOKENS}, or all of --document",
+            min=1,
+        ),
+    ] = None,
+    document: Annotated[
+        Path | None,
+        typer.Option(help="A UTF-8 text file whose sentences hide the facts.", show_default="made", dir_okay=False),
+    ] = None,
+    shots: Annotated[int, typer.Option(help="Solved questions behind the text.", min=0)] = _QUESTION_SHOTS,
+    questions: Annotated[
+        str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
+    ] = "1,4,16,32",
+    way: Annotated[list[str] | None, repeatable(WAYS, "all")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same facts and the same text.")] = 0,
+    mode: Mode = "auto",
+    repeats: Repeats = 3,
+    out: CsvFile = Path("runs/longqa.csv"),
+) -> None:
+    """Many questions about one long text in one call: the text stored once, or by stock transformers in every row.
+
+    Sentences that no model can know are hidden in the text: colours of dogs, codes of lockers, villages, each about a
+    name of its own. Every question is a row that begins with the whole text and some solved questions; there are up to
+    256, which come again when more are asked. An answer is right if its first line is the fact's. In float32 the
+    tokens of both ways must be equal.
+
+    Hydragen's setting (section 4.3, figure 6) is `--tokens 19947 --questions 64,128,256,512`. Where memory runs out,
+    the row says so and the run goes on.
+
+    Examples:
+
+        python -m benchmarks workloads longqa
+        python -m benchmarks workloads longqa --model MODEL --document book.txt \\
+            --tokens 20000 --questions 1,16,256
+        python -m benchmarks workloads longqa --model shape:8b-gqa --tokens 20000 \\
+            --questions 64,512 --new-tokens 64
+    """
+    wanted = parse_counts("questions", questions)
+    chosen = check_choice("way", way or WAYS, WAYS)
+    ways = [one for one in WAYS if one in chosen]
+    check_enable_options(mode=mode)
+    model.check()
+    prose = None if document is None else _text(document)
+    with _prepared(model, out) as found:
+        from ..workloads.document import make_document
+        from ..workloads.figures import draw_questions
+        from ..workloads.longqa import QuestionsBench
+        from ..workloads.tables import questions_table
+
+        length = _TOKENS if tokens is None and prose is None else tokens
+        bench = QuestionsBench(
+            found.model,
+            found.tokenizer,
+            make_document(found.count, length, shots=shots, seed=seed, prose=prose),
+            name=model.model,
+            document_name=f"made from seed {seed}" if document is None else document.name,
+            timing=found.timing(new_tokens, repeats, GREEDY),
+            mode=mode,
+        )
+        rows = found.run([bench.case(number) for number in wanted], ways, bench.measure)
+    report_workload(rows, out, questions_table, draw_questions)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What both workloads run on."""
+
+    model: Any
+    tokenizer: Any
+    out: Path
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer(text, verbose=False).input_ids)
+
+    def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
+        """How calls are timed on this device."""
+        from ..workloads.calls import Timing
+
+        return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
+
+    def run(
+        self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]
+    ) -> list[Measurement]:
+        """Rows of the cases and ways, those of an earlier run or measured now."""
+        backend = backend_of_environment()
+        return measured(cases, ways, measure, self.model.device, self.out, backend=backend)
+
+
+@contextmanager
+def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
+    """Within, the model is loaded and libraries are quiet."""
+    from hf_fastdecode.measurement.runner import check_out
+
+    check_out(out)
+    with exit_on_interrupt():
+        from hf_fastdecode.cli.models import load_model
+    with quiet_libraries():
+        yield _Prepared(*load_model(model.model, model.dtype, pick_device(model.device)), out)
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read --document {path}: {one_line(error)}; name a UTF-8 text file") from error
+    if not text.strip():
+        raise InputError(f"--document {path} is empty; name a text of some sentences, or leave it out")
+    return text

@@ -1,0 +1,268 @@
+"""Figures of operators and of `generate`: latency against context and samples, throughput, the share of the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from hf_fastdecode.measurement.figures import (
+    COLOURS,
+    add_legend,
+    add_title,
+    new_figure,
+    plain_numbers,
+    powers_of_two,
+    save,
+    style_axis,
+)
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.runner import failed
+
+from .generate.table import CEILING, where_measured
+from .ops.table import is_part, one_node
+
+STYLES: dict[str, tuple[str, str]] = {
+    "ours": (COLOURS["shared"], "hf_fastdecode"),
+    "recipe": ("#3b6fb6", "recipe: best library call, flash, merge"),
+    "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
+    "bifurcated": ("#d08a1d", "Bifurcated: einsums"),
+    "bifurcated-compiled": ("#a8560f", "Bifurcated: einsums, compiled"),
+    "sketch": ("#c46a8d", "sketch: two Triton launches"),
+    "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
+    "stock": (COLOURS["stock"], "transformers"),
+    "stock-static": (COLOURS["stock-static"], "transformers, static cache, compiled"),
+    "generate_batch": ("#c2a5a5", "transformers generate_batch"),
+    "shared": (COLOURS["shared"], "hf_fastdecode"),
+    "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
+    "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
+    "compile": (COLOURS["compile"], "hf_fastdecode, compile"),
+    "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
+    "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
+}
+"""The colour and name of each way in every figure."""
+_PLAIN_STYLE = ("#444444", "")
+_COLUMNS = 4
+
+Picture = Callable[[Sequence[Measurement], Path], Path | None]
+"""Draws rows to a file, or finds nothing to draw."""
+
+
+class RedCheckError(ValueError):
+    """Measurements whose check was red are not drawn."""
+
+
+def plot(rows: Sequence[Measurement], stem: Path) -> list[Path]:
+    """Draw all figures of one command's measurements, to ``STEM-NAME.png``; returns the files.
+
+    There is none where no line can be drawn. Raises RedCheckError where a check was red, so that the run says nothing.
+    """
+    if red := failed(rows):
+        raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
+    if not rows:
+        return []
+    pictures = _OPS if "case" in rows[0] else _COMPLETIONS if "from_token" in rows[0] else _GENERATE
+    found = [picture(rows, stem.with_name(f"{stem.name}-{name}.png")) for name, picture in pictures.items()]
+    return [path for path in found if path is not None]
+
+
+def _op_lines(x: str, other: str) -> Picture:
+    """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
+
+    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
+        rows = [row for row in rows if one_node(row)]
+        shortest = min((int(row["suffix"]) for row in rows), default=0)
+        rows = [row for row in rows if int(row["suffix"]) == shortest]
+        panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
+        title = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
+        return _draw_lines(panels, x, ("us_p50", "microseconds a layer"), title, path, floor="floor_us")
+
+    return draw
+
+
+def _draw_lines(
+    panels: dict[str, list[Measurement]], x: str, y: tuple[str, str], title: str, path: Path, *, floor: str = ""
+) -> Path | None:
+    """Draw a line for each way in each panel, of a column and its name, and of another that is the floor."""
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, (panel, rows) in zip(axes, panels.items()):
+        axis.set_title(panel, fontsize=9)
+        whole = [row for row in rows if not is_part(row["way"])]
+        for way, points in _lines(whole, x, y[0]):
+            axis.plot(*points, **_look(way))
+        if floor:
+            floors = sorted({(int(row[x]), float(row[floor])) for row in whole})
+            axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
+    return _finish(figure, axes, x, y[1], title, path)
+
+
+def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
+    """A map for each head layout: the floor over our time, by context and n."""
+    rows = [row for row in rows if row["way"] == "ours" and row["status"] == "ok" and one_node(row)]
+    panels: dict[Any, list[Measurement]] = {}
+    for row in rows:
+        panels.setdefault((row["heads"], row["kv_heads"], row["suffix"]), []).append(row)
+    panels = {key: own for key, own in panels.items() if len(own) > 1}
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, ((heads, kv_heads, suffix), own) in zip(axes, panels.items()):
+        contexts = sorted({int(row["context"]) for row in own})
+        samples = sorted({int(row["rows"]) for row in own})
+        shares = [[float("nan")] * len(contexts) for _ in samples]
+        for row in own:
+            at = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
+            shares[at[0]][at[1]] = 1 / float(row["over_floor"])
+            share = shares[at[0]][at[1]]
+            colour = "black" if share > 0.7 else "white"
+            axis.text(at[1], at[0], f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
+        axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", alpha=0.85)
+        axis.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
+        axis.set_yticks(range(len(samples)), [str(n) for n in samples])
+        axis.set_xlabel("context, tokens")
+        axis.set_ylabel("n, samples")
+        axis.set_title(f"{heads} heads, {kv_heads} KV; {suffix} own tokens a row", fontsize=9)
+    add_title(
+        figure,
+        f"hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product), {_where(rows)}",
+    )
+    return save(figure, path)
+
+
+def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Picture:
+    """A number of whole calls against `x`: a line of panels for each model, a panel for each value of `other`."""
+
+    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
+        rows = [row for row in rows if not row.get("finish")]
+        panels = _panels(rows, x, other, lambda row: row["shape"])
+        return _draw_lines(panels, x, (y, name), f"{title}, {_where(rows)}; where a line ends, memory did", path)
+
+    return draw
+
+
+def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None:
+    """Milliseconds of a step against the tokens of a completion, a panel for each model and number of samples."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    panels: dict[str, list[Measurement]] = {}
+    for row in measured:
+        name = f"{row['shape']}, n = {row['samples']}, prompt of {int(row['context']):,}"
+        panels.setdefault(name, []).append(row)
+    panels = {name: own for name, own in panels.items() if len({row["to_token"] for row in own}) > 1}
+    if not panels:
+        return None
+    figure, axes = _figure(panels)
+    for axis, (name, own) in zip(axes, panels.items()):
+        axis.set_title(name, fontsize=9)
+        for way in dict.fromkeys(row["way"] for row in own):
+            axis.plot(*_points(own, way), **_look(way))
+        ways = {row["way"] for row in own}
+        for ceiling in sorted(way for way in ways if way.endswith(CEILING)):
+            _, steps = _points(own, ceiling)
+            floors = {_middle(row): float(row["kv_floor_ms"]) for row in own}
+            base = sum(steps) / len(steps)
+            xs = sorted(floors)
+            axis.plot(xs, [base + floors[x] for x in xs], "k--", linewidth=1, label="no attention + reading the KV")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("tokens of a completion", fontsize=8)
+        axis.set_ylabel("ms a step", fontsize=8)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    add_title(figure, where_measured(measured))
+    return save(figure, path)
+
+
+def _middle(row: Measurement) -> float:
+    return (int(row["from_token"]) + int(row["to_token"])) / 2
+
+
+def _points(rows: Sequence[Measurement], way: str) -> tuple[list[Any], list[Any]]:
+    found = sorted((_middle(row), float(row["ms_per_step"])) for row in rows if row["way"] == way)
+    return [x for x, _ in found], [y for _, y in found]
+
+
+_OPS: dict[str, Picture] = {
+    "latency-context": _op_lines("context", "rows"),
+    "latency-n": _op_lines("rows", "context"),
+    "floor": _floor_share,
+}
+_COMPLETIONS: dict[str, Picture] = {"steps": _growing_completions}
+_GENERATE: dict[str, Picture] = {
+    "latency-context": _generate_lines("context", "samples", "ms_per_step", "ms a step", "generate, time of a step"),
+    "latency-n": _generate_lines("samples", "context", "ms_per_step", "ms a step", "generate, time of a step"),
+    "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),
+}
+
+_NAMES = {"context": "context", "rows": "n", "samples": "n"}
+
+
+def _panels(
+    rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
+) -> dict[str, list[Measurement]]:
+    """Measured rows by panel's title: up to four values of `other` for each `line`, where x takes two values at least.
+
+    Panels come in the order of lines, so that a line of the figure is one model or head layout.
+    """
+    found: dict[str, dict[int, list[Measurement]]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            found.setdefault(line(row), {}).setdefault(int(row[other]), []).append(row)
+    panels = {}
+    for name, by_value in found.items():
+        values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
+        last, most = len(values) - 1, min(_COLUMNS, len(values))
+        for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
+            panels[f"{name}; {_NAMES[other]} {value:,}"] = by_value[value]
+    return panels
+
+
+def _lines(rows: Sequence[Measurement], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
+    ways = sorted({row["way"] for row in rows}, key=[*STYLES, *(row["way"] for row in rows)].index)
+    lines = []
+    for way in ways:
+        points = sorted((int(row[x]), float(row[y])) for row in rows if row["way"] == way and row.get(y))
+        if points:
+            lines.append((way, ([at for at, _ in points], [value for _, value in points])))
+    return lines
+
+
+def _look(way: str) -> dict[str, Any]:
+    base = way.removesuffix(CEILING)
+    colour, name = STYLES.get(base, _PLAIN_STYLE)
+    if way.endswith(CEILING):
+        return {"color": colour, "linestyle": ":", "linewidth": 1.4, "label": f"{name or base}: ceiling, no attention"}
+    return {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name or way}
+
+
+def _figure(panels: Sized) -> tuple[Any, list[Any]]:
+    """A figure with lines of up to four panels."""
+    count = len(panels)
+    columns = 3 if count % 3 == 0 and count % _COLUMNS else min(_COLUMNS, count)
+    lines = -(-count // columns)
+    return new_figure(count, columns, (max(5.5, 3.6 * columns), 3.1 * lines + 0.8))
+
+
+def _finish(figure: Any, axes: list[Any], x: str, y: str, title: str, path: Path) -> Path:
+    named = {"context": "context, tokens", "rows": "n, samples", "samples": "n, samples"}
+    for axis in axes:
+        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
+        axis.set_yscale("log")
+        axis.minorticks_off()
+        axis.set_xlabel(named[x], fontsize=8)
+        axis.set_ylabel(y, fontsize=8)
+        style_axis(axis)
+        plain_numbers(axis.yaxis)
+    add_title(figure, title)
+    add_legend(figure, fontsize=8)
+    return save(figure, path)
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
+
+
+def _where(rows: Sequence[Measurement]) -> str:
+    return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""

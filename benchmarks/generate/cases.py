@@ -1,0 +1,278 @@
+"""Whole calls of `generate` and growing completions as data: the cases, and the names of the ways.
+
+Nothing here needs torch, so that the command line can list them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import count, pairwise
+from math import gcd, log
+from typing import Any, Final
+
+from hf_fastdecode.generation.options import CHOICES, Options
+
+WAYS: dict[str, str] = {
+    "stock": "transformers' generate, dynamic cache",
+    "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
+    "stock-slim-k": "the same with a slim model of this shape that caches keys only; multi-head shapes only",
+    "stock-slim-k+r": "the same with keys and d/8 V-coordinates",
+    "quantized-fp8": "stock with transformers' QuantizedCache in fp8",
+    "quantized-hqq": "the same in 8 bits by HQQ, where hqq is installed",
+    "quantized-quanto": "the same in 4 bits, the most it takes, by quanto, where optimum-quanto is installed",
+    "stock-beams": "transformers' beam search, with as many beams as samples",
+    "stock-lookup": "transformers' prompt lookup, 8 tokens at a time; one sample only",
+    "stock-hidden-states": "stock with output_hidden_states",
+    "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
+    "shared": "hf_fastdecode.enable(model), as it is",
+    "slim-k": "the same with a slim model of this shape: what one row alone has is stored as keys only",
+    "slim-k+r": "the same as keys and d/8 V-coordinates",
+    "eager": "hf_fastdecode, mode='eager'",
+    "graph": "hf_fastdecode, mode='graph'",
+    "compile": "hf_fastdecode, mode='compile'",
+    "beams": "hf_fastdecode under transformers' beam search, with as many beams as samples",
+    "lookup": "hf_fastdecode under transformers' prompt lookup; one sample only",
+    "hidden-states": "hf_fastdecode under transformers' loop that keeps hidden states",
+    "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
+    "eager-no-attention": "the ceiling of eager",
+    "graph-no-attention": "the ceiling of graph",
+    "compile-no-attention": "the ceiling of compile",
+    "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
+    "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
+}
+"""Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
+
+LOOPS = ("beams", "lookup", "hidden-states")
+"""Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
+
+_STOCK_WAYS = (
+    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "generate_batch"),
+    *(f"stock-{name}" for name in LOOPS),
+    *("quantized-fp8", "quantized-hqq", "quantized-quanto"),
+)
+
+DEFAULT_WAYS = (
+    *("stock", "stock-static", "shared", "eager", "graph", "compile"),
+    *("eager-no-attention", "graph-no-attention", "compile-no-attention"),
+)
+
+
+def parse_way(name: str) -> tuple[str, dict[str, str]]:
+    """The way and the options of a name such as ``graph+sampler=fast``; ValueError where one is unknown."""
+    base = max((way for way in WAYS if f"{name}+".startswith(f"{way}+")), key=len, default=name.partition("+")[0])
+    options = name.removeprefix(base).split("+")[1:]
+    if base not in WAYS:
+        raise ValueError(f"a way is one of {', '.join(WAYS)}, got {base!r}")
+    if options and (base in _STOCK_WAYS or not all("=" in option for option in options)):
+        raise ValueError(
+            f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
+        )
+    given = {key: value for key, _, value in (option.partition("=") for option in options)}
+    named_by_mode = not base.startswith("slim") and base not in LOOPS  # others have a way for each mode
+    names = [field.name for field in fields(Options) if field.name != "mode" or not named_by_mode]
+    for key, value in given.items():
+        if key not in names:
+            raise ValueError(f"an option of a way is one of {', '.join(names)}, got {key!r} in {name!r}")
+        if value not in (known := list(map(str, CHOICES.get(key, (value,))))):
+            raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
+    return base, given
+
+
+TREE: Final = " tree "
+"""Stands between shape and tree in a row."""
+
+
+@dataclass(frozen=True)
+class PromptTree:
+    """Prompts of `shared` tokens, then `own` tokens of each of `problems`, with `samples` completions each."""
+
+    shared: int
+    problems: int
+    own: int
+    samples: int
+
+    @classmethod
+    def parse(cls, text: str) -> PromptTree:
+        """The tree of ``SHARED+PROBLEMSxOWNxSAMPLES``, such as ``2400+8x512x128``; ValueError for another text."""
+        first, plus, rest = text.partition("+")
+        numbers = [first, *rest.split("x")]
+        if not plus or len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
+            raise ValueError(f"a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got {text!r}")
+        return cls(*map(int, numbers))
+
+    @classmethod
+    def of_row(cls, shape: str) -> PromptTree | None:
+        """The tree that stands behind the shape in a row, if one does."""
+        _, found, text = shape.partition(TREE)
+        return cls.parse(text) if found else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return self.shared + self.problems * self.own
+
+    def __str__(self) -> str:
+        return f"{self.shared}+{self.problems}x{self.own}x{self.samples}"
+
+    def case(self, shape: str, new_tokens: int, dtype: str = "bfloat16") -> GenerateCase:
+        """The case whose prompts these are."""
+        context, samples = self.shared + self.own, self.problems * self.samples
+        return GenerateCase(shape, context, samples, new_tokens, dtype, tree=self)
+
+
+@dataclass(frozen=True)
+class GenerateCase:
+    """One setting: `samples` completions of up to `new_tokens` tokens after a prompt of `context` tokens.
+
+    Attributes:
+        shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
+        context: Tokens of the prompt, those that stand for an image among them; with an encoder, those it encodes.
+        dtype: Dtype of weights and cache.
+        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. ``~MEAN``: after
+            MEAN tokens on average, spread as where each token may be the last, the longest after `new_tokens`. Empty:
+            every row runs to the end.
+        tree: The prompts, when there are several that share; `context` tokens each, `samples` rows in all.
+    """
+
+    shape: str
+    context: int
+    samples: int
+    new_tokens: int
+    dtype: str = "bfloat16"
+    finish: str = ""
+    tree: PromptTree | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.context, self.samples) < 1 or self.new_tokens < 2:
+            raise ValueError(f"context and samples must be at least 1 and new_tokens at least 2, got {self}")
+        first, last = self.finish_bounds
+        if not 1 <= first <= last == self.new_tokens:
+            raise ValueError(f"rows must finish between 1 and new_tokens = {self.new_tokens}, got {self.finish!r}")
+        if self.tree is not None and self.finish:
+            raise ValueError(f"rows of a tree run to the end, got finish={self.finish!r} with {self.tree}")
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts."""
+        return 1 if self.tree is None else self.tree.problems
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return self.context if self.tree is None else self.tree.tokens
+
+    @property
+    def finish_bounds(self) -> tuple[int, int]:
+        """Tokens of the first row to end and of the last."""
+        if not self.finish or self.finish_mean:
+            return self.finish_mean or self.new_tokens, self.new_tokens
+        first, _, last = self.finish.partition("-")
+        return int(first), int(last)
+
+    @property
+    def finish_mean(self) -> int:
+        """Tokens after which rows end on average, if `finish` says so; else 0."""
+        return int(self.finish[1:]) if self.finish.startswith("~") else 0
+
+    def lengths(self) -> list[int]:
+        """Tokens that each row draws: the longest first, then in an order that is the same each time."""
+        first, last = self.finish_bounds
+        steps = max(1, self.samples - 1)
+        spread = [last - (last - first) * index // steps for index in range(self.samples)]
+        if mean := self.finish_mean:
+            shares = ((index + 0.5) / self.samples for index in range(self.samples))
+            spread = [last, *(min(last, max(1, round(-mean * log(share)))) for share in shares)][: self.samples]
+        stride = next(step for step in count(self.samples // 2 + 1) if gcd(step, self.samples) == 1)
+        return [spread[index * stride % self.samples] for index in range(self.samples)]
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case; a tree stands behind the shape, so that all rows have the same columns."""
+        columns = asdict(self)
+        del columns["tree"]
+        return columns if self.tree is None else columns | {"shape": f"{self.shape}{TREE}{self.tree}"}
+
+    def call_columns(self) -> dict[str, Any]:
+        """Those of `columns` that cases about a call have, in which all rows run to the end."""
+        columns = self.columns()
+        return {name: columns[name] for name in ("shape", "context", "samples", "new_tokens", "dtype")}
+
+
+@dataclass(frozen=True)
+class CompletionCase:
+    """A span of the steps of one call, whose samples all run to the end: from ``marks[index]`` to the next mark.
+
+    `marks` are numbers of tokens per sample at which time is taken, rising; the last one ends the call.
+    """
+
+    call: GenerateCase
+    marks: tuple[int, ...]
+    index: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Tokens per sample at its beginning and at its end."""
+        return self.marks[self.index], self.marks[self.index + 1]
+
+    def kv_tokens(self) -> float:
+        """Mean tokens per step whose keys and values must be read: each prompt's once, and each sample's own."""
+        first, last = self.span
+        return self.call.prompt_tokens + self.call.samples * (first + last) / 2
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        first, last = self.span
+        return self.call.call_columns() | {"from_token": first, "to_token": last}
+
+
+CACHES: dict[str, str] = {
+    "cold": "no compiled kernels on disk",
+    "warm": "the kernels that an earlier process has compiled",
+}
+"""What a fresh process finds on disk."""
+
+
+@dataclass(frozen=True)
+class FirstCallsCase:
+    """Calls of a fresh process that finds `caches`, one of `CACHES`."""
+
+    call: GenerateCase
+    caches: str
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return self.call.call_columns() | {"caches": self.caches}
+
+
+KINDS: dict[str, str] = {
+    "products": "with weights, those of experts and of the head among them",
+    "attention": "also appending keys and values",
+    "pointwise": "norms, rotary embedding, activations",
+    "sampling": "drawing tokens",
+    "copies": "and lookups",
+    "other": "the rest",
+}
+"""What kernels compute."""
+
+PARTS = ("first token", "step")
+"""What is profiled of a call."""
+
+
+@dataclass(frozen=True)
+class ProfileCase:
+    """The first token or a step of a call, one of `PARTS`."""
+
+    call: GenerateCase
+    part: str
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+        return self.call.call_columns() | {"part": self.part}
+
+
+def spans(call: GenerateCase, marks: Sequence[int]) -> list[CompletionCase]:
+    """The cases of a call, one for each pair of neighbouring marks; ValueError unless these rise from 1 to its end."""
+    rising = all(before < after for before, after in pairwise(marks))
+    if len(marks) < 2 or not rising or marks[0] < 1 or marks[-1] != call.new_tokens:
+        raise ValueError(f"marks must be two or more, rising, and at least 1, got {','.join(map(str, marks))}")
+    return [CompletionCase(call, tuple(marks), index) for index in range(len(marks) - 1)]

@@ -1,0 +1,221 @@
+"""Shapes whose calls are given more than token ids, with random weights: configs as data, and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from .encoders import EncodedText, Recording
+from .given import Given, TokenIds
+from .images import OneImage
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """A model's config, and what its calls are given.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        auto_class: transformers' class that makes the model of the config.
+        fields: Fields of the config.
+        given: What a call is given.
+        context: Tokens of an input, for the check of ways and for examples.
+        small: The shape of the same kind that ways are checked with.
+        settings: Fields of the generation config.
+    """
+
+    model_type: str
+    auto_class: str
+    fields: Mapping[str, Any]
+    given: Given
+    context: int
+    small: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
+        """A model with random weights, in eval mode, that never stops by itself within `min_new_tokens`."""
+        import transformers
+
+        from hf_fastdecode.measurement.shapes import random_weights
+
+        config = transformers.AutoConfig.for_model(self.model_type, **self.fields)
+        model = random_weights(getattr(transformers, self.auto_class), config, device, dtype)
+        model.generation_config = transformers.GenerationConfig(
+            **{"pad_token_id": 0, "eos_token_id": None, **self.settings}
+        )
+        return model
+
+    def parameters(self) -> int:
+        """The number of weights; none are made."""
+        import torch
+
+        return sum(parameter.numel() for parameter in self.model("meta", torch.bfloat16).parameters())
+
+
+def _whisper(
+    vocabulary: int, hidden: int, layers: int, heads: int, bins: int, positions: int, end: int, **more: Any
+) -> dict[str, Any]:
+    """The fields of a Whisper, whose encoder and decoder are of one size, and whose special tokens begin at `end`."""
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in {"layers": layers, "attention_heads": heads, "ffn_dim": 4 * hidden}.items()
+    }
+    return {
+        "vocab_size": vocabulary,
+        "d_model": hidden,
+        "num_mel_bins": bins,
+        "max_source_positions": positions,
+        **sides,
+        **_ends(end),
+        **more,
+    }
+
+
+def _ends(end: int) -> dict[str, int]:
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": end + 1}
+
+
+def _of_whisper(
+    vocabulary: int, end: int, english: int, transcribe: int, no_timestamps: int, suppressed: Iterable[int]
+) -> dict[str, Any]:
+    """The generation config of a multilingual Whisper, by the ids of its special tokens.
+
+    Timestamps are suppressed, too, which no trained model draws behind "no timestamps": Whisper's `generate` would
+    take two of random weights for the end of a segment, and call again for the rest of the recording.
+    """
+    return {
+        **_ends(end),
+        "is_multilingual": True,
+        "lang_to_id": {"<|en|>": english},
+        "task_to_id": {"transcribe": transcribe, "translate": transcribe - 1},
+        "prev_sot_token_id": transcribe + 2,
+        "no_timestamps_token_id": no_timestamps,
+        "max_initial_timestamp_index": 50,
+        "return_timestamps": False,
+        "suppress_tokens": [*suppressed, *range(no_timestamps + 1, vocabulary)],
+        "begin_suppress_tokens": [220, end],
+    }
+
+
+# Sounds that are no speech, as the checkpoint's generation config suppresses them, and special tokens.
+_NO_SPEECH: Final = (
+    *(1, 2, 7, 8, 9, 10, 14, 25, 26, 27, 28, 29, 31, 58, 59, 60, 61, 62, 63, 90, 91, 92, 93, 359, 503, 522, 542, 873),
+    *(893, 902, 918, 922, 931, 1350, 1853, 1982, 2460, 2627, 3246, 3253, 3268, 3536, 3846, 3961, 4183, 4667, 6585),
+    *(6647, 7273, 9061, 9383, 10428, 10929, 11938, 12033, 12331, 12562, 13793, 14157, 14635, 15265, 15618, 16553),
+    *(16604, 18362, 18956, 20075, 21675, 22520, 26130, 26161, 26435, 28279, 29464, 31650, 32302, 32470, 36865, 42863),
+    *(47425, 49870, 50254, 50258, 50359, 50360, 50361, 50362, 50363),
+)
+
+
+def _qwen3_vl(text: Mapping[str, Any], sections: list[int], vision: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The fields of a Qwen3-VL, by those of its two parts and the numbers of angles of each position plane."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    return {
+        "text_config": {**text, "rope_parameters": rope},
+        "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+_SPEECH, _SEQUENCES, _IMAGES = "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
+
+INPUT_SHAPES: Final[dict[str, InputShape]] = {
+    "whisper-large-v3": InputShape(
+        *("whisper", _SPEECH, _whisper(51866, 1280, 32, 20, 128, 1500, 50257)),
+        given=Recording(1500, 448),
+        context=1500,
+        small="tiny-whisper",
+        settings=_of_whisper(51866, 50257, 50259, 50360, 50364, _NO_SPEECH),
+    ),
+    "t5-3b": InputShape(
+        *("t5", _SEQUENCES),
+        {"vocab_size": 32128, "d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32},
+        given=EncodedText(),
+        context=1024,
+        small="tiny-t5",
+        settings={"decoder_start_token_id": 0},
+    ),
+    "qwen3-vl-2b": InputShape(
+        *("qwen3_vl", _IMAGES),
+        _qwen3_vl(
+            {
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 262144,
+            },
+            [24, 20, 20],
+            {
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_heads": 16,
+                "deepstack_visual_indexes": [5, 11, 17],
+            },
+        ),
+        given=OneImage(64),
+        context=1126,
+        small="tiny-qwen3-vl",
+    ),
+    "tiny-whisper": InputShape(
+        *("whisper", _SPEECH, _whisper(512, 128, 2, 2, 16, 200, 480, max_target_positions=64)),
+        given=Recording(200, 64),
+        context=200,
+        small="tiny-whisper",
+        settings=_of_whisper(512, 480, 482, 485, 490, [1, 2, 7, 485]),
+    ),
+    "tiny-t5": InputShape(
+        *("t5", _SEQUENCES),
+        {"vocab_size": 512, "d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 2, "num_heads": 2},
+        given=EncodedText(),
+        context=200,
+        small="tiny-t5",
+        settings={"decoder_start_token_id": 0},
+    ),
+    "tiny-qwen3-vl": InputShape(
+        *("qwen3_vl", _IMAGES),
+        _qwen3_vl(
+            {
+                "vocab_size": 512,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+            },
+            [6, 5, 5],
+            {
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "deepstack_visual_indexes": [0],
+            },
+            **{"vision_start_token_id": 508, "vision_end_token_id": 509, "image_token_id": 510, "video_token_id": 511},
+        ),
+        given=OneImage(8),
+        context=120,
+        small="tiny-qwen3-vl",
+        settings={"suppress_tokens": [508, 509, 510, 511]},  # which would be drawn of so few, and stand for no image
+    ),
+}
+"""By name."""
+
+_TOKEN_IDS: Final = TokenIds()
+
+
+def given_of(shape: str) -> Given:
+    """What calls of a shape or a checkpoint are given."""
+    return INPUT_SHAPES[shape].given if shape in INPUT_SHAPES else _TOKEN_IDS

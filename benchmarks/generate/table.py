@@ -1,0 +1,351 @@
+"""Measured calls of `generate` and growing completions as Markdown tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.shapes import SHAPES
+from hf_fastdecode.measurement.tables import by, markdown
+
+from ..page_tables import cell
+from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
+from .inputs.shapes import INPUT_SHAPES
+
+CEILING = "-no-attention"
+"""Ends the name of a way that is a ceiling."""
+# The way that stands for this package where only one is shown: the default, else the fastest mode measured.
+_OURS = ("shared", "compile", "graph", "eager")
+# Model types of shapes whose layers store the keys and values of every token, in stock caches too.
+_STORE_ALL = ("llama", "qwen3", "qwen3_vl", "falcon")
+_SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to_token")
+
+
+def where_measured(rows: Sequence[Measurement]) -> str:
+    """Device, dtype and versions."""
+    first = rows[0]
+    return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
+
+
+def cases_of(rows: Sequence[Measurement]) -> list[dict[str, Measurement]]:
+    """The measurements of each case by way, in the order given."""
+    return by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
+
+
+def generate_table(
+    rows: Sequence[Measurement], *, published: Mapping[tuple[int, int], float] | None = None, unit: str = ""
+) -> str:
+    """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
+
+    A paper's own numbers, `published` by context and samples in its `unit`, are shown behind ours.
+    """
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
+    names = ["model", "context", "n", "new tokens", *ways, *(f"{way}, of ceiling" for way in ceilings if way in ways)]
+    if published:
+        names.append(f"published: {unit}")
+    lines = []
+    for case in cases_of(rows):
+        first = next(iter(case.values()))
+        cells = [_model(first), *_point(first), first["new_tokens"]]
+        cells += [cell(case.get(way), _step) for way in ways]
+        cells += [_share(case.get(way), case.get(top)) for way, top in ceilings.items() if way in ways]
+        if published:
+            value = published.get((int(first["context"]), int(first["samples"])))
+            cells.append("" if value is None else f"{value:g}")
+        lines.append(cells)
+    return markdown(names, lines, f"{where_measured(rows)}; ms/step, {timed(rows)}.")
+
+
+def timed(rows: Sequence[Measurement]) -> str:
+    """Whether the times of rows are medians, and of which ways they are of one call."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    once = [row for row in measured if row.get("ms_per_step_p20") and row["ms_per_step_p20"] == row["ms_per_step_p80"]]
+    if not once:
+        return "medians"
+    if len(once) == len(measured):
+        return "of one timed call each"
+    ways = {row["way"] for row in once}
+    if all(row in once for row in measured if row["way"] in ways):
+        return f"medians, {' and '.join(sorted(ways))}: one timed call"
+    return "medians, some of one timed call"
+
+
+def finish_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of decoding when rows finish one after another, beside all rows running to the end, if measured."""
+    pairs: dict[tuple[str, ...], dict[bool, Measurement]] = {}
+    for row in rows:
+        if "-" in row.get("finish", ""):
+            first, _, last = row["finish"].partition("-")
+            key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "way"))
+            pairs.setdefault(key, {})[first == last] = row
+    lines = []
+    for (shape, context, samples, _, way), pair in pairs.items():
+        if len(pair) < 2:
+            continue
+        whole, apart = _decoding(pair[True]), _decoding(pair[False])
+        ratio = f"{apart / whole:.2f}" if whole and apart else ""
+        shown = [f"{seconds:.2f} s" if seconds else "" for seconds in (whole, apart)]
+        lines.append([shape, f"{int(context):,}", samples, way, *shown, ratio])
+    return markdown(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"], lines) if lines else ""
+
+
+def many_rows_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of whole calls of many rows, most of which may end early, tokens a second, and what ran, in each way."""
+    lines = []
+    for row in rows:
+        seconds = float(row["total_s"]) if row["status"] == "ok" else None
+        shown = [row["status"], "", ""]
+        if seconds:
+            shown = [f"{seconds:.2f} s", f"{float(row['tokens_per_s']):,.0f}", row["ran"]]
+        mean = row["finish"].removeprefix("~") or row["new_tokens"]
+        lines.append([row["shape"], *_point(row), f"{mean} of {row['new_tokens']}", row["way"], *shown])
+    names = ["model", "context", "n", "mean tokens, of at most", "way", "whole call", "tokens/s", "what ran"]
+    return markdown(names, lines, f"{where_measured(rows)}; medians, or of one timed call.")
+
+
+def generate_tables(rows: Sequence[Measurement]) -> str:
+    """Both tables, the second where rows finish one after another; or that of rows most of which end early."""
+    if all(row.get("finish", "").startswith("~") for row in rows):
+        return many_rows_table(rows)
+    return generate_table(rows) + (f"\n{finished}" if (finished := finish_table(rows)) else "")
+
+
+def _seconds(row: Measurement, name: str) -> str:
+    found = row.get(name)
+    if not found:
+        return ""
+    return f"{float(found):.{2 if float(found) > 0.1 else 3}f}"
+
+
+def first_calls_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of the calls of a fresh process."""
+    times = {
+        "first_call_s": "call 1",
+        "second_call_s": "2",
+        "third_call_s": "3",
+        "tenth_call_s": "10",
+        "more_rows_s": "half as many rows more",
+        "longer_prompt_s": "twice the context",
+        "reused_first_token_s": "first token with `reuse_prefix`",
+    }
+    times = {name: title for name, title in times.items() if any(row.get(name) for row in rows)}
+    lines = [
+        [row["shape"], *_point(row), row["way"], row["caches"]]
+        + [cell(row, partial(_seconds, name=name)) for name in times]
+        for row in rows
+    ]
+    names = ["model", "context", "n", "way", "caches", *times.values()]
+    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; seconds of one call.")
+
+
+def profile_table(rows: Sequence[Measurement]) -> str:
+    """Where the time of first tokens and of steps goes."""
+    lines = []
+    for row in rows:
+        cells = [row["shape"], *_point(row), row["part"], row["way"], cell(row, lambda one: f"{float(one['ms']):.2f}")]
+        if row["status"] == "ok":
+            cells += [f"{float(row[f'{name}_ms']):.2f}" for name in ("busy", *KINDS)]
+            cells += [f"{int(row['launches']):,}", _LONG_NAMES.sub("", row["largest"])]
+        lines.append(cells + [""] * (len(_PROFILE) - len(cells)))
+    kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
+    note = (
+        f"{where_measured(rows)}; milliseconds: by the clock, while the GPU runs anything, and sums of kernels, which "
+        f"may overlap ({kinds}); launches are of kernels and copies"
+    )
+    return markdown(_PROFILE, lines, f"{note}.")
+
+
+_LONG_NAMES = re.compile(r"(?<=\b\w{20})\w+")  # what libraries name their kernels behind the first letters
+_PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "launches", "largest kernels")
+
+
+def stock_beside_shared(rows: Sequence[Measurement]) -> str:
+    """One line for each case, stock → ours, and where they were measured, a step of ours compiled and vLLM.
+
+    Ours alone, where stock was not measured.
+    """
+    compiled, vllm = (any(row["way"] == way for row in rows) for way in ("compile", "vllm"))
+    steps = ["a step", "compiled"] if compiled else ["a step"]
+    lines = []
+    for ways in cases_of(rows):
+        if (shared := _ours(ways)) is None:
+            continue
+        stock = ways.get("stock")
+        step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
+        if compiled:
+            step.append(cell(ways.get("compile"), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
+        cells = [
+            *(shared["shape"], *_point(shared)),
+            _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
+            *step,
+            _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
+            _speed_up(stock, shared),
+            _stored(stock, shared),
+        ]
+        lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
+    names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
+    names += ["vLLM: first token; a step; whole call"] if vllm else []
+    ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
+    return markdown(
+        names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; {timed(rows)}."
+    )
+
+
+def _vllm_call(row: Measurement) -> str:
+    return f"{float(row['prefill_s']):.2f} s; {float(row['ms_per_step']):.1f} ms; {float(row['total_s']):.2f} s"
+
+
+def trees_table(rows: Sequence[Measurement]) -> str:
+    """One line for each tree of prompts: a step of it, and its KV cache beside stock's, which has no nodes."""
+    lines = []
+    for row in rows:
+        sizes = float(row["kv_bytes"]), stock_kv_bytes({**row, "status": "computed"}, row)
+        cells = [row["shape"], row["samples"], row["way"], f"{float(row['ms_per_step']):.1f} ms"]
+        lines.append([*cells, *(f"{size / 2**30:.1f} GiB" for size in sizes)])
+    return markdown(["model", "rows", "way", "a step", "KV cache", "stock's KV cache"], lines)
+
+
+def loops_table(rows: Sequence[Measurement]) -> str:
+    """One line for each case of a loop of transformers, stock → with a shared-context cache."""
+    columns = (
+        ("prefill_s", "s", 1.0),
+        ("ms_per_step", "ms", 1.0),
+        ("total_s", "s", 1.0),
+        ("peak_bytes", "GiB", 2**-30),
+    )
+    lines = []
+    for ways in cases_of(rows):
+        for loop in (name for name in LOOPS if name in ways):
+            both = ways[f"stock-{loop}"], ways[loop]
+            changes = [
+                " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both)
+                for column, unit, scale in columns
+            ]
+            lines.append([both[1]["shape"], loop, *_point(both[1]), *changes, both[1]["ran"].partition(",")[0]])
+    names = ["model", "loop", "context", "n", "time to first token", "a step", "whole call", "memory over the weights"]
+    names.append("steps ran")
+    return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {timed(rows)}.")
+
+
+def steps_apart_table(rows: Sequence[Measurement]) -> str:
+    """A step of each mode beside the same loop without attention, and what attention takes in a layer."""
+    lines = []
+    for ways in cases_of(rows):
+        for mode, row in ways.items():
+            ceiling = ways.get(mode + CEILING)
+            if ceiling is None or {row["status"], ceiling["status"]} != {"ok"}:
+                continue
+            step, without = float(row["ms_per_step"]), float(ceiling["ms_per_step"])
+            layers = SHAPES[row["shape"]]["num_hidden_layers"]
+            times = [f"{value:.2f} ms" for value in (step, without, step - without)]
+            lines.append([row["shape"], *_point(row), mode, *times, f"{1e3 * (step - without) / layers:.0f} us"])
+    return markdown(["model", "context", "n", "mode", "a step", "without attention", "attention", "of a layer"], lines)
+
+
+def completions_table(rows: Sequence[Measurement]) -> str:
+    """Milliseconds of a step in each way, a line for each span, beside what reading the keys and values takes."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = []
+    for case in by(rows, *_SPAN):
+        first = next(iter(case.values()))
+        floor = next((row["kv_floor_ms"] for row in case.values() if row["kv_floor_ms"]), "")
+        cells = [first["shape"], *_point(first), f"{int(first['from_token']):,} to {int(first['to_token']):,}"]
+        cells.append(f"{float(floor):.2f}" if floor else "")
+        lines.append([*cells, *(cell(case.get(way), _step) for way in ways)])
+    names = ["model", "context", "n", "tokens of a completion", "reading keys and values", *ways]
+    return markdown(names, lines, f"{where_measured(rows)}; ms, means over the steps of one call.")
+
+
+def steps_and_memory_table(rows: Sequence[Measurement]) -> str:
+    """A line for each case and way: a step, and the most memory over the weights, or why there is none."""
+    times = {"ms_per_step": "a step", "kv_floor_ms": "reading keys and values"}
+    times = {name: title for name, title in times.items() if name in rows[0]}
+    lines = []
+    for row in rows:
+        found = [row["status"], *[""] * len(times)]
+        if row["status"] == "ok":
+            found = [*(f"{float(row[name]):.2f} ms" for name in times), f"{float(row['peak_bytes']) / 2**30:.1f} GiB"]
+        lines.append([row["shape"], *_point(row), row["way"], *found])
+    names = ["model", "context", "n", "way", *times.values(), "memory over the weights"]
+    return markdown(names, lines, f"{where_measured(rows)}; means over the steps of one call.")
+
+
+def _ours(ways: Mapping[str, Measurement]) -> Measurement | None:
+    """The measurement that stands for this package among those of a case, if one is right."""
+    return next((ways[way] for way in _OURS if way in ways and ways[way]["status"] == "ok"), None)
+
+
+def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
+    """Bytes of a stock cache at the end: measured, or where it did not fit, what its tokens would take.
+
+    Every row is as long as the longest one, whose last token is drawn and not stored.
+    """
+    if stock["status"] == "ok":
+        return float(stock["kv_bytes"])
+    context, samples, new = (int(stock[name]) for name in ("context", "samples", "new_tokens"))
+    tree = PromptTree.of_row(stock["shape"])
+    drawn = sum(GenerateCase(stock["shape"], context, samples, new, finish=stock.get("finish", "")).lengths())
+    per_token = float(shared["floor_kv_bytes"]) / ((tree.tokens if tree else context) + drawn)
+    return samples * (context + new - 1) * per_token
+
+
+def _stored(stock: Measurement | None, shared: Measurement) -> str:
+    """GiB of caches at the end; stock's is not computed for layers that store other than all keys and values."""
+    if not shared.get("kv_bytes"):
+        return ""
+    after = f"{float(shared['kv_bytes']) / 2**30:.2f} GiB"
+    if stock is None:
+        return after
+    if stock["status"] != "ok" and _model_type(stock) not in (*_STORE_ALL, None):
+        return f"{stock['status']} → {after}"
+    return f"{stock_kv_bytes(stock, shared) / 2**30:.2f} → {after}"
+
+
+def _model_type(row: Measurement) -> str | None:
+    """The model type of a named shape."""
+    shape = row["shape"].partition(TREE)[0]
+    if shape in INPUT_SHAPES:
+        return INPUT_SHAPES[shape].model_type
+    return SHAPES[shape]["model_type"] if shape in SHAPES else None
+
+
+def _speed_up(stock: Measurement | None, shared: Measurement) -> str:
+    if stock is None or stock["status"] != "ok":
+        return ""
+    return f"{float(stock['total_s']) / float(shared['total_s']):.1f}x"
+
+
+def _change(stock: Measurement | None, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
+    if stock is None:
+        return shown(float(shared[column]))
+    before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
+    return f"{before} → {shown(float(shared[column]))}"
+
+
+def _share(row: Measurement | None, ceiling: Measurement | None) -> str:
+    """Throughput of a way over that of its ceiling."""
+    if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
+        return ""
+    return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
+
+
+def _decoding(row: Measurement) -> float | None:
+    if not row.get("ms_per_step"):
+        return None
+    return float(row["ms_per_step"]) * (int(row["new_tokens"]) - 1) / 1e3
+
+
+def _model(row: Measurement) -> str:
+    return row["shape"] + (f", rows finish {row['finish']}" if row.get("finish") else "")
+
+
+def _point(row: Measurement) -> tuple[str, str]:
+    """Context and samples."""
+    return f"{int(row['context']):,}", row["samples"]
+
+
+def _step(row: Measurement) -> str:
+    return f"{float(row['ms_per_step']):.2f}"

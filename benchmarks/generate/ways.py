@@ -1,0 +1,156 @@
+"""The ways of generating, as data, and the block in which a model generates by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, cache_utils
+
+import hf_fastdecode as fd
+from hf_fastdecode.generation.options import Options
+from hf_fastdecode.measurement import SAMPLING
+from hf_fastdecode.measurement.runner import NotAvailableError
+
+from .cases import parse_way
+from .replaced_attention import REPLACEMENTS, replaced_attention
+
+
+@dataclass(frozen=True)
+class GenerateWay:
+    """One way.
+
+    Attributes:
+        enable: Options of `hf_fastdecode.enable`; None for stock.
+        arguments: What `generate` is given in addition.
+        beams: Whether the samples are the beams of a beam search.
+        single: Whether it takes one sample only.
+        attention: Another attention in our loop, one of `REPLACEMENTS`.
+        batch: Through `generate_batch`.
+        compiles: Whether it may compile anything: it then starts without what others compiled.
+        hooks: Whether forward hooks leave the way what it is, so that tokens can be counted.
+        half: Whether on CUDA it takes half precision only, as this package's kernels and flash attention do.
+        slim: Plan of every layer of a slim model; None for an ordinary model.
+        requires: The optional package that it needs.
+    """
+
+    enable: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    beams: bool = False
+    single: bool = False
+    attention: str | None = None
+    batch: bool = False
+    compiles: bool = False
+    hooks: bool = True
+    half: bool = False
+    slim: str | None = None
+    requires: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether its tokens are supposed to be right."""
+        return self.attention != "none" and "cache_config" not in self.arguments
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of transformers' quantized cache, where this way has one."""
+        backend: str | None = self.arguments.get("cache_config", {}).get("backend")
+        return backend
+
+    def call_arguments(self, samples: int) -> dict[str, Any]:
+        """What one call of so many samples of one prompt gives `generate`, which may change it."""
+        if not self.beams:
+            return SAMPLING | {"num_return_sequences": samples} | deepcopy(self.arguments)  # 5.17 takes keys out
+        return {"num_beams": samples, "num_return_sequences": samples}
+
+
+_MODES = {
+    "shared": GenerateWay(enable={}, compiles=True, hooks=False),
+    "eager": GenerateWay(enable={"mode": "eager"}),
+    "graph": GenerateWay(enable={"mode": "graph"}, hooks=False, half=True),
+    "compile": GenerateWay(enable={"mode": "compile"}, compiles=True, hooks=False, half=True),
+}
+
+
+# Loops of transformers that this package leaves as they are.
+_LOOPS = {
+    "beams": GenerateWay(beams=True),
+    "lookup": GenerateWay(arguments={"prompt_lookup_num_tokens": 8}, single=True),
+    "hidden-states": GenerateWay(arguments={"output_hidden_states": True, "return_dict_in_generate": True}),
+}
+
+
+def _quantized(backend: str, requires: str | None = None, **config: int) -> GenerateWay:
+    arguments = {"cache_implementation": "quantized", "cache_config": {"backend": backend, **config}}
+    return GenerateWay(arguments=arguments, requires=requires)
+
+
+_WAYS: dict[str, GenerateWay] = {
+    "stock": GenerateWay(),
+    "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, compiles=True, hooks=False),
+    "stock-slim-k": GenerateWay(slim="k"),
+    "stock-slim-k+r": GenerateWay(slim="k+r"),
+    "quantized-fp8": _quantized("fp8"),
+    "quantized-hqq": _quantized("hqq", "hqq", nbits=8, axis_key=1, axis_value=1),
+    "quantized-quanto": _quantized("quanto", "optimum-quanto", nbits=4),
+    **{f"stock-{name}": loop for name, loop in _LOOPS.items()},
+    "generate_batch": GenerateWay(batch=True, hooks=False),
+    **_MODES,
+    **{name: replace(loop, enable={}, compiles=True, hooks=False) for name, loop in _LOOPS.items()},
+    "slim-k": replace(_MODES["shared"], slim="k"),
+    "slim-k+r": replace(_MODES["shared"], slim="k+r"),
+    **{f"{name}-no-attention": replace(way, attention="none") for name, way in _MODES.items()},
+    "eager-bifurcated": replace(_MODES["eager"], attention="bifurcated"),
+    "eager-hydragen": replace(_MODES["eager"], attention="hydragen", half=True),
+}
+
+
+def find_way(name: str) -> GenerateWay:
+    """The way of a name such as ``graph`` or ``graph+sampler=fast``; ValueError as of `parse_way`."""
+    base, options = parse_way(name)
+    way = _WAYS[base]
+    if not options:
+        return way
+    enable = {**(way.enable or {}), **{key: _value(text) for key, text in options.items()}}
+    Options(**enable)
+    return replace(way, enable=enable)
+
+
+def _value(text: str) -> int | str:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.isdecimal() else text
+
+
+@contextmanager
+def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
+    """Within, the model generates this way; on leaving it is stock again, and what was captured is gone.
+
+    Raises NotAvailableError where the attention was not replaced, or a package is not installed or too old.
+    """
+    if way.requires is not None:
+        try:
+            version(way.requires)
+        except PackageNotFoundError as error:
+            raise NotAvailableError(f"{way.requires} is not installed; pip install {way.requires}") from error
+    if way.backend == "fp8" and not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        raise NotAvailableError(f"transformers {version('transformers')} has no quantized cache in fp8; 5.23 has")
+    # Shapes of an earlier case would make this one's dynamic, and its first call shorter.
+    if way.compiles and model.device.type == "cuda":
+        torch.compiler.reset()
+    if way.enable is None:
+        yield
+        return
+    if way.attention is None:
+        with fd.enabled(model, **way.enable):
+            yield
+        return
+    with replaced_attention(REPLACEMENTS[way.attention]) as replaced, fd.enabled(model, **way.enable):
+        yield
+    if not replaced.called:
+        raise NotAvailableError("the attention was not replaced: these steps do not go through the registry")

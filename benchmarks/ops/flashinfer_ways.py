@@ -1,0 +1,296 @@
+"""FlashInfer's wrappers as ways: pages of 16 tokens, tables that CUDA graphs can replay, planned before the timing.
+
+- `decode_calls`: `BatchDecodeWithPagedKVCacheWrapper` over each row's whole context. Rows name the pages of what they
+  share, which are stored once and read once a row, as servers do without cascade attention.
+- `cascade_calls`: `MultiLevelCascadeAttentionWrapper`: a level for each depth of nodes, one for the suffixes.
+
+Sequences are lists of pages, as servers keep them, and equal pages are stored once. The pages of a sequence lie in
+order, one behind the other. New tokens are in their places, as for all baselines.
+
+Tokens of a case are numbered: those of the nodes, end to end as in their segment, then each row's suffix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby, product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_fastdecode.measurement.runner import NotAvailableError
+
+from .cases import NodeSpec, OpCase
+from .inputs import OpInputs
+
+PAGE_SIZE = 16  # vLLM's default
+LAYOUTS = {"HND": (1, 0, 2, 3), "NHD": (1, 2, 0, 3)}
+"""Names of the orders of a page's heads, tokens and numbers, as axes of ``[kv_heads, pages, PAGE_SIZE, head_dim]``."""
+
+Tokens = NDArray[np.int64]
+"""Numbers of a sequence's tokens, in order."""
+
+HEAD_DIMS = (64, 128, 256)
+
+_WORKSPACE_BYTES = 512 << 20  # plans for CUDA graphs keep fp32 partial outputs: 285 MB for 1,024 rows of 32/32 heads
+
+_Calls = list[Callable[[], Tensor]]
+
+_Run = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+"""Attends queries ``[rows, heads, head_dim]`` to keys and values in pages."""
+
+
+def flashinfer_refusal(case: OpCase) -> str | None:
+    """Why FlashInfer has no kernels for a case, or None."""
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"FlashInfer takes float16 and bfloat16, got {case.dtype}"
+    if case.head_dim not in HEAD_DIMS:
+        return f"FlashInfer takes head_dim {', '.join(map(str, HEAD_DIMS))}, got {case.head_dim}"
+    return None
+
+
+def decode_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
+    """Batch decode with and without tensor cores."""
+    pool = PagePool()
+    rows = whole_rows(pool, sets[0].case)
+    kernels = {"CUDA cores": False, "tensor cores": True}
+    return _calls(
+        sets, pool, {name: partial(_decode, rows, tensor_cores=tensor_cores) for name, tensor_cores in kernels.items()}
+    )
+
+
+def cascade_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
+    """The cascade wrapper as it is, and its steps with the FA2 kernels."""
+    pool = PagePool()
+    tables = levels(pool, sets[0].case)
+    return _calls(sets, pool, {"cascade": partial(_cascade, tables), "FA2 cascade": partial(_fa2_cascade, tables)})
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What all wrappers of a case are made from."""
+
+    flashinfer: Any
+    inputs: OpInputs
+    workspace: Tensor
+    layout: str
+
+    def buffer(self, table: Tensor) -> Tensor:
+        """A copy on the device, for graphs to read."""
+        return table.to(self.inputs.query.device, copy=True)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The last positional arguments of every `plan`."""
+        return self.inputs.case.heads, self.inputs.case.kv_heads, self.inputs.case.head_dim, PAGE_SIZE
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of every `plan`."""
+        dtype = self.inputs.query.dtype
+        return {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.inputs.scale}
+
+
+def _decode(rows: Sequences, setup: _Setup, *, tensor_cores: bool) -> _Run:
+    wrapper = setup.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        setup.workspace,
+        setup.layout,
+        use_cuda_graph=True,
+        use_tensor_cores=tensor_cores,
+        paged_kv_indptr_buffer=setup.buffer(rows.page_start),
+        paged_kv_indices_buffer=setup.buffer(rows.pages),
+        paged_kv_last_page_len_buffer=setup.buffer(rows.last_length),
+    )
+    wrapper.plan(rows.page_start, rows.pages, rows.last_length, *setup.shape, **setup.options)
+    run: _Run = wrapper.run
+    return run
+
+
+def _cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
+    wrapper = setup.flashinfer.MultiLevelCascadeAttentionWrapper(
+        len(tables),
+        setup.workspace,
+        setup.layout,
+        use_cuda_graph=True,
+        qo_indptr_buf_arr=[setup.buffer(level.query_start) for level in tables],
+        paged_kv_indptr_buf_arr=[setup.buffer(level.page_start) for level in tables],
+        paged_kv_indices_buf_arr=[setup.buffer(level.pages) for level in tables],
+        paged_kv_last_page_len_buf_arr=[setup.buffer(level.last_length) for level in tables],
+    )
+    wrapper.plan(
+        [level.query_start for level in tables],
+        [level.page_start for level in tables],
+        [level.pages for level in tables],
+        [level.last_length for level in tables],
+        *setup.shape,
+        **setup.options,
+    )
+    run: _Run = wrapper.run
+    return run
+
+
+def _fa2_cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
+    """The steps of the cascade wrapper's `run` with FA2.
+
+    The wrapper has no argument for a backend, and takes FA3 on Hopper, which neither splits keys nor packs the query
+    heads of a KV head. Outputs go to buffers, since those that `run` allocates are filled with zeros first.
+    """
+    wrappers = []
+    for level in tables:
+        wrapper = setup.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            setup.workspace,
+            setup.layout,
+            use_cuda_graph=True,
+            qo_indptr_buf=setup.buffer(level.query_start),
+            paged_kv_indptr_buf=setup.buffer(level.page_start),
+            paged_kv_indices_buf=setup.buffer(level.pages),
+            paged_kv_last_page_len_buf=setup.buffer(level.last_length),
+            backend="fa2",
+        )
+        wrapper.plan(
+            level.query_start, level.page_start, level.pages, level.last_length, *setup.shape, **setup.options
+        )
+        wrappers.append(wrapper)
+    *nodes, suffixes = wrappers
+    other = torch.empty_like(setup.inputs.query.squeeze(2))
+
+    def run(query: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        out, lse = suffixes.run(query, cache, out=torch.empty_like(query), return_lse=True)
+        for level in nodes:
+            _, other_lse = level.run(query, cache, out=other, return_lse=True)
+            setup.flashinfer.merge_state_in_place(out, lse, other, other_lse)
+        return out
+
+    return run
+
+
+def _calls(
+    sets: Sequence[OpInputs], pool: PagePool, wrappers: Mapping[str, Callable[[_Setup], _Run]]
+) -> dict[str, _Calls]:
+    """The calls of every wrapper in both layouts, compiled; those that FlashInfer refuses are left out with a warning.
+
+    Raises NotAvailableError, with each one's error, where it refuses all of them.
+    """
+    try:
+        flashinfer = importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise NotAvailableError(f"flashinfer cannot be imported: {error}") from error
+    inputs = sets[0]
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=inputs.query.device)
+    caches = {layout: [pool.fill(each, layout) for each in sets] for layout in LAYOUTS}
+    found: dict[str, _Calls] = {}
+    refused = []
+    for (name, make), layout in product(wrappers.items(), LAYOUTS):
+        variant = f"FlashInfer {flashinfer.__version__}, {name}, {layout}"
+        try:
+            run = make(_Setup(flashinfer, inputs, workspace, layout))
+            calls = [_call(run, each.query, cache) for each, cache in zip(sets, caches[layout], strict=True)]
+            if calls[0]().is_cuda:
+                torch.cuda.synchronize()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # of Python, of its C++ and of the compiler
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+            refused.append(f"{variant}: {reason}")
+        else:
+            found[variant] = calls
+    if not found:
+        raise NotAvailableError("; ".join(refused))
+    for each in refused:
+        warnings.warn(f"left out: {each}", stacklevel=2)
+    return found
+
+
+def _call(run: _Run, query: Tensor, cache: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    queries = query.squeeze(2)
+    return lambda: run(queries, cache).unsqueeze(2)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Page tables of sequences, on the CPU, as int32.
+
+    Attributes:
+        query_start: Where each sequence's queries start, ``[sequences + 1]``; rows are queries, in order.
+        page_start: Where each sequence's pages start in `pages`, ``[sequences + 1]``.
+        pages: Numbers of the pages, sequence after sequence.
+        last_length: Tokens in each sequence's last page, ``[sequences]``; the others are full.
+    """
+
+    query_start: Tensor
+    page_start: Tensor
+    pages: Tensor
+    last_length: Tensor
+
+
+class PagePool:
+    """The pages of all sequences; sequences with the same tokens in a page have one page."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, sequences: Sequence[Tokens], queries: Iterable[int]) -> Sequences:
+        """The page tables of sequences, none empty, with so many queries each."""
+        pages = [self._pages(tokens) for tokens in sequences]
+        return Sequences(
+            _starts(queries),
+            _starts(map(len, pages)),
+            torch.from_numpy(np.concatenate(pages)),
+            torch.tensor([(len(tokens) - 1) % PAGE_SIZE + 1 for tokens in sequences], dtype=torch.int32),
+        )
+
+    def _pages(self, tokens: Tokens) -> NDArray[np.int32]:
+        filled = np.pad(tokens, (0, -len(tokens) % PAGE_SIZE), constant_values=-1).reshape(-1, PAGE_SIZE)
+        numbers = self._numbers
+        return np.array([numbers.setdefault(page.tobytes(), len(numbers)) for page in filled], dtype=np.int32)
+
+    def fill(self, inputs: OpInputs, layout: str) -> tuple[Tensor, Tensor]:
+        """Keys and values in pages, copied; for the layout ``HND`` ``[pages, kv_heads, PAGE_SIZE, head_dim]``."""
+        # Nobody reads what follows the tokens of a partial page; -1 puts the last token there, which is finite.
+        slots = torch.frombuffer(bytearray().join(self._numbers), dtype=torch.int64).to(inputs.query.device)
+
+        def part(nodes: Tensor, own: Tensor) -> Tensor:
+            tokens = torch.cat([nodes, own.transpose(0, 1).flatten(1, 2)], 1)  # [kv_heads, tokens, head_dim]
+            return tokens[:, slots].unflatten(1, (-1, PAGE_SIZE)).permute(LAYOUTS[layout]).contiguous()
+
+        return part(inputs.segment.keys, inputs.suffix.keys), part(inputs.segment.values, inputs.suffix.values)
+
+
+def whole_rows(pool: PagePool, case: OpCase) -> Sequences:
+    """Each row's whole context and suffix as one sequence; rows share the full pages of what they share."""
+    paths: list[list[Tokens]] = [[] for _ in range(case.rows)]
+    for node, tokens in _nodes(case):
+        for path in paths[node.row_start : node.row_start + node.row_count]:
+            path.append(tokens)
+    rows = [np.concatenate([*path, own]) for path, own in zip(paths, _suffixes(case), strict=True)]
+    return pool.add(rows, [1] * case.rows)
+
+
+def levels(pool: PagePool, case: OpCase) -> list[Sequences]:
+    """The nodes of each depth as sequences, and last the suffixes."""
+    found = []
+    for _, level in groupby(_nodes(case), lambda placed: placed[0].depth):
+        nodes, sequences = zip(*level)
+        found.append(pool.add(sequences, [node.row_count for node in nodes]))
+    return [*found, pool.add(_suffixes(case), [1] * case.rows)]
+
+
+def _nodes(case: OpCase) -> list[tuple[NodeSpec, Tokens]]:
+    starts = accumulate((node.length for node in case.nodes), initial=0)
+    return [(node, np.arange(start, start + node.length)) for node, start in zip(case.nodes, starts)]
+
+
+def _suffixes(case: OpCase) -> list[Tokens]:
+    return list(np.arange(case.stored_tokens, case.stored_tokens + case.rows * case.suffix).reshape(case.rows, -1))
+
+
+def _starts(lengths: Iterable[int]) -> Tensor:
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))

@@ -1,0 +1,202 @@
+# mypy: ignore-errors
+"""What a first Triton kernel for a shared context looks like, as a baseline: two launches and a fixed split.
+
+The packed queries of all rows attend to equal shares of the one context, and leave fp32 partials; the kernel of
+suffixes merges them with its own. No schedule, no overlap of launches, no warp specialisation.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.kernels.forest_decode.limits import shared_memory
+from hf_fastdecode.kernels.forest_decode.merge import merge_partial
+from hf_fastdecode.kernels.forest_decode.node_kernel import LOG2E, LOWEST, online_softmax_step, qk_scores
+
+from .inputs import OpInputs
+from .node_kernel import new_token
+
+_BLOCK_N = 64
+
+
+@triton.jit
+def _context_partials(
+    query,  # [rows, heads, 1, HEAD_DIM], contiguous
+    keys,  # [kv_heads, length, HEAD_DIM], contiguous
+    values,
+    partial_out,  # [splits, rows, heads, HEAD_DIM] fp32
+    partial_lse,  # [splits, rows, heads] fp32, base 2
+    rows,
+    kv_heads,
+    length,
+    tiles_of_split,
+    head_stride,  # of keys and values
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(1) % kv_heads
+    split = tl.program_id(1) // kv_heads
+    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid_query = packed < rows * GROUP
+    at = (packed // GROUP * kv_heads + head) * GROUP + packed % GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    q = tl.load(query + at[:, None] * HEAD_DIM + dims[None, :], mask=valid_query[:, None], other=0.0)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    first = split * tiles_of_split * BLOCK_N
+    last = tl.minimum(length, first + tiles_of_split * BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        token = start + tl.arange(0, BLOCK_N)
+        place = head.to(tl.int64) * head_stride + token[:, None] * HEAD_DIM + dims[None, :]
+        k = tl.load(keys + place, mask=(token < length)[:, None], other=0.0)
+        v = tl.load(values + place, mask=(token < length)[:, None], other=0.0)
+        scores = tl.where((token < length)[None, :], qk_scores(q, k, scale, 0.0, False), -float("inf"))
+        row_max, row_sum, acc = online_softmax_step(
+            scores, scale * LOG2E, v, row_max, row_sum, acc, query.dtype.element_ty
+        )
+    at = split * rows * kv_heads * GROUP + at
+    tl.store(partial_lse + at, row_max + tl.log2(row_sum), mask=valid_query)
+    tl.store(
+        partial_out + at.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :],
+        acc / row_sum[:, None],
+        mask=valid_query[:, None],
+    )
+
+
+@triton.jit
+def _suffixes_and_merge(
+    query,
+    keys,  # [rows, kv_heads, length, HEAD_DIM], contiguous
+    values,
+    partial_out,
+    partial_lse,
+    out,  # [rows, heads, 1, HEAD_DIM]
+    rows,
+    kv_heads,
+    length,
+    splits,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row_and_head = tl.program_id(0).to(tl.int64)  # row * kv_heads + head
+    within = tl.arange(0, BLOCK_P)
+    valid_query = within < GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    at = row_and_head * GROUP + within
+    q = tl.load(query + at[:, None] * HEAD_DIM + dims[None, :], mask=valid_query[:, None], other=0.0)
+    row_max = tl.full([BLOCK_P], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_P], tl.float32)
+    acc = tl.zeros([BLOCK_P, HEAD_DIM], tl.float32)
+    for start in tl.range(0, length, BLOCK_N, num_stages=2):
+        token = start + tl.arange(0, BLOCK_N)
+        place = (row_and_head * length + token)[:, None] * HEAD_DIM + dims[None, :]
+        k = tl.load(keys + place, mask=(token < length)[:, None], other=0.0)
+        v = tl.load(values + place, mask=(token < length)[:, None], other=0.0)
+        scores = tl.where((token < length)[None, :], qk_scores(q, k, scale, 0.0, False), -float("inf"))
+        row_max, row_sum, acc = online_softmax_step(
+            scores, scale * LOG2E, v, row_max, row_sum, acc, query.dtype.element_ty
+        )
+    for split in range(splits):
+        part_at = split * (rows * kv_heads * GROUP) + at
+        lse = tl.load(partial_lse + part_at, mask=valid_query, other=-float("inf"))
+        part = tl.load(partial_out + part_at[:, None] * HEAD_DIM + dims[None, :], mask=valid_query[:, None], other=0.0)
+        row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
+    result = acc / row_sum[:, None]
+    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=valid_query[:, None])
+
+
+class Splits(NamedTuple):
+    """Partials of the context: ``[splits, rows, heads, head_dim]``, and ``[splits, rows, heads]`` in base 2."""
+
+    inputs: OpInputs
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """They and the new token's own partial, merged: ``[rows, heads, 1, head_dim]``."""
+        parts = (
+            Partial(out[:, :, None], lse[:, :, None] * math.log(2))
+            for out, lse in zip(self.out, self.lse, strict=True)
+        )
+        return merge(new_token(self.inputs), *parts).out
+
+
+class Sketch:
+    """The sketch over one node, or none, split for about so many programs."""
+
+    def __init__(self, inputs: OpInputs, programs: int):
+        self.inputs = inputs
+        rows, heads, _, head_dim = inputs.query.shape
+        kv_heads, length = inputs.segment.keys.shape[:2]
+        self.group = heads // kv_heads
+        packed = rows * self.group
+        self.block_m = min(128, max(16, triton.next_power_of_2(packed)))
+        self.query_tiles = triton.cdiv(packed, self.block_m)
+        tiles = triton.cdiv(length, _BLOCK_N)
+        splits = max(1, min(tiles, programs // (self.query_tiles * kv_heads)))
+        self.tiles_of_split = triton.cdiv(tiles, splits)
+        self.splits = triton.cdiv(tiles, max(1, self.tiles_of_split))
+        held = 2 * head_dim * (self.block_m + 6 * _BLOCK_N)  # queries, and keys and values of three tiles
+        self.stages = 3 if held <= shared_memory(inputs.query.device) else 2
+
+    def attend_context(self) -> Splits:
+        """The first launch."""
+        query, (keys, values) = self.inputs.query, self.inputs.segment
+        rows, heads, _, head_dim = query.shape
+        kv_heads, length = keys.shape[:2]
+        fp32 = {"dtype": torch.float32, "device": query.device}
+        out = torch.empty(self.splits, rows, heads, head_dim, **fp32)
+        lse = torch.empty(self.splits, rows, heads, **fp32)
+        if self.splits:
+            numbers = (rows, kv_heads, length, self.tiles_of_split, keys.stride(0), self.inputs.scale)
+            _context_partials[(self.query_tiles, kv_heads * self.splits)](
+                query,
+                keys,
+                values,
+                out,
+                lse,
+                *numbers,
+                GROUP=self.group,
+                HEAD_DIM=head_dim,
+                BLOCK_M=self.block_m,
+                BLOCK_N=_BLOCK_N,
+                STAGES=self.stages,
+                num_warps=8 if self.block_m == 128 else 4,
+            )
+        return Splits(self.inputs, out, lse)
+
+    def attend(self) -> torch.Tensor:
+        """Both launches: ``[rows, heads, 1, head_dim]``."""
+        query, (keys, values) = self.inputs.query, self.inputs.suffix
+        rows, _, _, head_dim = query.shape
+        kv_heads, length = keys.shape[1:3]
+        splits = self.attend_context()
+        out = torch.empty_like(query)
+        numbers = (rows, kv_heads, length, self.splits, self.inputs.scale)
+        _suffixes_and_merge[(rows * kv_heads,)](
+            query,
+            keys,
+            values,
+            splits.out,
+            splits.lse,
+            out,
+            *numbers,
+            GROUP=self.group,
+            HEAD_DIM=head_dim,
+            BLOCK_P=max(16, triton.next_power_of_2(self.group)),
+            BLOCK_N=_BLOCK_N,
+            num_warps=4,
+        )
+        return out

@@ -1,0 +1,24 @@
+"""Cells of tables of measurements, and the places of documentation pages that tables are written to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from hf_fastdecode.measurement.rows import Measurement
+
+
+def cell(row: Measurement | None, shown: Callable[[Measurement], str]) -> str:
+    """A number of a measurement, or the first words of its status where there is none; empty without a measurement."""
+    if row is None:
+        return ""
+    return shown(row) if row["status"] == "ok" else row["status"].partition(":")[0]
+
+
+def replace_between(text: str, markers: re.Pattern[str], made: Callable[[re.Match[str]], str]) -> tuple[str, int]:
+    """Replace the lines between markers of a documentation page; returns the new page, and the number of places.
+
+    The first group of `markers` is the opening marker's line, the last one the closing marker; `made` makes the lines
+    between.
+    """
+    return markers.subn(lambda match: match[1] + made(match) + match[match.re.groups], text)

@@ -1,0 +1,113 @@
+"""Measured programs that call `generate`, and vLLM beside it, as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.tables import by, markdown
+
+from .generate.cases import PromptTree
+from .generate.table import cases_of, timed, where_measured
+from .page_tables import cell
+
+_HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
+_LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise
+_VLLM_WAYS: Final = {
+    "stock": "transformers",
+    "vllm": "vLLM",
+    "vllm-cascade": "with cascade",
+    "shared": "`enable(model)`",
+    "compile": "compiled",
+}
+
+_ROLLOUT_WAYS: Final = {
+    "stock": "stock `generate`",
+    "continuous-batching": "`use_transformers_continuous_batching`",
+    "enabled": "`fd.enable(trainer.model)`",
+}
+
+
+def training_table(rows: Sequence[Measurement]) -> str:
+    """The trainers' lines."""
+    return _clients_table([row for row in rows if row["program"].startswith("TRL")], same="weights")
+
+
+def evaluation_table(rows: Sequence[Measurement]) -> str:
+    """The lines of evaluation harnesses and of pipelines."""
+    return _clients_table([row for row in rows if row["program"] in _HARNESSES], same="samples")
+
+
+def programs_table(rows: Sequence[Measurement]) -> str:
+    """The lines of all programs with the embedded model."""
+    return _clients_table([row for row in rows if row["model"] == "embedded"], same="results")
+
+
+def _clients_table(rows: Sequence[Measurement], *, same: str) -> str:
+    """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case; small factors are "none".
+
+    `same` is what an enabled measurement whose status is ok has in common with stock's.
+    """
+    lines = []
+    for ways in by(rows, "program", "model", "setting"):
+        stock, enabled = ways["stock"], ways["enabled"]
+        before, now = (float(row["generate_s"]) for row in (stock, enabled))
+        gain = f"{before / now:.1f}x" if before / now >= _LEAST_FACTOR else "none"
+        lines.append(
+            [
+                *(stock[name] for name in ("program", "model", "setting")),
+                f"{before:.1f} → {now:.1f} ({gain})",
+                _prefilled(stock, enabled),
+                "yes" if enabled["status"] == "ok" else enabled["status"],
+            ]
+        )
+    names = ["program", "model", "setting", "seconds in generate", "tokens prefilled", f"same {same}"]
+    note = f"{_where(rows[0])}; stock → enabled; medians where a case was run more than once."
+    return markdown(names, lines, note)
+
+
+def rollouts_table(rows: Sequence[Measurement]) -> str:
+    """Rollouts on a GPU, a line for each way: the first one compiles kernels and captures steps, the others do not."""
+    stock = next(row for row in rows if row["way"] == "stock")
+    lines = []
+    for row in rows:
+        seconds = [f"{float(row[name]):.1f} s" for name in ("first_rollout_s", "rollout_s")]
+        memory = f"{float(row['extra_bytes']) / 2**30:.1f} GiB" if row.get("extra_bytes") else "not measured"
+        prefilled = f"{int(row['prefilled_tokens']):,}" if row["prefilled_tokens"] else "not known"
+        lines.append([_ROLLOUT_WAYS[row["way"]], *seconds, memory, prefilled, row["ran"]])
+    what = f"{stock['rows']} completions of {stock['new_tokens']} tokens, prompts of up to {stock['prompt_tokens']}"
+    names = ["rollouts", "the first", "later ones", "memory over training's", "tokens prefilled", "what ran"]
+    trl = f" (TRL {stock['trl']})" if "trl" in stock else ""
+    program = f"{stock['program']}{trl}, {stock['model']} in bf16"
+    note = f"{program}, a rollout: {what}; tokens prefilled: in all rollouts; {_where(stock)}."
+    return markdown(names, lines, note)
+
+
+def _prefilled(stock: Measurement, enabled: Measurement) -> str:
+    return " → ".join(f"{int(row['prefilled_tokens']):,}" for row in (stock, enabled))
+
+
+def _where(row: Measurement) -> str:
+    return f"{row['device']}, torch {row['torch']}, transformers {row['transformers']}"
+
+
+def vllm_table(rows: Sequence[Measurement]) -> str:
+    """One line for each case: the call and, in parentheses, a step of each way; the first token, vLLM's → ours."""
+    lines = []
+    for ways in cases_of(rows):
+        first = next(iter(ways.values()))
+        tree = PromptTree.of_row(first["shape"])
+        prompts = 1 if tree is None else tree.problems
+        cells = [first["shape"].partition(" ")[0], f"{prompts} of {int(first['context']):,}"]
+        cells += [str(int(first["samples"]) // prompts), *(_call(ways.get(way)) for way in _VLLM_WAYS)]
+        lines.append([*cells, " → ".join(f"{float(ways[way]['prefill_s']):.3f} s" for way in ("vllm", "shared"))])
+    ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("shared", "vllm"))
+    where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
+    legend = 'compiled: `enable(model, mode="compile")`'
+    names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → `enable(model)`"]
+    return markdown(names, lines, f"{where}; a call (a step); {legend}; empty: not measured; {timed(rows)}.")
+
+
+def _call(row: Measurement | None) -> str:
+    return cell(row, lambda row: f"{float(row['total_s']):.2f} s ({float(row['ms_per_step']):.1f} ms)")

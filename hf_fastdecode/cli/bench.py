@@ -1,0 +1,180 @@
+"""``hf-fastdecode bench``: stock transformers beside the enabled model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from ..attention.torch_operators import backend_of_environment
+from ..errors import InputError
+from ..measurement.runner import check_out
+from ..measurement.shapes import MAX_POSITIONS, parameters
+from ..model_names import SHAPE, load_config, max_positions
+from .checks import check_device, check_enable_options, pick_device
+from .console import FailedCheck, moved, note, quiet_libraries
+from .evaluation.options import ModelOptions
+from .interrupts import exit_on_interrupt
+from .options import CsvFile, Mode, Plot, Repeats, Sampler, expand_option_groups
+from .tables import prints_tables, show_tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..measurement.rows import Measurement
+    from ..measurement.runner import Case
+
+C = TypeVar("C", bound="Case")
+
+_MOVED: Final = (
+    *("ops", "generate", "completions", "first-calls", "profile", "sampling", "slim", "parallel", "tables"),
+)
+
+
+class Bench(TyperCommand):
+    """The command; a word that was one of its commands is answered with the new one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse commands that are in `benchmarks` now, before their options are."""
+        if args and args[0] in _MOVED:
+            raise moved(f"bench {args[0]}", args[0])
+        return super().parse_args(ctx, args)
+
+
+@prints_tables
+@expand_option_groups
+def bench(
+    model: ModelOptions,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8"),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
+    mode: Mode = "auto",
+    sampler: Sampler = "auto",
+    repeats: Repeats = 3,
+    plot: Plot = False,
+    out: CsvFile = Path("runs/bench.csv"),
+) -> None:
+    """Stock transformers beside `enable(model)`: first call, first token, step, whole call, memory.
+
+    Prompts are random tokens, no token ends a row, and tokens are drawn with temperature 0.8 and top-p 0.95. The first
+    call of a way compiles and captures; the other times are of later calls. A step is
+    `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. In float32 the same seed must draw
+    stock's tokens, or the row says `wrong` and the command ends with exit code 1; in half precision no two kernels
+    round alike, and tokens are not compared.
+
+    A row has the device, versions, commit (`$COMMIT` when it is set) and command. Rows that the file already has from
+    the same commit and command are kept: run a command again, and it goes on where it broke off.
+
+    Examples:
+
+        hf-fastdecode bench
+        hf-fastdecode bench --model MODEL --point 2048x16 --point 2048x64 --plot
+        hf-fastdecode bench --model shape:8b-gqa --point 8192x32 --mode graph
+
+    Operators, modes side by side, growing completions, first calls of fresh processes, profiles, several GPUs and the
+    papers' tables are measured by `python -m benchmarks` in a clone of the repository.
+    """
+    points = [parse_point(text) for text in point or ["512x8"]]
+    check_enable_options(mode=mode, sampler=sampler)
+    model.check()
+    place = place_of_calls(model.device, out)
+    with exit_on_interrupt():
+        _check_size(model, points, new_tokens, place)
+        from ..measurement.bench import WAYS, BenchCase, StockBesideEnabled, bench_table, draw_bench
+        from .models import load_model
+    with quiet_libraries():
+        found, _ = load_model(model.model, model.dtype, place, encoders=True)
+        dtype = str(found.dtype).removeprefix("torch.")
+        cases = [BenchCase(model.model, context, samples, new_tokens, dtype) for context, samples in points]
+        measure = StockBesideEnabled(found, {"mode": mode, "sampler": sampler}, repeats=repeats).measure
+        rows = measured(cases, WAYS, measure, place, out, backend=backend_of_environment())
+    refuse_red(rows, out)
+    ours = [row for row in rows if row["way"] == "shared"]
+    if all(row["status"] != "ok" for row in ours):
+        raise FailedCheck(f"nothing was measured: {ours[0]['status'].removeprefix('not run: ')}")
+    show_tables(bench_table(rows))
+    typer.echo(f"rows: {out}")
+    if plot:
+        typer.echo(f"picture: {draw_bench(rows, out.with_suffix('.png'))}")
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    """Context and samples of ``CONTEXTxN``."""
+    context, cross, samples = text.partition("x")
+    if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
+        raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}; write one so")
+    return int(context), int(samples)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, if it can be measured."""
+    device = pick_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device must be cpu or a CUDA device, got {name!r}")
+    return device
+
+
+def place_of_calls(device: str, out: Path) -> torch.device:
+    """The device for calls of an enabled model, once their options and the file of rows have been checked."""
+    check_device(device)
+    check_enable_options()
+    check_out(out)
+    return find_device(device)
+
+
+def _check_size(model: ModelOptions, points: Sequence[tuple[int, int]], new_tokens: int, place: torch.device) -> None:
+    """Refuse prompts longer than the model takes, and large shapes on a CPU."""
+    shape = model.model.removeprefix(SHAPE) if model.model.startswith(SHAPE) else None
+    limit = MAX_POSITIONS if shape else max_positions(load_config(model.model))
+    for context, samples in points:
+        check_positions(f"--point {context}x{samples}", context, new_tokens, limit, model.model)
+    if shape and place.type == "cpu":
+        check_weights(shape, parameters(shape), model.device)
+
+
+def check_positions(asked: str, context: int, new_tokens: int, limit: int | None, model: str) -> None:
+    """Refuse rows longer than the model's positions."""
+    if limit is not None and context + new_tokens > limit:
+        raise InputError(
+            f"{asked} with {new_tokens} new tokens is longer than the {limit} positions of {model}; ask for a shorter "
+            "context or fewer new tokens"
+        )
+
+
+def check_weights(shape: str, weights: int, device: str) -> None:
+    """Refuse a large shape on a CPU, unless that was named as the device."""
+    if (billions := weights / 1e9) <= 1:
+        return
+    size = f"{shape}: {billions:.0f} billion random weights on a CPU, where a call takes minutes"
+    if device == "auto":
+        raise InputError(f"{size}; name a smaller shape, such as tiny or embedded, or pass --device cpu")
+    note(f"{size}; tiny and embedded are meant for one")
+
+
+def measured(
+    cases: Sequence[C],
+    ways: Sequence[str],
+    measure: Callable[[C, str], dict[str, Any]],
+    device: torch.device,
+    out: Path,
+    *,
+    backend: str | None = None,
+) -> list[Measurement]:
+    """The rows of cases and ways: those that the file has already, and those that are measured now."""
+    from ..measurement.rows import provenance
+    from ..measurement.runner import run
+
+    return run(cases, ways, measure, provenance=provenance(device, backend=backend), out=out)
+
+
+def refuse_red(rows: Sequence[Measurement], out: Path) -> None:
+    """Raise `FailedCheck` if a check was red or something was raised."""
+    from ..measurement.runner import failed
+
+    if red := failed(rows):
+        raise FailedCheck(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}")

@@ -1,0 +1,221 @@
+"""What the bench's commands refuse before they measure, in one line each."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.cli.generate import check_models
+from benchmarks.generate.cases import GenerateCase
+from benchmarks.paper_tables import PAPER_TABLES
+from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.shapes import MAX_POSITIONS
+
+from ...cli.command_line import ROOT, python
+from .command_line import run
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "--out must be a CSV file, "),
+        ("notes.md", "exists and holds no measured rows"),
+        ("notes.md/ops.csv", "cannot be written: "),
+        ("a" * 300 + ".csv", "cannot be written: File name too long"),
+        ("busy.csv", "cannot be written: "),
+        ("pipe", "is a device or a pipe; name a file"),
+        ("latin.csv", "exists and is no CSV file ("),
+    ],
+)
+def test_where_rows_cannot_go_is_told_before_measuring(tmp_path, name, message):
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    (tmp_path / "busy.csv.partial").mkdir()
+    (tmp_path / "latin.csv").write_bytes(b"case,way\n\xff,stock\n")
+    os.mkfifo(tmp_path / "pipe")
+    for command in (["ops", "--set", "tiny"], ["sampling", "--set", "tiny"], ["generate", "--shape", "tiny"]):
+        result = run(*command, "--device", "cpu", "--out", tmp_path / name)
+        assert result.exit_code == 2
+        assert message in result.output
+    assert (tmp_path / "notes.md").read_text() == "# Notes\n"
+
+
+def test_a_table_needs_a_folder(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.touch()
+    result = run("tables", "--table", "hydragen-fig5", "--device", "cpu", "--out", file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"--out must be a folder, {str(file)!r} is a file; name a folder" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ops --set tiny", "tables --table hydragen-fig5"])
+def test_operators_take_no_backend_of_the_environment(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    result = run(*command.split(), "--device", "cpu", "--out", tmp_path / "new")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "benchmarks: $HF_FASTDECODE_BACKEND='plain' is for generate; --way says which operators run: unset it\n"
+    )
+    assert not list(tmp_path.iterdir())
+    assert run(*command.split(), "--list").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("ways", "refused"), [([], "'plain' is for generate"), (["--way", "stock"], "--way must be one of ours, ")]
+)
+def test_tables_are_refused_before_any_is_measured(ways, refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "plain")
+    monkeypatch.setattr("benchmarks.cli.tables.run_generate", pytest.fail)
+    words = ("--table", "bifurcated-1", "--table", "hydragen-fig5", *ways, "--device", "cpu", "--out", tmp_path)
+    result = run("tables", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert refused in result.stderr
+
+
+def test_models_that_cannot_be_read_are_told_before_measuring(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, message in (("./nosuch", "there is no file or folder ./nosuch; name one"), ("empty", "config.json; ")):
+        name = str(tmp_path / name) if name == "empty" else name
+        result = run("generate", "--model", name, "--device", "cpu", "--out", tmp_path / "rows.csv")
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "rows.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--point 512x8 --point 5000x8", "--point 5000x8 with 64 new tokens is longer than the 4096 positions of"),
+        ("--tree 4000+2x60x2", "--tree 4000+2x60x2 with 64 new tokens is longer than the 4096 positions of embedded;"),
+        ("--shape tiny --point 131009x2", "with 64 new tokens is longer than the 131072 positions of tiny; ask for a"),
+    ],
+)
+def test_points_longer_than_the_model_are_refused(words, message, tmp_path):
+    result = run("generate", *words.split(), "--device", "cpu", "--out", tmp_path / "rows.csv")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_papers_cases_fit_their_models():
+    calls = [case for table in PAPER_TABLES.values() for case in table.cases if isinstance(case, GenerateCase)]
+    assert max(case.context + case.new_tokens for case in calls) <= MAX_POSITIONS
+
+
+def test_a_shape_for_gpus_runs_on_a_cpu_only_if_that_is_named(capsys):
+    case, cpu = GenerateCase("8b-gqa", 64, 2, 4), torch.device("cpu")
+    cases = [GenerateCase("tiny", 64, 2, 4), case, replace(case, samples=4)]
+    check_models(cases, "cpu", cpu)
+    assert capsys.readouterr().err.startswith("8b-gqa: 8 billion random weights on a CPU")
+    with pytest.raises(InputError, match=r"8b-gqa: 8 billion .* name a smaller shape, .* or pass --device cpu"):
+        check_models(cases, "auto", cpu)
+    check_models(cases[:1], "auto", cpu)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the GPU")
+@pytest.mark.parametrize(
+    "words", ["generate --shape 7b-mha", "completions --shape 7b-mha", "tables --table bifurcated-6"]
+)
+def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words.split())
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "billion random weights on a CPU" in result.stderr
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ops --set nosuch", "--set must be one of grid, one-row,"),
+        ("ops --way nosuch", "--way must be one of ours, plain,"),
+        ("ops --only nosuch", "no case contains 'nosuch'"),
+        ("ops --dtype float8", "--dtype must be one of float32 (fp32), bfloat16 (bf16), float16 (fp16), got 'float8'"),
+        ("ops --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
+        ("generate --point 100by3", "a point is CONTEXTxN, such as 2048x16, got '100by3'"),
+        ("generate --point ²x3", "a point is CONTEXTxN, such as 2048x16, got '²x3'"),
+        ("generate --way nosuch+a=b", "--way must be one of stock,"),
+        ("generate --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
+        ("generate --way graph+mode=eager", "got 'mode' in 'graph+mode=eager'"),
+        ("generate --way eager+sampler=zzz", "sampler must be one of auto, hf, fast, got 'zzz'"),
+        ("tables --table bifurcated-1 --way eager+foo=3 --list", "an option of a way is one of backend, sampler,"),
+        ("generate --way stock+a=b --shape tiny", "options are written NAME=VALUE behind one of ours"),
+        ("generate --finish 99", "--finish must be between 1 and --new-tokens 64, got 99"),
+        (
+            "generate --finish-mean 99",
+            "--finish-mean must be between 1 and --new-tokens 64, without --finish and --tree, got 99",
+        ),
+        ("generate --tree 24x8", "a tree is SHARED+PROBLEMSxOWNxSAMPLES, such as 2400+8x512x128, got '24x8'"),
+        ("generate --tree 9+8x5x2 --finish 9", "--finish is for --point: rows of a --tree all run to the end"),
+        ("tables --table nosuch", "--table must be one of bifurcated-1,"),
+        ("tables --table bifurcated-1 --way ours", "--way must be one of stock,"),
+        ("parallel --device cpu", "2 or more processes, got 1; start it by `torchrun --nproc-per-node 2 -m benchm"),
+        ("parallel --kind steps --way ring", "--way ring is not of --kind steps; steps has one-gpu, sequence,"),
+        ("parallel --kind attention --point 7x1 --list", "a multiple of the number of processes, 2, so that"),
+        ("parallel --simulate --nvlink 3", "--nvlink must be GB/s above 0 and microseconds of at least 0 with"),
+        ("parallel --fill full", "--fill must be one of random, prefill, got 'full'"),
+        (
+            "parallel --device cuda:1",
+            "--device must be auto, cpu or cuda, since each process has a GPU of its",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*words.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ops --set nosuch", "--set must be one of grid, "),
+        ("ops --device nonsense", "there is no device 'nonsense'"),
+        ("sampling --way nosuch", "--way must be one of "),
+        ("generate --way shared+foo=1", "got 'foo' in 'shared+foo=1'"),
+        ("generate --way shared+sampler=slow", "sampler must be one of auto, hf, fast, got 'slow'"),
+        ("generate --way shared+min_saved_tokens=-1", "min_saved_tokens must be an integer of at least 0"),
+        ("generate --shape 9b --list", "--shape must be one of 7b-mha"),
+        ("generate --list --format html", "--format must be one of auto, text, markdown, got 'html'"),
+    ],
+)
+def test_a_name_that_there_is_not_is_one_line(words, message):
+    result = run(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("benchmarks: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_backend_of_the_environment_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
+    result = run("generate", "--way", "eager")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("benchmarks: $HF_FASTDECODE_BACKEND must be one of auto, triton,")
+
+
+def test_refusals_need_no_torch():
+    lines = """
+ops --set nosuch
+ops --set tiny --out .
+sampling --way nosuch
+generate --way shared+foo=1
+generate --device nonsense
+tables --table hydragen-fig1 --out pyproject.toml
+"""
+    process = python(
+        "from benchmarks.cli import app\n"
+        f"for line in {lines.split(chr(10))[1:-1]!r}:\n"
+        "    try:\n        app(line.split())\n"
+        "    except SystemExit as leaving:\n        assert leaving.code == 2, line\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), line",
+        cwd=ROOT,
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (output, errors.count("\n")) == ("", 6)

@@ -1,0 +1,221 @@
+"""The commands of the workloads from the outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.workloads import figures, hier, longqa
+from hf_fastdecode.files import read_rows
+
+from . import command_line
+
+ROOT = Path(__file__).parents[3]
+HIER = "hier --shots 1 --points 2x2 --new-tokens 2 --repeats 1 --device cpu"
+LONGQA = "longqa --shots 1 --tokens 300 --questions 1,3 --new-tokens 2 --repeats 1 --device cpu"
+
+
+def run(words, *more):
+    return command_line.run("workloads", *words.split(), *more)
+
+
+@pytest.mark.parametrize("command", ["hier", "longqa"])
+def test_help_teaches(command):
+    shown = run(f"{command} --help")
+    assert shown.exit_code == 0
+    text = " ".join(shown.stdout.split())
+    assert f"python -m benchmarks workloads {command}" in text
+    for words in ("Examples", "Hydragen", "it goes on where it broke off", "shape:7b-mha"):
+        assert words in text
+
+
+def test_help_needs_no_torch():
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks.cli.workloads import app
+for words in (["hier", "--help"], ["longqa", "--help"]):
+    try:
+        app(words)
+    except SystemExit as leaving:
+        assert not leaving.code
+assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_levels_are_measured_drawn_and_kept(tmp_path, monkeypatch):
+    out = tmp_path / "new" / "hier.csv"
+    first = run(HIER, "--out", out)
+    assert first.exit_code == 0, first.stderr
+    rows = read_rows(out)
+    assert [row["way"] for row in rows] == ["none", "few-shot", "problem", "two-level"]
+    for row in rows:
+        assert row["status"] == "ok"
+        assert (row["problems"], row["samples"], row["new_tokens"], row["task"]) == ("2", "2", "2", "embedded")
+        assert all(row[name] for name in ("device", "torch", "transformers", "commit", "command", "prefill_s"))
+    prefilled = [int(row["prefilled_tokens"]) for row in rows]
+    assert prefilled[0] > prefilled[2] > prefilled[3]
+    assert first.stdout.splitlines()[0].startswith("| problems | samples | sharing | prefill s | decode s | ms/step |")
+    assert f"rows: {out}\npicture: {out.with_suffix('.png')}\n" in first.stdout
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(hier.HierBench, "measure", pytest.fail)
+    again = run(HIER, "--out", out)
+    assert again.exit_code == 0, again.stderr
+    assert read_rows(out) == rows
+    assert "4 of 4 rows are those of an earlier run" in again.stderr
+    assert again.stdout == first.stdout
+
+
+def test_a_run_that_broke_off_goes_on(tmp_path, monkeypatch):
+    out, measure, asked = tmp_path / "longqa.csv", longqa.QuestionsBench.measure, []
+
+    def interrupted(bench, case, way):
+        asked.append((case.questions, way))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return measure(bench, case, way)
+
+    monkeypatch.setattr(longqa.QuestionsBench, "measure", interrupted)
+    broken = run(LONGQA, "--out", out)
+    assert broken.exit_code == 130
+    assert f"interrupted: 2 of 4 rows are in {out}; run the same command again to go on" in broken.stderr
+    rest = run(LONGQA, "--out", out)
+    assert rest.exit_code == 0, rest.stderr
+    assert asked == [(1, "shared"), (1, "stock"), (3, "shared"), (3, "shared"), (3, "stock")]
+    rows = read_rows(out)
+    assert [(int(row["questions"]), row["way"], row["status"]) for row in rows] == [
+        (questions, way, "ok") for questions in (1, 3) for way in ("shared", "stock")
+    ]
+    assert all(0 <= int(row["correct"]) <= int(row["questions"]) for row in rows)
+    assert all(240 < int(row["prefix_tokens"]) <= 300 for row in rows)
+    assert out.with_suffix(".png").is_file()
+
+
+def test_facts_are_hidden_in_a_given_text(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("It was late, and nobody came to the door. " * 30)
+    command = f"{LONGQA.replace('--tokens 300', '')} --questions 2 --way shared --document {text}"
+    done = run(command, "--out", tmp_path / "rows.csv")
+    assert done.exit_code == 0, done.stderr
+    (row,) = read_rows(tmp_path / "rows.csv")
+    assert row["document"] == "book.txt"
+    assert int(row["prefix_tokens"]) > 300
+
+
+def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
+    drawn = []
+    finish = figures._finish
+    monkeypatch.setattr(figures, "_finish", lambda figure, *args: drawn.append(figure) or finish(figure, *args))
+    measure = longqa.QuestionsBench.measure
+
+    def measured(bench, case, way):
+        return {"status": "out of memory"} if (case.questions, way) == (3, "stock") else measure(bench, case, way)
+
+    monkeypatch.setattr(longqa.QuestionsBench, "measure", measured)
+    done = run(LONGQA, "--out", tmp_path / "rows.csv")
+    assert done.exit_code == 0, done.stderr
+    assert "3 questions, stock: out of memory\n" in done.stdout
+    for axis in drawn[0].axes:
+        lines = {line.get_label(): line.get_xdata().tolist() for line in axis.lines}
+        assert lines["hf_fastdecode"] == [1, 3]
+        assert lines["stock transformers"] == [1]
+        assert lines["stock transformers: out of memory"] == [3]
+
+
+def test_bars_are_as_high_as_the_rows_say(tmp_path):
+    case = {"problems": "2", "samples": "8", "task": "embedded", "shots": "3", "shared_tokens": "5"}
+    case |= {"prompt_tokens": "9", "new_tokens": "4", "model": "m", "dtype": "float32", "device": "d"}
+    measured = {"status": "ok", "prefill_s": "1.5", "kv_bytes": str(3 * 2**20)}
+    rows = [
+        case | {"way": "none", "status": "out of memory: 9 GiB"},
+        case | {"way": "problem", **measured, "decode_s": "0.5"},
+        case | {"way": "two-level", **measured, "decode_s": "0.25"},
+    ]
+    found = []
+
+    def keep(figure, title, path):
+        found.append(figure)
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_finish", keep)
+        figures.draw_levels(rows, tmp_path / "picture.png")
+    time, memory = found[0].axes
+    assert [(bar.get_y(), bar.get_height()) for bar in time.patches] == [(0, 1.5), (1.5, 0.5), (0, 1.5), (1.5, 0.25)]
+    assert [bar.get_height() for bar in memory.patches] == [3.0, 3.0]
+    assert [text.get_text().strip() for text in time.texts] == ["out of memory"]
+
+
+def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(hier.HierBench, "measure", lambda *_: {"status": "wrong: other greedy tokens than stock"})
+    done = run(HIER, "--out", tmp_path / "rows.csv")
+    assert done.exit_code == 1
+    assert "4 rows of " in done.stderr and "are not right: none: wrong: other greedy tokens than stock" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("hier --points 2by2", "--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got '2by2'"),
+        ("hier --points 1x9", "--points 1x9: levels of sharing differ from 2 problems and 2 samples on; ask for more"),
+        (
+            "hier --points 999x9",
+            "--points 999x9 asks for 999 problems, there are 160; ask for fewer, or name a larger",
+        ),
+        ("hier --level three", "--level must be one of none, few-shot, problem, two-level, got 'three'"),
+        ("hier --task apps", "the tasks apps need a file in APPS' format; pass --data FILE"),
+        ("hier --task nosuch", "there are no tasks 'nosuch'; choose one of embedded,"),
+        ("hier --shots 99", "--shots must be between 0 and "),
+        ("hier --model shape:9b", "there is no shape '9b'; choose one of 7b-mha,"),
+        ("hier --model shape:tiny --device cpu", "shape tiny has 512 tokens, fewer than the 1536 of the embedded"),
+        ("hier --mode fast", "--mode must be one of auto, eager, graph, compile, got 'fast'"),
+        ("hier --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
+        (
+            "hier --dtype float8",
+            "--dtype must be one of auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), got 'float8'",
+        ),
+        ("hier --new-tokens 1", "Invalid value for '--new-tokens'"),
+        ("hier --new-tokens 4000 --device cpu", "tokens with 4000 new ones is longer than the 4096 positions of this"),
+        ("longqa --questions 0", "--questions must be whole numbers of at least 1 with commas between, got '0'"),
+        ("longqa --way stuck", "--way must be one of shared, stock, got 'stuck'"),
+        (
+            "longqa --tokens 90 --device cpu",
+            "--tokens 90 leave no room for 5 solved questions and a fact to ask about",
+        ),
+        ("longqa --tokens 4090 --device cpu", "are longer than the 4096 positions of this model; lower --tokens or"),
+        ("longqa --document nosuch.txt", "cannot read --document nosuch.txt: "),
+        ("longqa --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
+        ("longqa --model ./nosuch", "there is no file or folder ./nosuch; name one"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(words)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path):
+    notes = tmp_path / "notes.csv"
+    notes.write_text("a,b\n1,2\n")
+    done = run(HIER, "--out", notes)
+    assert done.exit_code == 2
+    assert "exists and holds no measured rows; name another file" in done.stderr
+    assert notes.read_text() == "a,b\n1,2\n"
+
+
+def test_a_mode_that_cannot_be_is_told(tmp_path):
+    done = run(HIER, "--mode", "graph", "--level", "two-level", "--no-check", "--out", tmp_path / "rows.csv")
+    assert done.exit_code == 1
+    assert "nothing was measured: two-level: not run: " in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("benchmarks: ")

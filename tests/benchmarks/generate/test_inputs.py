@@ -1,0 +1,151 @@
+"""Shapes whose calls are given more than token ids, tiny and on the CPU: an encoder's input, an image in a text."""
+
+import logging
+
+import pytest
+import torch
+
+from benchmarks.generate import replaced_attention as replacing
+from benchmarks.generate.calls import caller, load
+from benchmarks.generate.cases import GenerateCase, PromptTree
+from benchmarks.generate.check import check_way, logits_error, small_case
+from benchmarks.generate.inputs.shapes import INPUT_SHAPES, given_of
+from benchmarks.generate.ways import find_way, using
+from hf_fastdecode.errors import InputError
+
+from ..cli.command_line import run
+from .tiny_case import CPU
+
+SAMPLES, NEW = 5, 9
+CASES = {
+    shape: GenerateCase(shape, one.context, SAMPLES, NEW, "float32")
+    for shape, one in INPUT_SHAPES.items()
+    if shape == one.small
+}
+OF_DECODERS = {"tiny-whisper": 4, "tiny-t5": 1, "tiny-qwen3-vl": 120}
+"""Tokens of prompts."""
+PER_TOKEN = 2 * 2 * 128 * 4  # of encoder-decoders: K and V, layers, width, bytes
+
+
+@pytest.fixture(scope="module")
+def rows(bench):
+    """Measured columns by shape and way; ours have been checked, and their tokens compared with stock's."""
+    return {
+        (shape, way): bench.measure(case, way)
+        for shape, case in CASES.items()
+        for way in ("stock", "shared", "stock-beams", "beams")
+    }
+
+
+def test_every_way_runs(rows):
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    assert {row["ran"] for (_, way), row in rows.items() if not way.startswith("stock")} == {"eager, sampler hf"}
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_prompts_are_embedded_once(rows, shape):
+    prompt = OF_DECODERS[shape]
+    for stock, ours in (("stock", "shared"), ("stock-beams", "beams")):
+        assert rows[shape, stock]["embedded_tokens"] == SAMPLES * (prompt + NEW - 1)
+        once = prompt + SAMPLES * (NEW - 1)
+        assert rows[shape, ours]["embedded_tokens"] in (once, once + 1)  # a placeholder, to be compared with others
+
+
+@pytest.mark.parametrize("shape", ["tiny-whisper", "tiny-t5"])
+def test_bytes_of_caches_count_encoded_tokens(rows, shape):
+    stock, shared = rows[shape, "stock"], rows[shape, "shared"]
+    prompt = OF_DECODERS[shape]
+    assert stock["kv_bytes"] == SAMPLES * (200 + prompt + NEW - 1) * PER_TOKEN
+    assert shared["floor_kv_bytes"] == stock["floor_kv_bytes"] == (200 + prompt + SAMPLES * NEW) * PER_TOKEN
+    assert shared["kv_bytes"] in (shared["floor_kv_bytes"], shared["floor_kv_bytes"] - SAMPLES * PER_TOKEN)
+
+
+def test_bytes_of_caches_that_are_not_returned(rows):
+    assert rows["tiny-whisper", "stock-beams"]["kv_bytes"] is None  # the best beam's is
+    image = rows["tiny-qwen3-vl", "shared"]
+    assert image["kv_bytes"] == image["floor_kv_bytes"] - SAMPLES * (2 * 2 * 64 * 4)  # but for the last tokens
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_logits_in_half_precision(shape):
+    case = small_case(shape)
+    assert case.shape == shape
+    assert 0 < logits_error(find_way("eager"), CPU, torch.bfloat16, case) <= 2
+
+
+@pytest.mark.parametrize("shape", ["tiny-whisper", "tiny-qwen3-vl"])
+def test_wrong_attention_is_found(shape, monkeypatch):
+    monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", replacing.no_attention)
+    red = check_way(find_way("eager-hydragen"), CPU, torch.float32, small_case(shape))
+    assert red == "wrong: other tokens than stock in fp32 on cpu"
+    assert logits_error(find_way("eager-hydragen"), CPU, torch.bfloat16, small_case(shape)) > 10
+
+
+def test_a_check_of_a_call_that_runs_stock_is_not_green():
+    red = check_way(find_way("eager+min_saved_tokens=100000"), CPU, torch.float32, small_case("tiny-t5"))
+    assert red.startswith("not run: it ran stock: sharing would save ")
+
+
+def test_a_small_shape_is_of_the_same_kind():
+    for shape, one in INPUT_SHAPES.items():
+        small = INPUT_SHAPES[one.small]
+        assert (small.model_type, type(small.given)) == (one.model_type, type(one.given)), shape
+        assert small.small == one.small
+
+
+BILLIONS = {"whisper-large-v3": 1.5, "t5-3b": 2.9, "qwen3-vl-2b": 2.1}
+
+
+def test_sizes_of_shapes():
+    """The published numbers of weights."""
+    sizes = {shape: round(one.parameters() / 1e9, 1) for shape, one in INPUT_SHAPES.items() if shape not in CASES}
+    assert sizes == BILLIONS
+
+
+def test_whisper_makes_one_call_of_its_recording():
+    """Random weights would draw timestamps, at which its `generate` would begin anew."""
+    model, case = load("tiny-whisper", CPU, torch.float32), CASES["tiny-whisper"]
+    assert len(given_of(case.shape).arguments(model, case)["input_features"]) == 1
+    tokens = caller(model, case, find_way("stock"))(40)
+    assert tokens.shape == (SAMPLES, 40)
+    assert tokens.max() < model.generation_config.no_timestamps_token_id
+
+
+@pytest.mark.parametrize("way", ["stock", "shared", "stock-beams", "beams"])
+@pytest.mark.parametrize("shape", CASES)
+def test_transformers_warns_of_nothing_between_rows(shape, way, caplog):
+    """But for what it warns of once in a process."""
+    chosen, logger = find_way(way), logging.getLogger("transformers")
+    model = load(shape, CPU, torch.float32)
+    call = caller(model, CASES[shape], chosen)
+    with using(model, chosen):
+        call(NEW)
+    caplog.clear()
+    logger.addHandler(caplog.handler)
+    try:
+        with using(model, chosen):
+            call(NEW)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "point", "message"),
+    [
+        ("tiny-whisper", "100x4", "--point 100x4: tiny-whisper encodes every recording as 200 tokens; ask for 200x4"),
+        ("tiny-whisper", "200x4", "--new-tokens 64 is more than the 60 that tiny-whisper has positions for"),
+        ("tiny-qwen3-vl", "34x4", "the image of tiny-qwen3-vl takes 16 tokens; ask for a context of 35 or more"),
+    ],
+)
+def test_inputs_that_there_are_not(tmp_path, shape, point, message):
+    words = ("generate", "--shape", shape, "--point", point, "--device", "cpu")
+    result = run(*words, "--out", tmp_path / "rows.csv")
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_trees_are_of_token_ids():
+    for shape, one in INPUT_SHAPES.items():
+        with pytest.raises(InputError, match=f"`tree` is of token ids alone, {shape} is given more; name a `point`"):
+            one.given.check(PromptTree(8, 2, 8, 2).case(shape, 8))

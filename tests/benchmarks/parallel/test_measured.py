@@ -1,0 +1,94 @@
+"""Decoding over two processes on the CPU: ways against the oracle, and a row of each kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import pytest
+
+from benchmarks.ops.accuracy import BOUND
+from benchmarks.parallel.cases import ATTENTION_WAYS
+from benchmarks.parallel.table import parallel_table
+
+from ...fresh_processes import run_fresh
+from ...workers import made_once
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return made_once(tmp_path_factory, "measured", lambda: _seen(tmp_path_factory))
+
+
+def _seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("seen")
+    with socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    code = "import sys; from tests.benchmarks.parallel.two_processes import main; main(sys.argv[1])"
+    done = run_fresh(code, str(out), **environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("way", ATTENTION_WAYS)
+def test_ways_against_the_oracle(seen, way):
+    errors = [found["attention"][way][0] for found in seen if way in found["attention"]]
+    if way == "no-communication":
+        assert min(errors) > BOUND  # each part alone is not the result
+    else:
+        assert max(errors) <= BOUND
+        assert len(errors) == (1 if way == "one-gpu" else 2)
+
+
+def test_bytes_sent_are_counted(seen):
+    sent = {way: bytes_of for way, (_, bytes_of) in seen[0]["attention"].items()}
+    partial = 2 * 4 * (32 + 1) * 4  # rows, heads, an output and a log-sum-exp, fp32
+    assert sent == {
+        "one-gpu": 0,
+        "tree": partial,
+        "three-all-reduces": partial + 2 * 4 * 4,  # 2 (p - 1) / p = 1 of the output, the maximum and the denominator
+        "ring": 2 * 2 * 32 * 32 * 4,  # keys and values: KV heads, half of the tokens, head_dim, fp32
+        "ring-partials": partial,
+        "no-communication": 0,
+    }
+
+
+def test_rows_of_each_kind(seen):
+    rows = seen[0]["measured"]
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(rows, "ok")
+    of_ours = [row for row in rows.values() if row.get("ran")]
+    assert [row["ran"] for row in of_ours] == ["eager, sampler hf"] * 4
+    bytes_of = [row["kv_bytes"] for row in of_ours]
+    assert bytes_of[0] == 2 * 2 * 79 * 2 * 32 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32
+    # Of 79 tokens rank 0 has 40; split heads are halves.
+    assert bytes_of[1:] == [bytes_of[0] * 40 // 79, bytes_of[0] // 2, bytes_of[0] * 40 // 79]
+
+
+def test_tables_of_each_kind():
+    where = {"device": "GPU", "torch": "1", "transformers": "2", "ranks": "2", "status": "ok", "dtype": "bfloat16"}
+    where["command"] = "bench parallel"
+    case = {"shape": "8b-gqa", "context": "262144", "rows": "1", "fill": "random", "case": "steps-x"}
+    step = {"ms_per_step": "12.345", "decode_peak_bytes": str(40 << 30), "first_token_s": "", "prefill_peak_bytes": ""}
+    rows = [where | case | step | {"way": "sequence"}, where | case | {"way": "tensor", "status": "out of memory"}]
+    text = parallel_table(rows)
+    assert "| model | context | rows | sequence | tensor |" in text
+    assert "| 8b-gqa | 262,144 | 1 | 12.35 (40.0) | out of memory |" in text
+    assert "without the check" not in text
+    assert "without the check" in parallel_table([rows[0] | {"command": "bench parallel --no-check"}])
+    way = {"us_p50": "100", "us_per_step": "3200", "communication_share": "0.25", "captured": "True", "way": "tree"}
+    way |= {
+        "sent_bytes": "530432",
+        "paper_sent_bytes": "532480",
+        "peak_bytes": "",
+        "paper_bytes": "",
+        "case": "attention-x",
+    }
+    text = parallel_table([where | case | way | {"error_ratio": "1.0"}])
+    assert "| 8b-gqa | 262,144 | 1 | tree | 100.0 | 3.20 | 25 % | 0.53 (0.53) |  | 1.00 | yes |" in text
+    one = {"case": "collective-16384", "bytes": "16384", "us_p50": "9.5", "gb_per_s": "1.7", "way": "all-gather"}
+    assert "| 16 | 9.5 (2) |" in parallel_table([where | one])
