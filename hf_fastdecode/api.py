@@ -45,7 +45,7 @@ def enable(
     sampler: Sampler = "auto",
     fuse_projections: FuseProjections = "auto",
     min_shared_tokens: int = 32,
-    min_saved_tokens: int | str = "auto",
+    min_saved_tokens: int | Literal["auto"] = "auto",
     max_prefill_tokens: int = 16384,
     max_rows: int | None = None,
     reuse_prefix: bool | int = False,

@@ -33,7 +33,7 @@ def enabled_loading(**options: Any) -> Iterator[None]:
     Python processes started in it do the same until they end, unless they ignore the environment (``python -I``).
 
     Args:
-        options: Of `enable`; values that JSON holds.
+        options: Keyword arguments of `enable`, with values that JSON can represent.
     """
     patch, before = _Patch(options), {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}
     os.environ[VARIABLE] = json.dumps(options)

@@ -26,8 +26,8 @@ class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from
     Args:
         what: What cannot, and why.
         remedy: What to do about it, if anything.
-        of_prompts: Whether stock runs a call with such prompts also where it was given a kept cache, which is right
-            and is only not used then; else such a call raises.
+        of_prompts: Whether the prompts alone are the reason, so that a call with a kept cache runs stock without the
+            cache; otherwise it raises.
     """
 
     def __init__(self, what: str, remedy: str | None = None, *, of_prompts: bool = False):

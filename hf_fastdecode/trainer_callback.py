@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 from torch import nn
 from transformers import TrainerCallback
@@ -18,7 +19,7 @@ class FastDecodeCallback(TrainerCallback):
     options, and stays enabled.
 
     Args:
-        options: Of `hf_fastdecode.enable`.
+        options: Keyword arguments of `hf_fastdecode.enable`.
 
     Raises:
         ValueError: An option has an invalid value.
@@ -26,16 +27,16 @@ class FastDecodeCallback(TrainerCallback):
 
     def __init__(self, **options: Any):
         Options(**options)
-        self._options, self._enabled = options, False
+        self._options = options
+        self._enabled: ref[nn.Module] | None = None  # also after training that an error ended
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Enable the model, unless it is."""
-        self._enabled = not explain(model).enabled
-        if self._enabled:
-            enable(model, **self._options)
+        if not explain(model).enabled:
+            self._enabled = ref(enable(model, **self._options))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Disable the model if this callback enabled it."""
-        if self._enabled:
+        if self._enabled is not None and self._enabled() is model:
             disable(model)
-            self._enabled = False
+            self._enabled = None

@@ -152,6 +152,29 @@ def test_a_generate_that_calls_that_of_parts_is_told(caplog):
         assert fd.explain(model.text_model).last_call.path == "shared"
 
 
+LOOPS_OF_FOLDERS = {
+    "its own": ("return input_ids", "stock", "custom_generate='{folder}' decodes by itself"),
+    "generate": (
+        "return model.generate(input_ids, **options)",
+        "shared",
+        "160 of 240 context tokens are shared by rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS_OF_FOLDERS)
+def test_a_loop_that_generate_loads_from_a_folder(model, tmp_path, kind):
+    """The report is of the call of `generate` that the loop makes, if it makes one."""
+    code, path, reason = LOOPS_OF_FOLDERS[kind]
+    (tmp_path / "custom_generate").mkdir()
+    whole = f"def generate(model, input_ids, **_):\n    options = {SAMPLING}\n    {code}\n"
+    (tmp_path / "custom_generate" / "generate.py").write_text(whole)
+    with fd.enabled(model):
+        model.generate(**PROMPT, **SAMPLING, custom_generate=str(tmp_path), trust_remote_code=True)
+        call = fd.explain(model).last_call
+    assert (call.path, call.reason) == (path, reason.format(folder=tmp_path))
+
+
 def test_stocks_own_are_never_unused(model):
     with fd.enabled(model, sampler="hf", mode="eager"):
         model.generate(PROMPT["input_ids"][:, :5], **SAMPLING)

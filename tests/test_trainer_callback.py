@@ -28,10 +28,10 @@ class Draws(TrainerCallback):
         self.seen.append(fd.explain(model).last_call and fd.explain(model).last_call.path)
 
 
-def train(model, callback, folder):
+def train(model, callback, folder, *others):
     draws = Draws()
     arguments = TrainingArguments(folder, use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
-    Trainer(model=model, args=arguments, train_dataset=ROWS, callbacks=[callback, draws]).train()
+    Trainer(model=model, args=arguments, train_dataset=ROWS, callbacks=[callback, draws, *others]).train()
     return draws.seen
 
 
@@ -50,6 +50,20 @@ def test_an_enabled_model_keeps_its_options_and_stays_enabled(tmp_path):
     model = fd.enable(tiny_model(), min_saved_tokens=1 << 20)
     assert train(model, fd.FastDecodeCallback(), tmp_path) == ["stock", "stock"]
     assert fd.explain(model).enabled
+
+
+def test_training_again_after_an_error(tmp_path):
+    """The model, which stays enabled by an error, is disabled at the end."""
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    model, callback = tiny_model(), fd.FastDecodeCallback(min_saved_tokens=1)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, callback, tmp_path, Fails())
+    assert train(model, callback, tmp_path) == ["shared", "shared"]
+    assert not fd.explain(model).enabled
 
 
 def test_options_are_checked_before_training():

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 import transformers
@@ -78,8 +77,7 @@ def lost(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int) -> floa
             report = fd.explain(model).last_call
             assert report is not None and report.path == "shared", report
             saved = int(report.reason.split()[0])
-    given: Any = SimpleNamespace(model=model, structure=Structure(model), inputs=None)
-    savings = Savings.of(given)
+    savings = Savings.of(model, Structure(model))
     return shared - stock + saved * (savings.prefill + (tokens - 1) * savings.step)
 
 

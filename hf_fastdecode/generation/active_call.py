@@ -41,7 +41,7 @@ class ActiveCall:
         loop_is_ours: Whether this package's decoding loop was passed.
         may_hold: Whether `generate` has got it, so that what was held back comes to it.
         loop: The user's ``custom_generate``, if any.
-        reports: Of each call of transformers' `generate` that it made, of which a class's own may make several.
+        reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
         mode: The mode that `generate` chose; None before that.
         synced_gpus: Whether all processes must run as many passes.
         given: Tensors that `generate` was given, by name.

@@ -32,8 +32,8 @@ class Fingerprint:
     In-place writes are detected by PyTorch's version counter (optimizers, ``load_state_dict``, any in-place op),
     replaced tensors by address or identity, replaced modules and settings directly. Writes that bypass these, such as
     in place to ``parameter.data``, are detected only if they change one of a few sampled elements per parameter. The
-    samples also compare copies of a model or of a cache. A table of positions that a pass has replaced by a longer one
-    is no change.
+    samples also compare copies of a model or of a cache. Replacing a position table by a longer one with the same
+    first rows is no change: passes do that.
     """
 
     def __init__(self, model: nn.Module, walk: ModelWalk | None = None):

@@ -34,7 +34,7 @@ FEWEST_SAVED = 64
 """Tokens that sharing must save with ``min_saved_tokens="auto"``, also where time does not ask for more."""
 
 TOKENS_OF_A_PASS = 2048
-"""Tokens that a prefill pass takes as long for as for its launches, about."""
+"""Tokens whose prefill takes about as long as the fixed cost of a pass."""
 
 _SHORTEST_TIMEOUT = 3
 """Seconds within which a process that lives tells its peers so, with all its cores busy."""
@@ -53,7 +53,7 @@ class Options:
     sampler: Sampler = "auto"
     fuse_projections: FuseProjections = "auto"
     min_shared_tokens: int = 32
-    min_saved_tokens: int | str = "auto"
+    min_saved_tokens: int | Literal["auto"] = "auto"
     max_prefill_tokens: int = 16384
     max_rows: int | None = None
     reuse_prefix: bool | int = False
@@ -71,7 +71,7 @@ class Options:
         return FEWEST_SAVED if isinstance(self.min_saved_tokens, str) else max(1, self.min_saved_tokens)
 
     def worth_passes(self, passes: int) -> int:
-        """Tokens that what prompts begin with must save, where it takes so many prefill passes more; at least 1."""
+        """Tokens that a common beginning must save if sharing it adds so many prefill passes; at least 1."""
         return passes * TOKENS_OF_A_PASS + 1 if isinstance(self.min_saved_tokens, str) else self.fewest_saved
 
     @property

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.prompts.host_costs import Savings
+from hf_fastdecode.generation.structure import Structure
 
 from ..image_inputs import KINDS, prompts_with_images
 from ..tiny_models import ragged_prompts, seeded
@@ -85,10 +87,12 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
         for call in stock:
             tokens = _generate(model, inputs, call)
             report = fd.explain(model).last_call
+            assert report is not None
             if not torch.equal(tokens, stock[call]):
-                return "wrong", f"{call}, {report.path if report else 'not seen'}"
+                return "wrong", f"{call}, {report.path}"
         if report.path == "stock":
             return "stock", report.reason
+        Savings.of(model, Structure(model))  # as min_saved_tokens="auto" estimates them
         for call in _CALLS:
             if model.config.is_encoder_decoder:  # whose prompts belong to an input
                 break
@@ -115,8 +119,8 @@ def _compared_with(model: PreTrainedModel, kind: str) -> str:
             report = fd.explain(model).last_call
             if not torch.equal(tokens, stock[call]):
                 return f"wrong with {kind}, {call}"
-            if report is None or report.path == "stock":
-                return f"{kind}: stock, {report.reason if report else 'not seen'}"
+            if report is not None and report.path == "stock":
+                return f"{kind}: stock, {report.reason}"
     return kind
 
 

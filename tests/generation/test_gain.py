@@ -11,6 +11,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.prompts import gain, host_costs
 from hf_fastdecode.generation.prompts.host_costs import COSTS, HostCosts, Savings
+from hf_fastdecode.generation.structure import Structure
 from tools.host_costs import HEADER, KINDS
 from tools.pages import DOCS
 
@@ -61,6 +62,7 @@ def test_prompts_that_begin_alike_and_share_nothing_are_told_so(name):
 def estimated(monkeypatch):
     """The estimate of time that calls on the CPU have, which other tests leave out."""
     monkeypatch.setattr(gain, "fewest_saved", host_costs.fewest_saved)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 SAMPLES = {"do_sample": True, "num_return_sequences": 8, "max_new_tokens": 24, "min_new_tokens": 24}
@@ -108,6 +110,29 @@ def test_fewest_tokens_grow_with_steps_and_batches_of_nodes():
     assert costs.of_call(10, 4, 3) == pytest.approx(costs.of_call(10, 4) + 10 * 4 * 2 * host_costs.BATCH)
     heavy = Savings(prefill=1e-2, step=1e-5)  # of half a billion weights
     assert heavy.fewest(costs.of_call(64, 24), 64) < 64
+
+
+def test_a_token_saves_less_time_with_more_threads_and_of_fewer_experts(monkeypatch):
+    model = tiny_model_of("MixtralForCausalLM")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = Savings.of(model, Structure(model))
+    model.config.num_experts_per_tok = 1
+    fewer = Savings.of(model, Structure(model))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    many = Savings.of(model, Structure(model))
+    assert many.prefill < fewer.prefill < alone.prefill
+    assert many.step == alone.step / 16
+
+
+def test_a_model_that_does_not_name_its_embeddings_has_an_estimate(model, monkeypatch):
+    """As those of other libraries."""
+
+    def raises(self):
+        raise NotImplementedError
+
+    expected = Savings.of(model, Structure(model))
+    monkeypatch.setattr(type(model), "get_input_embeddings", raises)
+    assert Savings.of(model, Structure(model)).step == expected.step
 
 
 def test_the_page_has_the_costs():

@@ -11,6 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.prompts import prefix_store
 
@@ -187,6 +189,17 @@ def test_bytes_that_hold_no_token_are_refused(model, given):
     with pytest.raises(ValueError, match=expected):
         fd.enable(model, reuse_prefix=given)
     fd.disable(fd.enable(model, reuse_prefix=0))
+
+
+def test_models_that_run_stock_may_be_enabled_with_any_room(model, monkeypatch):
+    """As where tensor parallelism splits a head, of which `ModelLayout.of` raises."""
+
+    def raises(*_):
+        raise Unsupported("a head is split")
+
+    monkeypatch.setattr(ModelLayout, "of", raises)
+    with fd.enabled(model, reuse_prefix=BYTES):
+        run(model, prompts(1)[0])
 
 
 def test_the_report_of_a_repeated_prompt_is_true(model):

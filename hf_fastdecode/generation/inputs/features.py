@@ -28,7 +28,7 @@ from ..replaced_calls import ReplacedCall, replaced_calls
 from .items import KINDS, Items
 
 _KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}
-"""Of the items that a method encodes, by its name."""
+"""Kind of the items that each method encodes."""
 
 _SPARE: Final = ("last_hidden_state", "hidden_states", "attentions")
 """Fields that features are made from, which are left out where they are not those of single images."""

@@ -39,25 +39,24 @@ _MARKS: Final = {
     "image": ("image", "pixel", "patch", "spatial", "aspect", "tile"),
     "audio": ("audio", "feature", "speech", "input_values"),
 }
-"""What the name of an argument of a kind contains, by kind; the first kind that fits."""
+"""Parts of argument names, by kind; the first kind that matches."""
 
 _OF_TOKENS: Final = ("token_type_ids", "cross_attention_mask", "position_mask")
-"""What the name of an argument with a part for each token of the prompts ends in."""
+"""Endings of the names of arguments with one entry per prompt token."""
 
 _FEW: Final = 64
-"""Numbers of an item in an argument of floats, such as seconds, that are taken for its size."""
+"""Most floats of an item that count as its size, such as seconds; more are pixels or features."""
 
 CountTokens = Callable[[str, Hashable, dict[str, Tensor]], "int | None"]
-"""Of an item of a kind, by its size and its part of each argument: its tokens, or None where they are not known."""
+"""Number of tokens of an item, from its kind, size and part of each argument; None if unknown."""
 
 
 def counting_tokens(model: PreTrainedModel, structure: Structure, arguments: Mapping[str, Any]) -> CountTokens:
-    """Counts tokens by the model's method that encodes items of a kind: of each size once, while it is untouched.
+    """Count tokens by encoding one item of each size with the model's own method; kept while it is untouched.
 
     Args:
-        arguments: Of the call, of which plain values are handed on.
+        arguments: Model arguments of the call; values other than tensors are passed to the method too.
     """
-
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
 
     def count(kind: str, size: Hashable, parts: dict[str, Tensor]) -> int | None:
@@ -166,7 +165,7 @@ class Items:
     @cached_property
     def begins(self) -> dict[str, list[int]]:
         """Where the entries of each item begin in each argument, and the end."""
-        return {name: sums(sizes) for name, sizes in self.sizes.items()}
+        return {name: offsets(sizes) for name, sizes in self.sizes.items()}
 
     def starts(self, tokens: Sequence[int], count_tokens: CountTokens) -> list[int] | None:
         """Where the items of each row begin, and the end; None where that is not known.
@@ -177,12 +176,12 @@ class Items:
         if len(self) == len(tokens) and all(tokens):
             return list(range(len(tokens) + 1))
         counts = self.counts(tokens, count_tokens)
-        return None if counts is None else _cut(counts, tokens)
+        return None if counts is None else _row_starts(counts, tokens)
 
     def counts(self, tokens: Sequence[int], count_tokens: CountTokens) -> list[int] | None:
         """Tokens of each item, which add up to those of each row; None where that is not known."""
         for found in (self._of_equal_sizes(sum(tokens)), self._of_patches()):
-            if found is not None and _cut(found, tokens) is not None:
+            if found is not None and _row_starts(found, tokens) is not None:
                 return found
         known: dict[Hashable, int | None] = {}
         for index, size in enumerate(self._item_sizes):
@@ -191,7 +190,7 @@ class Items:
                 if known[size] is None:
                     return None
         found = [count for size in self._item_sizes if (count := known[size]) is not None]
-        return found if _cut(found, tokens) is not None else None
+        return found if _row_starts(found, tokens) is not None else None
 
     def _of_equal_sizes(self, tokens: int) -> list[int] | None:
         each, rest = divmod(tokens, len(self))
@@ -229,18 +228,18 @@ def _sizes(name: str, value: Tensor, begins: Sequence[int]) -> list[Hashable]:
     return [(*shape, len(own), own.contiguous().view(torch.uint8).numpy().tobytes()) for own in of_items]
 
 
-def sums(counts: Iterable[int]) -> list[int]:
-    """0, and the sums of the first one, two, ... counts."""
+def offsets(counts: Iterable[int]) -> list[int]:
+    """Cumulative sums, from 0 to the total."""
     return [0, *accumulate(counts)]
 
 
-def _cut(counts: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
+def _row_starts(counts: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
     """Where the items of each row begin, and the end, by the tokens of each item and of each row.
 
     None where some item has no token, or counts do not add up to the tokens of each row.
     """
     if not all(count > 0 for count in counts):
         return None
-    items = {total: index for index, total in enumerate(sums(counts))}
-    cuts = [items.get(total, -1) for total in sums(tokens)]
+    items = {total: index for index, total in enumerate(offsets(counts))}
+    cuts = [items.get(total, -1) for total in offsets(tokens)]
     return cuts if min(cuts) >= 0 and cuts[-1] == len(counts) else None

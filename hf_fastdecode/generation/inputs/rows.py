@@ -37,13 +37,13 @@ class InputRows:
 
     Args:
         given: What the call was given.
-        config: Of the model: which tokens stand for images.
-        count_tokens: Tokens of an image, where sizes and config do not say it.
+        config: The model's, which names the placeholder tokens.
+        count_tokens: Counts the tokens of an image where sizes and config do not determine them.
 
     Attributes:
         copies: Rows of the call for each given one.
-        rows: Given ones.
-        width: Of the prompts, padding included.
+        rows: Number of given rows.
+        width: Tokens of a prompt, padding included.
     """
 
     def __init__(self, given: GivenInputs, config: PreTrainedConfig, count_tokens: CountTokens):
@@ -62,7 +62,7 @@ class InputRows:
     def unclear(self) -> str | None:
         """The name of an argument whose parts no row, or no token, is known to own."""
         others = (name for name, value in self._arguments.items() if not isinstance(value, Tensor) or not value.dim())
-        if (unclear := next(others, self._unmarked)) is None and self.rows > 1:
+        if (unclear := next(others, self._by_kind[1])) is None and self.rows > 1:
             unknown = (next(iter(own)) for kind, own in self._kinds.items() if kind not in self._starts)
             unclear = next(unknown, None)
         return unclear
@@ -143,8 +143,7 @@ class InputRows:
             raise Unsupported(f"it is not known which tokens the argument {self.unclear!r} belongs to")
         stands = torch.zeros(self.width, dtype=torch.bool, device="cpu")
         for kind, arguments in self._kinds.items():
-            held = self._held(kind)
-            own = torch.zeros_like(stands) if held is None else held[given].cpu()
+            own = self._held[kind][given] if kind in self._held else torch.zeros_like(stands)
             images = list(self._images_of(kind, given, own.nonzero().flatten()))
             if bool(own.any()) != bool(images):
                 raise Unsupported(f"it is not known which tokens the argument {next(iter(arguments))!r} belongs to")
@@ -179,11 +178,10 @@ class InputRows:
     @cached_property
     def _stands(self) -> Tensor:
         """Which tokens stand for images, ``[given rows, width]`` bool on the CPU; all of them if it is not known."""
-        held = [self._ids == token for kind in KINDS if (token := self._token(kind)) is not None]
-        held += [value.to(self._ids.device) != 0 for value in self._of_tokens.values()]
+        held = [*self._held.values(), *(value.cpu() != 0 for value in self._of_tokens.values())]
         if not held:
             return torch.ones(self._ids.shape, dtype=torch.bool, device="cpu")
-        return torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0).cpu()
+        return torch.stack([one.flatten(2).any(2) if one.dim() > 2 else one for one in held]).any(0)
 
     @cached_property
     def _of_tokens(self) -> dict[str, Tensor]:
@@ -219,20 +217,14 @@ class InputRows:
             yield RowImage(own, items.part(index, index + 1))
 
     @cached_property
-    def _kinds(self) -> dict[str, dict[str, Tensor]]:
-        """Arguments by kind, without those of tokens."""
-        return by_kind(self._tensors)[0]
-
-    @cached_property
-    def _unmarked(self) -> str | None:
-        """The name of an argument of no kind."""
-        return by_kind(self._tensors)[1]
+    def _by_kind(self) -> tuple[dict[str, dict[str, Tensor]], str | None]:
+        """Arguments without those of tokens, see `by_kind`."""
+        found = {name: value for name, value in self._arguments.items() if name not in self._of_tokens}
+        return by_kind({name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()})
 
     @property
-    def _tensors(self) -> dict[str, Tensor]:
-        """Arguments with parts that are not those of tokens."""
-        found = {name: value for name, value in self._arguments.items() if name not in self._of_tokens}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor) and value.dim()}
+    def _kinds(self) -> dict[str, dict[str, Tensor]]:
+        return self._by_kind[0]
 
     @cached_property
     def _items(self) -> dict[str, Items]:
@@ -255,19 +247,20 @@ class InputRows:
 
     def _tokens(self, kind: str) -> list[int]:
         """How many tokens of each given row stand for images of a kind."""
-        held = self._held(kind)
-        return [0] * self.rows if held is None else held.sum(1).tolist()
+        return self._held[kind].sum(1).tolist() if kind in self._held else [0] * self.rows
 
-    def _held(self, kind: str) -> Tensor | None:
-        """Which tokens stand for images of a kind, ``[given rows, width]`` bool; None if the config names none.
+    @cached_property
+    def _held(self) -> dict[str, Tensor]:
+        """Which tokens stand for images of each kind whose token is known, ``[given rows, width]`` bool on the CPU.
 
-        Where there is one kind alone, tokens of another may stand for it: in GLM-4V, those of images for videos.
+        In a call with one kind alone, tokens of another may stand for it: in GLM-4V, those of images for videos.
         """
-        places = {one: self._ids == token for one in KINDS if (token := self._token(one)) is not None}
-        others = [held for one, held in places.items() if one != kind and bool(held.any())]
-        if len(self._kinds) == len(others) == 1 and (kind not in places or not bool(places[kind].any())):
-            return others[0]
-        return places.get(kind)
+        ids = self._ids.cpu()
+        held = {kind: ids == token for kind in KINDS if (token := self._token(kind)) is not None}
+        seen = [kind for kind, places in held.items() if bool(places.any())]
+        if len(self._kinds) == len(seen) == 1:
+            held[next(iter(self._kinds))] = held[seen[0]]
+        return held
 
     def _token(self, kind: str) -> int | None:
         """The token that stands for images of a kind."""

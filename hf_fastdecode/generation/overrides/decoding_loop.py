@@ -60,7 +60,7 @@ def decode(
                         call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
                     ),
                 )
-        if call.must_share:
+        if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         require_same_draws(call, "transformers")
         call.ranks.watch.enter_foreign_loop()

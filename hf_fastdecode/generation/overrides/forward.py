@@ -68,7 +68,8 @@ def _forward_shared(
     active_call, was_empty = active_call_of_thread.get(), cache.is_empty
     if active_call is not None and active_call.loop is not None:
         structure.forget()  # the user's loop may have changed the model since the last pass
-        if not cache.state.packed:
+        if not cache.state.packed:  # prefill replaces methods for its time
+            structure.known = model_state.structure_of(model).known
             require_same_pass(model, structure.ranks, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:

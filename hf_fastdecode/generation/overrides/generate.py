@@ -134,7 +134,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
     with model_state.call(model) as may_share:
-        ours = may_share and takes and loop is None
+        ours, before = may_share and takes and loop is None, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
@@ -145,9 +145,9 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 if ours:
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
-            if may_share and not call.reports and not model_state.disable_pending:
+            if may_share and not call.reports and model_state.last_call is before and not model_state.disable_pending:
                 report = _new_report(model_state, call)
-                report.reason = _why_unseen(model)
+                report.reason = _why_unseen(model, loop)
                 model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
             if ours and call.report is not None and not (call.report.reason or call.report.rows):
                 call.report.reason = f"{name_of(original)}, which replaces generate, left out custom_generate"
@@ -175,8 +175,10 @@ def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
     return report
 
 
-def _why_unseen(model: PreTrainedModel) -> str:
-    """Why a call of a class's own `generate` did not come to transformers' one of this model."""
+def _why_unseen(model: PreTrainedModel, loop: object) -> str:
+    """Why a call of `generate` never asked this model for a cache."""
+    if isinstance(loop, str):
+        return f"custom_generate={loop!r} decodes by itself"
     why = f"generate of {type(model).__name__} does not call that of transformers for this model"
     parts = [
         name
@@ -281,12 +283,10 @@ def _shares_encoder(
     Rows of equal inputs differ by noise, by hooks and by adapters of their own; `check_call` refuses all of these.
 
     Args:
-        others: Arguments of `ENCODE`, one of which is the generation config.
+        others: Further arguments of `ENCODE`, one of which is the generation config.
     """
-    active_call, config = (
-        active_call_of_thread.get(),
-        next((x for x in others if isinstance(x, GenerationConfig)), None),
-    )
+    active_call = active_call_of_thread.get()
+    config = next((one for one in others if isinstance(one, GenerationConfig)), None)
     if config is None or active_call is None or active_call.model is not model or active_call.mode is None:
         return False
     if model_state.disable_pending or model.training:  # which draws numbers in each pass, though none drops anything

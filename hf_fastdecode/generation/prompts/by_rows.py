@@ -220,15 +220,14 @@ def row_passes(
 def _runs_of_known(
     images: InputRows, runs: Iterator[list[Part]], prompts: list[Part], room: ImagePasses | None
 ) -> Iterator[list[Part]]:
-    """These runs, or one of all prompts where it is not known which images are whose.
+    """The runs, or a single one of all prompts if it is unknown which images belong to which prompt.
 
-    That is asked where there are several runs alone: it may take an encoder's pass.
+    A single run does not depend on that, which may take a pass of the encoder to find out.
     """
     if room is None or room.settled:
-        listed = list(runs)
-        if len(listed) == 1:
-            return iter(listed)
-        runs = iter(listed)
+        runs = iter(known := list(runs))
+        if len(known) == 1:
+            return runs
     return runs if images.apart else iter([prompts])
 
 

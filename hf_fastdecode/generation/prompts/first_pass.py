@@ -50,8 +50,8 @@ _KNOWN_ARGUMENTS = {
     "return_dict",
     "use_cache",
 }
-RETURNS_KEYS: Final = "return_shared_kv_states"
-"""By which loops ask a pass for keys and values of whole rows, as for the assistants of Gemma 4."""
+_RETURNS_KEYS: Final = "return_shared_kv_states"
+"""Argument by which loops ask a pass for the keys and values of whole rows, as for Gemma 4's assistants."""
 
 # Options without effect in other decoding loops.
 _UNSUPPORTED_OPTIONS = ("sampler='fast'",)
@@ -222,8 +222,8 @@ class FirstPassPrompts:
         check_arguments(arguments, _KNOWN_ARGUMENTS | others)
         if seen is not None and call.must_share:
             raise Unsupported(UNCONTINUED)
-        if arguments.get(RETURNS_KEYS):
-            raise Unsupported(f"its drafter reads each row's keys and values ({RETURNS_KEYS}=True)")
+        if arguments.get(_RETURNS_KEYS):
+            raise Unsupported(f"its drafter reads each row's keys and values ({_RETURNS_KEYS}=True)")
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
         ids, embeddings = arguments.get(names.ids), None

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
 from ...cache.layout.stores import Kind
 from ..call_context import CallContext
 from ..options import FEWEST_SAVED
+from ..structure import Structure
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class HostCosts:
     """Seconds that sharing costs a call of one kind.
 
     Attributes:
-        call: Once.
-        layer: For each step and layer of the decoder.
+        call: Fixed, per call.
+        layer: Per step and decoder layer.
     """
 
     call: float
@@ -44,19 +47,19 @@ COSTS: Final = {
     "latents": HostCosts(call=2.6e-3, layer=560e-6),
     "an encoder": HostCosts(call=4.5e-3, layer=1080e-6),
 }
-"""By what a call has beside text, or what layers store."""
+"""Costs by what a call has beside text, or by what layers store."""
 
 BATCH: Final = 70e-6
 """Further seconds for each step and layer of a further batch of nodes, which differ in length or in spacing."""
 
 FLOPS: Final = 6e10
-"""Floating-point operations a second of stock's prefill, by each thread."""
+"""Floating-point operations per second and thread of stock's prefill."""
 
 LAYER_OF_A_TOKEN: Final = 1.8e-6
 """Seconds of stock's prefill for each token and layer beside matrix products."""
 
 BANDWIDTH: Final = 2e9
-"""Bytes of keys and values a second that stock's step copies and reads."""
+"""Bytes of keys and values per second and thread that stock's step copies and reads."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,18 @@ class Savings:
     step: float
 
     @classmethod
-    def of(cls, call: CallContext) -> Savings:
-        """Of this call's model: of the decoder's own layers, or for an encoder's input of their cross-attention."""
-        layout, model = call.structure.layout, call.model
-        itemsize = model.dtype.itemsize
+    def of(cls, model: PreTrainedModel, structure: Structure) -> Savings:
+        """Those of a prompt's tokens in the decoder, or if there is an encoder, of its output's in cross-attention."""
+        layout, itemsize = structure.layout, model.dtype.itemsize
         stores = list((layout.cross or layout.per_token).values())
         numbers = sum(store.stock_numbers or store.numbers for store in stores)
-        weights = call.structure.kept("weights of a token", lambda: _weights_of_a_token(call))
-        if layout.cross:  # whose rows share an input's keys and values, and the products that make these
-            weights = numbers * int(call.structure.text_config.hidden_size)
-        prefill = 2 * weights / (FLOPS * torch.get_num_threads()) + len(layout.layers) * LAYER_OF_A_TOKEN
-        return cls(prefill, numbers * itemsize / BANDWIDTH)
+        if layout.cross:  # rows share an input's keys and values, and the products that make these
+            weights = numbers * int(structure.text_config.hidden_size)
+        else:
+            weights = structure.kept("weights of a token", lambda: _weights_of_a_token(model, structure))
+        threads = torch.get_num_threads()
+        prefill = 2 * weights / (FLOPS * threads) + len(layout.layers) * LAYER_OF_A_TOKEN
+        return cls(prefill, numbers * itemsize / (BANDWIDTH * threads))
 
     def fewest(self, seconds: float, steps: int) -> int:
         """Tokens that save so many seconds in a call of so many steps."""
@@ -105,13 +109,14 @@ def fewest_saved(call: CallContext, forest: Forest, new_tokens: int) -> int:
         return FEWEST_SAVED
     steps, batches = max(0, new_tokens - 1), sum(map(len, forest.batches))
     seconds = COSTS[kind_of(call)].of_call(steps, len(call.structure.layout.layers), batches)
-    return max(FEWEST_SAVED, Savings.of(call).fewest(seconds, steps))
+    return max(FEWEST_SAVED, Savings.of(call.model, call.structure).fewest(seconds, steps))
 
 
-def _weights_of_a_token(call: CallContext) -> int:
-    """Weights that a token of a prompt is multiplied by: all but those of embeddings, and of the vocabulary."""
-    model = call.model
-    left_out = {
-        id(one.weight) for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None
-    }
-    return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1 and id(weight) not in left_out)
+def _weights_of_a_token(model: PreTrainedModel, structure: Structure) -> int:
+    """Weights that a token of a prompt is multiplied by: all but those of embeddings, and of experts not chosen."""
+    ends = [module for module in structure.walk.modules if isinstance(module, nn.Embedding)]
+    left_out = {id(getattr(one, "weight", None)) for one in (*ends, model.get_output_embeddings())}
+    weights = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in left_out]
+    chosen = getattr(structure.text_config, "num_experts_per_tok", None)
+    # Experts of a layer are one parameter of three dimensions.
+    return sum(one.numel() * chosen // len(one) if chosen and one.dim() == 3 else one.numel() for one in weights)

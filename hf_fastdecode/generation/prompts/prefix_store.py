@@ -54,7 +54,7 @@ def require_room(model: PreTrainedModel, options: Options) -> None:
     """Raise ValueError if ``reuse_prefix`` is a number of bytes in which no token of the model can be kept."""
     if isinstance(options.reuse_prefix, bool) or not options.reuse_prefix:
         return
-    numbers = sum(store.numbers for store in ModelLayout.of(model).per_token.values())
+    numbers = sum(store.numbers for store in ModelLayout.from_config(model.config).per_token.values())
     if options.reuse_prefix < (needed := numbers * model.dtype.itemsize):
         raise ValueError(
             f"reuse_prefix={options.reuse_prefix} is a number of bytes, and one token of this {type(model).__name__} "

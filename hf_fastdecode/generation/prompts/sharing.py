@@ -1,4 +1,4 @@
-"""Finds the prefixes that prompts share, and decides whether sharing is faster than stock."""
+"""Finds the prefixes that prompts share with each other and with stored tokens, and what is stored of them."""
 
 from __future__ import annotations
 
@@ -205,9 +205,8 @@ def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool)
     if cache.kept:
         cache.fingerprint = filled_by(cache.fingerprint, call.model, call.structure.walk)
     of_gaps = cache.gaps and bool(cache.state_layers)  # from which nothing is continued
-    if (
-        reusable and keeps_prompts(call) and call.given is None and not of_gaps
-    ):  # a given one may hold tokens of direct passes
+    of_call = call.given is None  # a given one may hold tokens of direct passes
+    if reusable and of_call and not of_gaps and keeps_prompts(call):
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
                 call.model, cache, call.options.reused_bytes, call.structure, found=call.fingerprint
