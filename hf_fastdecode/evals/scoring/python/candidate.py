@@ -24,7 +24,7 @@ _OPERATIONS: dict[str, Any] = {
     "special": lambda value, name, *arguments: getattr(type(value), name)(value, *arguments),
     "equal": lambda value, other: (value == other, value != other),
     "plain base": may_have_plain_instances,
-    **{one.__name__: one for one in (getattr, setattr, delattr, iter, next)},
+    **{one.__name__: one for one in (getattr, setattr, delattr)},
 }
 
 

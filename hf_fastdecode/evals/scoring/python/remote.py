@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import sys
 
@@ -23,15 +24,18 @@ class Link:
         requests: How many were sent.
         unjudged: Why the outcome of the tests is none; empty where it is one.
         instances: Whether there were remote objects besides functions and classes.
+        expects_stop: Whether the tests name StopIteration.
         narrowed: Classes of the program whose objects came as plain data, without what else they can do.
         on_names: Called with changed variables of the program, by name.
     """
 
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
+        self._one_by_one = _thread.RLock()
         self.requests = 0
         self.unjudged = ""
         self.instances = False
+        self.expects_stop = False
         self.narrowed: set[str] = set()
         self.on_names: Callable[[str, Any], object] = lambda name, value: None
         self._objects: list[Any] = []  # by number
@@ -47,6 +51,10 @@ class Link:
             Unjudged: An operand is an object of the tests' own.
             Untrusted: There is no valid answer.
         """
+        with self._one_by_one:  # tests may have threads
+            return self._request(operation, *operands)
+
+    def _request(self, operation: str, *operands: Any) -> Any:
         self.requests += 1
         asked = dumps([operation, *operands], self._number, ALL_NAMES)
         known = mutable_parts(list(operands))
@@ -71,6 +79,8 @@ class Link:
             raise Untrusted(f"the program's answer is invalid: {invalid}") from None
         if operation != "names":
             self._note(result if raised is None else raised, list(operands) if changed else None)
+        if isinstance(raised, StopIteration) and operands[1:] != ("__next__",) and not self.expects_stop:
+            raise self.no_verdict("the program raises StopIteration, which may end an iteration of the tests")
         if raised is not None:
             raise raised
         return result
