@@ -24,8 +24,8 @@ class Queue:
     """Items by number, each done by one of the processes that share a file; a context manager.
 
     A claim is a lock on a byte of the file, which ends with its process, however that ends: what a killed process had
-    claimed and not finished is claimed again, and so is what another finished in vain. On a file system without locks
-    every process does everything.
+    claimed and not finished is claimed again, and so is an item whose result does not count for others. On a file
+    system without locks every process does everything.
     """
 
     def __init__(self, path: Path, count: int):
@@ -47,7 +47,7 @@ class Queue:
                 if not self._claim(number):
                     busy.append(number)
                 else:
-                    if not is_done(number):  # nobody finished it between the two
+                    if not is_done(number):  # not finished between the two
                         yield number
                     self._release(number)
             if len(busy) == len(waiting):

@@ -59,7 +59,7 @@ def test_what_a_killed_process_had_claimed_is_done_by_another(tmp_path: Path) ->
     assert sorted(done(tmp_path)) == [0, 1, 2]
 
 
-def test_what_was_done_in_vain_is_tried_once_by_each(tmp_path: Path) -> None:
+def test_items_whose_results_do_not_count_for_others_end(tmp_path: Path) -> None:
     def try_all(name: str) -> None:
         tried: set[int] = set()
         with Queue(tmp_path / "claims", 4) as queue:

@@ -81,7 +81,7 @@ class _Service:
         finally:
             sys.stdout = before_call
         try:
-            # What a program does to its arguments is seen by whoever holds them.
+            # The tests see changes of the arguments that they hold.
             changed_parts = [new for old, new in zip(before, self.contents(parts), strict=True) if old != new]
             content = self.dumps(outcome, parts)
             changed = self.changed_names() if operation != "names" else []

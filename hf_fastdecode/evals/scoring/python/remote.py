@@ -71,7 +71,7 @@ class Link:
             raised = None if kind == "value" else self._error(*result)
             for name, value in zip(names[::2], names[1::2]):
                 self.on_names(name, loads(value, self._objects.__getitem__))
-            if said and sys.stdout is not sys.__stdout__:  # else nobody reads it
+            if said and sys.stdout is not sys.__stdout__:  # else no test reads it
                 sys.stdout.write(said)
         except MemoryError:
             raise

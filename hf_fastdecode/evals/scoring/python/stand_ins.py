@@ -101,7 +101,7 @@ def object_class(kinds: list[type], name: str, specials: list[str], narrow: list
         body = {"__eq__": _is_class, "__hash__": object.__hash__, "__getitem__": _of_generic, **body}
         body["__instancecheck__"] = _has_instance
     if "__await__" in body:
-        body |= {"__await__": _awaited, "send": _result_of, "throw": _ended, "close": lambda self: None}
+        body |= {"__await__": _await_remotely, "send": _result_of, "throw": _ended, "close": lambda self: None}
     body["__doc__"] = property(lambda self: self._remote[0].request("getattr", self, "__doc__"))
     if builtin in _BUILTIN_CLASSES:
         body["__class__"] = property(lambda self: _BUILTIN_CLASSES[builtin])
@@ -186,7 +186,7 @@ def _is_class(self: Any, other: Any) -> bool:
     return self is other
 
 
-def _awaited(self: Any) -> Any:
+def _await_remotely(self: Any) -> Any:
     yield from ()  # so that this is a generator, which ends with the result
     return self._remote[0].request("wait", self)
 
