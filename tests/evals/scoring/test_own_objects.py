@@ -275,6 +275,19 @@ def test_variables_of_the_tests_are_theirs(any_sandbox: Sandbox) -> None:
     assert check(any_sandbox, asserts(test), program).status == "fail"
 
 
+@pytest.mark.parametrize(("kind", "end"), [("", "exit"), ("async ", "aexit")])
+def test_a_program_replaces_no_failure_of_the_tests(any_sandbox: Sandbox, kind: str, end: str) -> None:
+    enter = end.replace("exit", "enter")
+    program = (
+        f"class C:\n    {kind}def __{enter}__(self): pass\n"
+        f"    {kind}def __{end}__(self, *a): raise ValueError\ndef f(x): return 0"
+    )
+    test = f"import asyncio\nasync def g():\n    {kind}with C():\n        assert f(1) == 3\n        raise ValueError\n"
+    test += "try:\n    asyncio.run(g())\nexcept ValueError: pass"
+    exec(f"{program}\n{test}", {"__name__": "__main__"})  # in one process it passes
+    assert check(any_sandbox, asserts(test), program).status == "unjudged"
+
+
 @pytest.mark.parametrize(
     ("setup", "own"),
     [

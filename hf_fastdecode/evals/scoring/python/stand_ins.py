@@ -143,24 +143,32 @@ def _between_objects(name: str, narrow: bool) -> Callable[..., Any]:
 
 
 def _left(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    """The end of a `with` statement; a program that suppresses exceptions could suppress failures of the tests."""
-    return _suppressed(
-        self, error, self._remote[0].request("special", self, "__exit__", *_sendable(kind, error), None)
-    )
+    """The end of a `with` statement."""
+    try:
+        answer = self._remote[0].request("special", self, "__exit__", *_sendable(kind, error), None)
+    except BaseException as raised:
+        answer = raised
+    return _goes_on(self, error, answer)
 
 
 async def _left_asynchronously(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    ended = self._remote[0].request("special", self, "__aexit__", *_sendable(kind, error), None)
-    return _suppressed(self, error, await ended)
+    try:
+        answer = await self._remote[0].request("special", self, "__aexit__", *_sendable(kind, error), None)
+    except BaseException as raised:
+        answer = raised
+    return _goes_on(self, error, answer)
 
 
 def _sendable(kind: Any, error: Any) -> tuple[Any, Any]:
     return (kind, error) if error is None or builtin_name(kind) or "_remote" in vars(error) else (Exception, None)
 
 
-def _suppressed(self: Any, error: Any, answer: Any) -> bool:
-    if error is not None and answer:
-        raise self._remote[0].no_verdict(f"a {type(self).__name__} of the program suppresses a {type(error).__name__}")
+def _goes_on(self: Any, error: Any, answer: Any) -> bool:
+    """False: a program that suppresses or replaces exceptions could do so with failures of the tests."""
+    if error is not None and answer and not isinstance(answer, (Untrusted, Unjudged)):
+        raise self._remote[0].no_verdict(f"a {type(self).__name__} of the program handles a {type(error).__name__}")
+    if isinstance(answer, BaseException):
+        raise answer
     return False
 
 
