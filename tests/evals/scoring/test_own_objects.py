@@ -115,6 +115,10 @@ RIGHT = {
         "a, b = [2], [1]\nx = [a, b]\nassert f(x)[0] is b and x == [[1, 3], [2]] and x[1] is a and b == [1, 3]",
     ),
     "a list that holds itself": ("def f(x): x.append(x)", "x = []\nf(x)\nassert x[0] is x"),
+    "a returned list that holds itself": (
+        "def f(x):\n    x.append(x)\n    return x",
+        "x = []\nassert f(x) is x and x[0] is x",
+    ),
     "a sorted variable": ("xs = [[2], [1]]\ndef f(): xs.sort()", "a = xs\nf()\nassert a == [[1], [2]]"),
     "context": (ENDS.format("self.done = True"), "c = C()\nwith c as x:\n    assert x == 4\nassert c.done"),
     "context of a generator": (
@@ -146,6 +150,11 @@ WRONG = {
     "generator": ("def f(): return (x for x in [1])", "assert f() == [1]"),
     "exception": ("class E(Exception): pass\ndef f(): raise ValueError", "try:\n    f()\nexcept E: pass"),
     "method": ("def f(x): return x.copy", "assert f([1]) == [1]"),
+    "default argument": (
+        "def f(x, found=[]):\n    found.append(x)\n    return found",
+        "assert f(1) == [1]\nassert f(2) == [2]",
+    ),
+    "changed argument": ("def f(x):\n    x.clear()\n    return x", "x = [1]\nassert f(x) == [1]"),
 }
 
 
@@ -160,6 +169,11 @@ NEEDS_ONE_PROCESS = {
     "methods of a list": ("class S(list):\n    def top(self): return self[-1]", "s = S([1, 2])\nassert s.top() == 2"),
     "a function of the tests": ("def f(g): return g(3)", "assert f(lambda x: x + 1) == 4"),
     "a changed attribute": (V + "    y = []\n", "v = V()\nv.y.append(1)\nassert v.y == [1]"),
+    "a returned list": ("d = []\ndef f(): return d\ndef g(): d.append(1)", "x = f()\ng()\nassert x == [1]"),
+    "a kept argument": (
+        "class A:\n    def __init__(self, x): self.x = x\n    def add(self, y): self.x.append(y)",
+        "x = []\na = A(x)\na.add(1)\nassert x == [1]",
+    ),
     "input": ("def f(): return input()", "import io, sys\nsys.stdin = io.StringIO('a')\nassert f() == 'a'"),
     "type": (V, "assert type(V()) is V"),
     "object of a library": (

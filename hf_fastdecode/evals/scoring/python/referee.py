@@ -64,7 +64,13 @@ def _doubt(job: dict[str, Any], link: Link) -> str:
     """Why tests that fail here might pass in one process; empty where nothing is known."""
     if link.narrowed:
         return f"objects of the program's {', '.join(sorted(link.narrowed))} came as plain data"
-    return job["doubt"] or (job["doubt_of_objects"] if link.instances else "")
+    if doubt := job["doubt"] or (job["doubt_of_objects"] if link.instances else ""):
+        return doubt
+    try:
+        changed = job["holds"] and link.request("has_changed")
+    except BaseException:  # the program is gone
+        changed = False
+    return "the program has changed a container of which the tests hold a copy" if changed is True else ""
 
 
 def _prepare(job: dict[str, Any], link: Link) -> Any:

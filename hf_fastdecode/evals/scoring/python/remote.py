@@ -104,12 +104,12 @@ class Link:
             import hashlib  # takes milliseconds, and programs that do not load need none
 
             self._answers = hashlib.sha256()
-        text = f"raised {_builtin_base(type(outcome))}" if isinstance(outcome, BaseException) else canonical(outcome)
-        if changed is not None:
-            try:
-                text += f" changed {canonical(changed)}"
-            except RecursionError:  # an argument holds itself now
-                text += " changed without end"
+        try:
+            raised = isinstance(outcome, BaseException)
+            text = f"raised {_builtin_base(type(outcome))}" if raised else canonical(outcome)
+            text += f" changed {canonical(changed)}" if changed is not None else ""
+        except RecursionError:  # an argument holds itself now
+            text = "without end"
         self._answers.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
     def _learn(self, objects: list[int], kinds: list[Any], narrowed: list[str]) -> None:
