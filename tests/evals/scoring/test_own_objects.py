@@ -150,6 +150,7 @@ WRONG = {
     "generator": ("def f(): return (x for x in [1])", "assert f() == [1]"),
     "exception": ("class E(Exception): pass\ndef f(): raise ValueError", "try:\n    f()\nexcept E: pass"),
     "method": ("def f(x): return x.copy", "assert f([1]) == [1]"),
+    "attribute named like a builtin": (V + "    id = 3", "assert V().id == 4"),
     "default argument": (
         "def f(x, found=[]):\n    found.append(x)\n    return found",
         "assert f(1) == [1]\nassert f(2) == [2]",

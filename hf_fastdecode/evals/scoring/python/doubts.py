@@ -9,8 +9,8 @@ from typing import Final
 _OUT_OF_REACH: Final = frozenset(
     (
         *("stdin", "stderr", "argv", "patch", "mock", "inspect", "gc", "tracemalloc", "settrace", "setrecursionlimit"),
-        *("ctypes", "builtins", "weakref", "getsizeof", "id", "seed", "getcontext", "setcontext", "localcontext"),
-        *("open", "tempfile", "environ", "chdir", "logging", "assertLogs", "warnings", "assertWarns"),
+        *("ctypes", "builtins", "weakref", "getsizeof", "seed", "getcontext", "setcontext", "localcontext"),
+        *("tempfile", "environ", "chdir", "logging", "assertLogs", "warnings", "assertWarns"),
         *("dataclasses", "asdict", "astuple", "__cause__", "__context__", "__notes__"),
         # What programs do at once in one process comes one by one here.
         *("threading", "futures", "gather", "create_task", "ensure_future", "TaskGroup", "as_completed", "wait_for"),
@@ -25,7 +25,7 @@ def doubt(nodes: Iterable[ast.AST]) -> str:
         named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         if isinstance(node, ast.alias):
             named = node.name.rpartition(".")[2]
-        if named in _OUT_OF_REACH:
+        if named in _OUT_OF_REACH or (isinstance(node, ast.Name) and named in ("id", "open")):
             return f"the tests use {named}, which reaches only their own process"
         if named in ("assertIs", "assertIsNot") or (isinstance(node, ast.Compare) and _compares_identity(node)):
             return "the tests ask whether two are one object, and may hold copies of it"
