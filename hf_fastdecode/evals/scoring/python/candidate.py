@@ -28,7 +28,7 @@ _OPERATIONS: dict[str, Any] = {
 }
 
 
-_MOST_COPIED = 1000  # containers that are watched
+_MOST_COPIED, _MOST_BYTES = 1000, 1 << 14  # containers that are watched, and bytes of a call with some
 
 
 def main(messages: Messages) -> None:
@@ -92,7 +92,8 @@ class _Service:
         except ValueError as error:  # nested too deep
             changed_parts, changed = [], []
             content = self.dumps(["raise", [["ValueError"], str(error), [str(error)], {}, None]])
-        self.note_copies(parts, outcome)
+        if len(request) + len(content) <= _MOST_BYTES:
+            self.note_copies(parts, outcome)
         said = printed.getvalue()
         news, self.news = self.news, ([], [])
         narrowed, self.narrowed = sorted(self.narrowed), set()
