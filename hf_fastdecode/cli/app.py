@@ -1,4 +1,4 @@
-"""hf-fastdecode: demo, generate, inspect, convert-checkpoint, eval, bench, lm-eval, serve.
+"""hf-fastdecode: demo, generate, inspect, convert-checkpoint, eval, bench, lm-eval, serve, run.
 
 torch and transformers take seconds to import, so a command imports what it runs, after its input has been checked.
 """

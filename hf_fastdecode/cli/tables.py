@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -89,7 +90,8 @@ def _table_of(lines: list[str]) -> Table:
     """A table of rich from one of Markdown."""
     from rich.table import Table
 
-    heading, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    cells = [re.split(r"(?<!\\)\|", line.strip().removeprefix("|").removesuffix("|")) for line in lines]
+    heading, _, *rows = [[cell.strip().replace(r"\|", "|") for cell in line] for line in cells]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in heading:
         table.add_column(name, justify="right")

@@ -72,7 +72,7 @@ def judge(
     with ExitStack() as stack:
         in_order = sorted(samples, key=lambda sample: order[programs[sample]])
         if shared:
-            file = stack.enter_context(own_part(path))[1]
+            file = stack.enter_context(own_part(path))
             parts = list(_parts(in_order, programs, _PROGRAMS_AT_ONCE))
             queue = stack.enter_context(Queue(path.with_name(f".{path.name}.claims"), len(parts)))
             chosen = (parts[number] for number in queue.numbers(lambda number: not left(parts[number])))
@@ -87,7 +87,7 @@ def judge(
             todo = left(part) if shared else part
             file.write(scored(todo))
             bar.update(len(todo))
-        left(in_order)  # what others have scored
+        known.update(_known(path, lines.new()))  # what others have scored
         found = [known[_key(sample, programs[sample])] for sample in samples]
         results = [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)]
         with exclusive(path, None) if shared else nullcontext():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,8 @@ class Queue:
     """Items by number, each done by one of the processes that share a file; a context manager.
 
     A claim is a lock on a byte of the file, which ends with its process, however that ends: what a killed process had
-    claimed and not finished is claimed again. On a file system without locks every process does everything.
+    claimed and not finished is claimed again, and so is an item whose result does not count for others. On a file
+    system without locks every process does everything.
     """
 
     def __init__(self, path: Path, count: int):
@@ -44,14 +46,16 @@ class Queue:
                     continue
                 if not self._claim(number):
                     busy.append(number)
-                elif not is_done(number):  # nobody finished it between the two
-                    yield number
+                else:
+                    if not is_done(number):  # not finished between the two
+                        yield number
+                    self._release(number)
             if len(busy) == len(waiting):
                 time.sleep(_PAUSE)
             waiting = busy
 
     def _claim(self, number: int) -> bool:
-        """Whether an item is this process's, until it ends or the queue is closed."""
+        """Whether an item is this process's, until it ends or releases it."""
         if os.name != "posix":
             return True
         try:
@@ -61,6 +65,12 @@ class Queue:
         except OSError:  # a file system without locks, each with an error of its own
             return True
         return True
+
+    def _release(self, number: int) -> None:
+        """Let others do an item, if what this process did does not count for them."""
+        if os.name == "posix":
+            with suppress(OSError):
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
 
     def __enter__(self) -> Queue:
         return self
@@ -78,22 +88,21 @@ def part_files(whole: Path) -> list[Path]:
     return sorted(whole.parent.glob(f"{whole.stem}.part-*{whole.suffix}"))
 
 
+def mend_unheld(files: Iterable[Path], mend: Callable[[Path], object]) -> None:
+    """Call `mend` with each file that no process writes to."""
+    for path in files:
+        with suppress(_HeldError, FileNotFoundError), exclusive(path, _HeldError()):  # it may have been merged
+            mend(path)
+
+
 @contextmanager
-def own_part(whole: Path, mend: Callable[[Path], object] = lambda path: None) -> Iterator[tuple[Path, JsonlWriter]]:
-    """The first part that no process writes to, for this one; `mend` is called with each that nobody writes to."""
-    for path in part_files(whole):
-        try:
-            with exclusive(path, _HeldError()):
-                mend(path)
-        except _HeldError:
-            continue
-    number = 0
-    while True:
-        number += 1
+def own_part(whole: Path) -> Iterator[JsonlWriter]:
+    """The first part that no process writes to, for this one."""
+    for number in itertools.count(1):
         path = whole.with_name(f"{whole.stem}.part-{number}{whole.suffix}")
         try:
             with exclusive(path, _HeldError()), JsonlWriter(path) as file:
-                yield path, file
+                yield file
                 return
         except _HeldError:
             continue

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.measurement.tables import markdown
 
 from .command_line import refusal, run
 
@@ -49,6 +50,11 @@ def test_wide_tables_are_folded(width, terminal):
     else:
         assert all(row in words for row in (["1", "39.4"], ["1024", "1613.5"], ["1", "1.67x"], ["1024", "1.52x"]))
     assert "bifurcated-compiled" in " ".join(lines)
+
+
+def test_bars_within_cells(terminal):
+    lines = terminal(60, markdown(["way", "steps", "note"], [["paged|flash", "2", ""]]))
+    assert [line.split() for line in lines[:2]] == [["way", "steps", "note"], ["paged|flash", "2"]]
 
 
 def test_tables_are_markdown_in_files(capsys):

@@ -29,7 +29,7 @@ def done(folder: Path) -> list[int]:
 
 
 def work(folder: Path, count: int, seconds: float) -> None:
-    with own_part(folder / "work.jsonl") as (_, file), Queue(folder / "claims", count) as queue:
+    with own_part(folder / "work.jsonl") as file, Queue(folder / "claims", count) as queue:
         for item in queue.numbers(lambda item: item in done(folder)):
             time.sleep(seconds)
             file.write([{"item": item, "by": os.getpid()}])
@@ -57,6 +57,21 @@ def test_what_a_killed_process_had_claimed_is_done_by_another(tmp_path: Path) ->
     for process in (stuck, other):
         os.waitpid(process, 0)
     assert sorted(done(tmp_path)) == [0, 1, 2]
+
+
+def test_items_whose_results_do_not_count_for_others_end(tmp_path: Path) -> None:
+    def try_all(name: str) -> None:
+        tried: set[int] = set()
+        with Queue(tmp_path / "claims", 4) as queue:
+            for item in queue.numbers(tried.__contains__):  # nothing that another did counts
+                time.sleep(0.02)
+                tried.add(item)
+                (tmp_path / f"{name}-{item}").touch()
+
+    processes = [started(lambda name=name: try_all(name)) for name in "ab"]
+    for process in processes:
+        os.waitpid(process, 0)
+    assert len(list(tmp_path.glob("?-?"))) == 8
 
 
 def test_lines_are_those_that_were_added_or_replaced(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.patches.layers.slim_values import SlimValues

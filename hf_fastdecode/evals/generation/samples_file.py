@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
-from ..queue import Lines, Queue, own_part
+from ..queue import Lines, Queue, mend_unheld, own_part
 from ..records import Sample, read_samples
 from ..settings import SAMPLES, sample_files
 
@@ -70,18 +70,14 @@ def open_samples(
             done.update(map(_place, lines.new()))
         return done >= places[number]
 
-    def mend(path: Path) -> None:
-        _remove_incomplete(path, units, task_ids)
-
     whole = folder / SAMPLES
     with ExitStack() as stack:
+        mend_unheld(sample_files(folder), lambda path: _remove_incomplete(path, units, task_ids))
         if shared:
-            file = stack.enter_context(own_part(whole, mend))[1]
+            file = stack.enter_context(own_part(whole))
             numbers = stack.enter_context(Queue(folder / f".{SAMPLES}.claims", len(units))).numbers(is_done)
         else:
             stack.enter_context(exclusive(whole, _held(whole)))
-            if whole.exists():
-                mend(whole)
             file = stack.enter_context(JsonlWriter(whole))
             numbers = (number for number in range(len(units)) if not is_done(number))
         done.update(map(_place, lines.new()))

@@ -106,6 +106,14 @@ def test_processes_that_share_a_run_merge_to_the_same_samples(small, unbroken, c
     assert merged_samples(copied, IDS, 4) == merged
 
 
+def test_what_a_single_process_left_incomplete_is_drawn_by_others(small, unbroken, copied):
+    lines = unbroken.splitlines(keepends=True)
+    (copied / "samples.jsonl").write_bytes(b"".join(lines[:9]))
+    assert generate(small, copied, shared=True) == 4
+    assert (copied / "samples.jsonl").read_bytes() == b"".join(lines[:8])
+    assert (copied / "samples.part-1.jsonl").read_bytes() == b"".join(lines[8:])
+
+
 def test_shards_that_are_not_done(unbroken, tmp_path):
     (tmp_path / "samples.part-2.jsonl").write_bytes(b"".join(unbroken.splitlines(keepends=True)[:8]))
     with pytest.raises(InputError, match="hold 8 of 12 samples; draw the rest first"):

@@ -71,6 +71,11 @@ RIGHT = {
         "def f(): raise KeyError('k', 1)",
         "try:\n    f()\nexcept KeyError as e:\n    assert e.args == ('k', 1)",
     ),
+    "exception's own text": (
+        "class E(Exception):\n    def __str__(self): return f'code {self.args[0]}'\n"
+        "def f(kind): return kind.__name__\ndef g(): raise E(3)",
+        "assert f(E) == 'E'\ntry:\n    g()\n    assert False\nexcept E as e:\n    assert str(e) == 'code 3'",
+    ),
     "exception of a library": (
         "import json\ndef f(): json.loads('{')",
         "import json\ntry:\n    f()\n    assert False\nexcept json.JSONDecodeError as e:\n    assert e.pos == 1",
@@ -79,6 +84,19 @@ RIGHT = {
         "import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return x",
         "import asyncio\nasync def all(): return await asyncio.gather(f(1), f(2)), await f(3)\n"
         "assert asyncio.run(all()) == ([1, 2], 3)",
+    ),
+    "generic class": (
+        "from typing import Generic, TypeVar\nT = TypeVar('T')\nclass S(Generic[T]): 'A stack.'",
+        "assert isinstance(S[int](), S) and S.__doc__ == S[str]().__doc__ == 'A stack.'",
+    ),
+    "threads": (
+        V + "    def add(self): self.x += 1",
+        "import threading\nv = V()\nthreads = [threading.Thread(target=v.add) for _ in range(4)]\n"
+        "for one in threads: one.start()\nfor one in threads: one.join()\nassert v.x == 4",
+    ),
+    "end of a generator": (
+        "def f():\n    x = yield 1\n    return x",
+        "g = f()\nnext(g)\ntry:\n    g.send(5)\n    assert False\nexcept StopIteration as e:\n    assert e.value == 5",
     ),
     "iterator of coroutines": (
         "async def f():\n    yield 1\n    yield 2",
@@ -97,6 +115,10 @@ RIGHT = {
         "a, b = [2], [1]\nx = [a, b]\nassert f(x)[0] is b and x == [[1, 3], [2]] and x[1] is a and b == [1, 3]",
     ),
     "a list that holds itself": ("def f(x): x.append(x)", "x = []\nf(x)\nassert x[0] is x"),
+    "a returned list that holds itself": (
+        "def f(x):\n    x.append(x)\n    return x",
+        "x = []\nassert f(x) is x and x[0] is x",
+    ),
     "a sorted variable": ("xs = [[2], [1]]\ndef f(): xs.sort()", "a = xs\nf()\nassert a == [[1], [2]]"),
     "context": (ENDS.format("self.done = True"), "c = C()\nwith c as x:\n    assert x == 4\nassert c.done"),
     "context of a generator": (
@@ -128,6 +150,12 @@ WRONG = {
     "generator": ("def f(): return (x for x in [1])", "assert f() == [1]"),
     "exception": ("class E(Exception): pass\ndef f(): raise ValueError", "try:\n    f()\nexcept E: pass"),
     "method": ("def f(x): return x.copy", "assert f([1]) == [1]"),
+    "attribute named like a builtin": (V + "    id = 3", "assert V().id == 4"),
+    "default argument": (
+        "def f(x, found=[]):\n    found.append(x)\n    return found",
+        "assert f(1) == [1]\nassert f(2) == [2]",
+    ),
+    "changed argument": ("def f(x):\n    x.clear()\n    return x", "x = [1]\nassert f(x) == [1]"),
 }
 
 
@@ -142,8 +170,35 @@ NEEDS_ONE_PROCESS = {
     "methods of a list": ("class S(list):\n    def top(self): return self[-1]", "s = S([1, 2])\nassert s.top() == 2"),
     "a function of the tests": ("def f(g): return g(3)", "assert f(lambda x: x + 1) == 4"),
     "a changed attribute": (V + "    y = []\n", "v = V()\nv.y.append(1)\nassert v.y == [1]"),
+    "a returned list": ("d = []\ndef f(): return d\ndef g(): d.append(1)", "x = f()\ng()\nassert x == [1]"),
+    "a kept argument": (
+        "class A:\n    def __init__(self, x): self.x = x\n    def add(self, y): self.x.append(y)",
+        "x = []\na = A(x)\na.add(1)\nassert x == [1]",
+    ),
     "input": ("def f(): return input()", "import io, sys\nsys.stdin = io.StringIO('a')\nassert f() == 'a'"),
     "type": (V, "assert type(V()) is V"),
+    "object of a library": (
+        "from array import array\ndef f(): return array('i', [1])",
+        "from array import array\nassert f() == array('i', [1])",
+    ),
+    "fold": (
+        "import datetime\ndef f(): return datetime.datetime(2020, 1, 1, fold=1)",
+        "import datetime\nassert f() == datetime.datetime(2020, 1, 1) and f().fold == 1",
+    ),
+    "identity": ("import functools\n@functools.cache\ndef f(x): return [x]", "assert f(1) is f(1)"),
+    "exception of the tests": (
+        "class E(Exception):\n    def __init__(self, code): self.code = code",
+        "assert E(3).code == 3",
+    ),
+    "cause": (
+        "def f():\n    try: 1 / 0\n    except ArithmeticError as e: raise ValueError from e",
+        "try:\n    f()\nexcept ValueError as e:\n    assert isinstance(e.__cause__, ArithmeticError)",
+    ),
+    "coroutines at once": (
+        "import asyncio\nasync def f(): await asyncio.sleep(0.1)",
+        "import asyncio, time\nasync def all(): await asyncio.gather(f(), f(), f())\n"
+        "begin = time.time()\nasyncio.run(all())\nassert time.time() - begin < 0.25",
+    ),
     "copy": (V, "import copy\nassert copy.copy(V(3)).x == 3"),
     "suppresses": (ENDS.format("return True"), "with C():\n    raise ValueError"),
     "subclass": (V, "class W(V): pass\nassert W(3).x == 3"),
@@ -167,7 +222,7 @@ _ALL = "".join(
     }.items()
     for name in names.split()
 )
-LIAR = f"class L:\n{_ALL}class f(L): pass\n"
+LIAR = f"class L:\n{_ALL}    def stop(self): raise StopIteration\nclass f(L): pass\n"
 
 LIES = {
     "equal": "assert f(1) == 3",
@@ -185,6 +240,7 @@ LIES = {
     "with": "with f(1):\n    assert False",
     "with a call": "with f(1) as x:\n    assert x.missing(3) == 3",
     "caught": "try:\n    right = f(1) == 3\nexcept:\n    right = True\nassert right",
+    "end of an iteration": "assert all(map(lambda x: f(x).stop() == 3, [1]))",
     "caught exit": "try:\n    with f(1):\n        assert False\nexcept BaseException:\n    pass",
 }
 
@@ -232,3 +288,33 @@ def test_variables_of_the_tests_are_theirs(any_sandbox: Sandbox) -> None:
     program = "wrong = 0\ndef f(x):\n    global wrong\n    wrong = 0\n    return 0"
     test = "wrong = 0\nfor x in (1, 2):\n    if f(x) != x: wrong += 1\n    f(x)\nassert wrong == 0"
     assert check(any_sandbox, asserts(test), program).status == "fail"
+
+
+@pytest.mark.parametrize(("kind", "end"), [("", "exit"), ("async ", "aexit")])
+def test_a_program_replaces_no_failure_of_the_tests(any_sandbox: Sandbox, kind: str, end: str) -> None:
+    enter = end.replace("exit", "enter")
+    program = (
+        f"class C:\n    {kind}def __{enter}__(self): pass\n"
+        f"    {kind}def __{end}__(self, *a): raise ValueError\ndef f(x): return 0"
+    )
+    test = f"import asyncio\nasync def g():\n    {kind}with C():\n        assert f(1) == 3\n        raise ValueError\n"
+    test += "try:\n    asyncio.run(g())\nexcept ValueError: pass"
+    exec(f"{program}\n{test}", {"__name__": "__main__"})  # in one process it passes
+    assert check(any_sandbox, asserts(test), program).status == "unjudged"
+
+
+@pytest.mark.parametrize(
+    ("setup", "own"),
+    [
+        ("from math import *", ""),
+        ("", "try:\n    from math import isclose\nexcept ImportError: pass\n"),
+        ("", "if True:\n    def isclose(a, b): return abs(a - b) < 1e-6\n"),
+    ],
+)
+def test_a_program_changes_no_name_that_the_tests_bind(any_sandbox: Sandbox, setup: str, own: str) -> None:
+    program = (
+        "import sys\nservice = sys.modules['hf_fastdecode_scoring.candidate']._Service\n"
+        "service.changed_names = lambda self: ['isclose', self.dumps(lambda *a: True)]\ndef f(x): return 0"
+    )
+    test = f"{own}f(1)\nassert isclose(f(1), 3)"
+    assert check(any_sandbox, asserts(test, setup=setup), program).status == "fail"

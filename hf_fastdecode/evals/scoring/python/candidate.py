@@ -24,8 +24,11 @@ _OPERATIONS: dict[str, Any] = {
     "special": lambda value, name, *arguments: getattr(type(value), name)(value, *arguments),
     "equal": lambda value, other: (value == other, value != other),
     "plain base": may_have_plain_instances,
-    **{one.__name__: one for one in (getattr, setattr, delattr, iter, next)},
+    **{one.__name__: one for one in (getattr, setattr, delattr)},
 }
+
+
+_MOST_COPIED, _MOST_BYTES = 1000, 1 << 14  # containers that are watched, and bytes of a call with some
 
 
 def main(messages: Messages) -> None:
@@ -63,6 +66,7 @@ class _Service:
         self.narrowed: set[str] = set()  # classes whose objects were sent as plain data
         self.watched: dict[str, bytes] = {}  # variables that the tests read, as they were sent last
         self.captures = False
+        self.copied: list[tuple[Any, bytes]] = []  # containers that the tests have copies of, with their contents then
         self.loop: Any = None
 
     def answer(self, request: bytes) -> bytes:
@@ -81,13 +85,15 @@ class _Service:
         finally:
             sys.stdout = before_call
         try:
-            # What a program does to its arguments is seen by whoever holds them.
+            # The tests see changes of the arguments that they hold.
             changed_parts = [new for old, new in zip(before, self.contents(parts), strict=True) if old != new]
             content = self.dumps(outcome, parts)
             changed = self.changed_names() if operation != "names" else []
         except ValueError as error:  # nested too deep
             changed_parts, changed = [], []
             content = self.dumps(["raise", [["ValueError"], str(error), [str(error)], {}, None]])
+        if len(request) + len(content) <= _MOST_BYTES:
+            self.note_copies(parts, outcome)
         said = printed.getvalue()
         news, self.news = self.news, ([], [])
         narrowed, self.narrowed = sorted(self.narrowed), set()
@@ -99,7 +105,7 @@ class _Service:
         return [self.dumps([place, content_of(part)], parts) for place, part in enumerate(parts)]
 
     def operation(self, name: str) -> Any:
-        return getattr(self, name) if name in ("names", "wait", "is_kind") else _OPERATIONS[name]
+        return getattr(self, name) if name in ("names", "wait", "is_kind", "has_changed") else _OPERATIONS[name]
 
     def names(self, wanted: list[str], watched: list[str], captures: bool) -> list[tuple[str, Any]]:
         """Those of the program's variables that the tests use; from now on, changes of those that are watched and
@@ -113,6 +119,19 @@ class _Service:
     def is_kind(self, kind: Any, number: int) -> bool:
         """Whether a class is the one that was described as the kind of this number."""
         return self.kinds.get(kind) == number
+
+    def note_copies(self, parts: list[Any], outcome: list[Any]) -> None:
+        """Note the containers among a request's operands and in its result, as far as they are no more than some."""
+        try:
+            found = [*parts, *mutable_parts(outcome[1:], _MOST_COPIED)]
+            if len(found) + len(self.copied) <= _MOST_COPIED:
+                self.copied += [(part, self.dumps(content_of(part))) for part in found]
+        except ValueError:  # one holds itself
+            pass
+
+    def has_changed(self) -> bool:
+        """Whether a container is no longer as the tests' copy of it was."""
+        return any(self.dumps(content_of(part)) != content for part, content in self.copied)
 
     def changed_names(self) -> list[Any]:
         """Names and contents of variables that changed."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def canonical(value: Any) -> str:
     """A text of a value of `loads` that equal values share: 1, 1.0 and True, a list's items, a set's in any order.
 
-    An object of the program stands for itself as ``object``: to ask it for anything would run the program. Its class
-    here has the name that the program gave it, so only classes of the standard library are told by their names.
+    An object of the program is ``object``: to ask it for anything would run the program. The program chooses the name
+    of its class, so only names of classes in the standard library's modules count.
     """
     kind = type(value)
     if isinstance(value, tuple):

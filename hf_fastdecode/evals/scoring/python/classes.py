@@ -82,12 +82,15 @@ def named_tuple(name: str, fields: tuple[str, ...]) -> Any:
     return _named_tuples[name, fields]
 
 
-def mutable_parts(value: Any) -> list[Any]:
-    """The lists, dicts, sets and the like in a value that is a tree: in the same order for equal values."""
+def mutable_parts(value: Any, most: float = float("inf")) -> list[Any]:
+    """The lists, dicts, sets and the like in a value that is a tree: in the same order for equal values.
+
+    A search that has found more than `most` ends; a value that holds itself has endlessly many.
+    """
     found: list[Any] = []
     series: tuple[Any, ...] = (list, tuple, *deque_class())
     waiting: list[Any] = [value]
-    while waiting:
+    while waiting and len(found) <= most:
         value = waiting.pop()
         if isinstance(value, dict):
             waiting += dict.values(value)

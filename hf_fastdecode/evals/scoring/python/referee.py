@@ -34,6 +34,7 @@ def main(messages: Messages) -> None:
     scope: dict[str, Any] = {}
     sources = {"stem": job["stem"], "setup": job["setup"]}
     sources |= {f"test {number}": test for number, test in enumerate(job["tests"], 1)}
+    link.expects_stop = any("StopIteration" in source for source in sources.values())
     try:
         entry_point = _prepare(job, link)
         scope = sys.modules["__main__"].__dict__
@@ -63,7 +64,13 @@ def _doubt(job: dict[str, Any], link: Link) -> str:
     """Why tests that fail here might pass in one process; empty where nothing is known."""
     if link.narrowed:
         return f"objects of the program's {', '.join(sorted(link.narrowed))} came as plain data"
-    return job["doubt"] or (job["doubt_of_objects"] if link.instances else "")
+    if doubt := job["doubt"] or (job["doubt_of_objects"] if link.instances else ""):
+        return doubt
+    try:
+        changed = job["holds"] and link.request("has_changed")
+    except BaseException:  # the program is gone
+        changed = False
+    return "the program has changed a container of which the tests hold a copy" if changed is True else ""
 
 
 def _prepare(job: dict[str, Any], link: Link) -> Any:
@@ -81,20 +88,22 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
         del scope[name]
     wanted = [name for name in job["names"] if name not in scope]
     watched = [name for name in job["watched"] if name in wanted and name not in job["modules"]]
+    given: dict[str, Any] = {}
 
     def changed(name: str, value: Any) -> None:
-        """A variable of the program has another value."""
-        if name in watched:
-            if type(scope.get(name)) is type(value) and is_mutable(value):
-                refill(scope[name], value)
-            else:
-                scope[name] = value
+        """A variable of the program has another value; what the tests themselves bound to its name stays."""
+        if name not in watched or scope.get(name) is not given.get(name):
+            return
+        if type(scope.get(name)) is type(value) and is_mutable(value):
+            refill(scope[name], value)
+        else:
+            scope[name] = given[name] = value
 
     link.on_names = changed
     for name, value in link.request("names", wanted, watched, job["captures"]):
         if name in wanted:
             # Modules of the standard library are the tests' own.
-            scope[name] = __import__(name) if name in job["modules"] else value
+            scope[name] = given[name] = __import__(name) if name in job["modules"] else value
     if job["entry_point"] and job["entry_point"] not in scope:
         raise NameError(f"name {job['entry_point']!r} is not defined")
     return scope.get(job["entry_point"])

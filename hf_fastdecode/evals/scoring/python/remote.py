@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import sys
 
@@ -23,15 +24,18 @@ class Link:
         requests: How many were sent.
         unjudged: Why the outcome of the tests is none; empty where it is one.
         instances: Whether there were remote objects besides functions and classes.
+        expects_stop: Whether the tests name StopIteration.
         narrowed: Classes of the program whose objects came as plain data, without what else they can do.
         on_names: Called with changed variables of the program, by name.
     """
 
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
+        self._one_by_one = _thread.RLock()
         self.requests = 0
         self.unjudged = ""
         self.instances = False
+        self.expects_stop = False
         self.narrowed: set[str] = set()
         self.on_names: Callable[[str, Any], object] = lambda name, value: None
         self._objects: list[Any] = []  # by number
@@ -47,6 +51,10 @@ class Link:
             Unjudged: An operand is an object of the tests' own.
             Untrusted: There is no valid answer.
         """
+        with self._one_by_one:  # tests may have threads
+            return self._request(operation, *operands)
+
+    def _request(self, operation: str, *operands: Any) -> Any:
         self.requests += 1
         asked = dumps([operation, *operands], self._number, ALL_NAMES)
         known = mutable_parts(list(operands))
@@ -63,7 +71,7 @@ class Link:
             raised = None if kind == "value" else self._error(*result)
             for name, value in zip(names[::2], names[1::2]):
                 self.on_names(name, loads(value, self._objects.__getitem__))
-            if said and sys.stdout is not sys.__stdout__:  # else nobody reads it
+            if said and sys.stdout is not sys.__stdout__:  # else no test reads it
                 sys.stdout.write(said)
         except MemoryError:
             raise
@@ -71,6 +79,8 @@ class Link:
             raise Untrusted(f"the program's answer is invalid: {invalid}") from None
         if operation != "names":
             self._note(result if raised is None else raised, list(operands) if changed else None)
+        if isinstance(raised, StopIteration) and operands[1:] != ("__next__",) and not self.expects_stop:
+            raise self.no_verdict("the program raises StopIteration, which may end an iteration of the tests")
         if raised is not None:
             raise raised
         return result
@@ -94,12 +104,12 @@ class Link:
             import hashlib  # takes milliseconds, and programs that do not load need none
 
             self._answers = hashlib.sha256()
-        text = f"raised {_builtin_base(type(outcome))}" if isinstance(outcome, BaseException) else canonical(outcome)
-        if changed is not None:
-            try:
-                text += f" changed {canonical(changed)}"
-            except RecursionError:  # an argument holds itself now
-                text += " changed without end"
+        try:
+            raised = isinstance(outcome, BaseException)
+            text = f"raised {_builtin_base(type(outcome))}" if raised else canonical(outcome)
+            text += f" changed {canonical(changed)}" if changed is not None else ""
+        except RecursionError:  # an argument holds itself now
+            text = "without end"
         self._answers.update(text.encode("utf-8", "surrogatepass") + b"\0")
 
     def _learn(self, objects: list[int], kinds: list[Any], narrowed: list[str]) -> None:

@@ -98,9 +98,11 @@ def object_class(kinds: list[type], name: str, specials: list[str], narrow: list
     for one in {"__exit__", "__aexit__"} & body.keys():
         body[one] = _left_asynchronously if one == "__aexit__" else _left
     if builtin == "type":
-        body = {"__eq__": _is_class, "__hash__": object.__hash__, **body, "__instancecheck__": _has_instance}
+        body = {"__eq__": _is_class, "__hash__": object.__hash__, "__getitem__": _of_generic, **body}
+        body["__instancecheck__"] = _has_instance
     if "__await__" in body:
-        body |= {"__await__": _awaited, "send": _result_of, "throw": _ended, "close": lambda self: None}
+        body |= {"__await__": _await_remotely, "send": _result_of, "throw": _ended, "close": lambda self: None}
+    body["__doc__"] = property(lambda self: self._remote[0].request("getattr", self, "__doc__"))
     if builtin in _BUILTIN_CLASSES:
         body["__class__"] = property(lambda self: _BUILTIN_CLASSES[builtin])
     return type(require(str, name), (Remote,), {**body, "__slots__": (), "_remote_kind": len(kinds)})
@@ -141,24 +143,32 @@ def _between_objects(name: str, narrow: bool) -> Callable[..., Any]:
 
 
 def _left(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    """The end of a `with` statement; a program that suppresses exceptions could suppress failures of the tests."""
-    return _suppressed(
-        self, error, self._remote[0].request("special", self, "__exit__", *_sendable(kind, error), None)
-    )
+    """The end of a `with` statement."""
+    try:
+        answer = self._remote[0].request("special", self, "__exit__", *_sendable(kind, error), None)
+    except BaseException as raised:
+        answer = raised
+    return _goes_on(self, error, answer)
 
 
 async def _left_asynchronously(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    ended = self._remote[0].request("special", self, "__aexit__", *_sendable(kind, error), None)
-    return _suppressed(self, error, await ended)
+    try:
+        answer = await self._remote[0].request("special", self, "__aexit__", *_sendable(kind, error), None)
+    except BaseException as raised:
+        answer = raised
+    return _goes_on(self, error, answer)
 
 
 def _sendable(kind: Any, error: Any) -> tuple[Any, Any]:
     return (kind, error) if error is None or builtin_name(kind) or "_remote" in vars(error) else (Exception, None)
 
 
-def _suppressed(self: Any, error: Any, answer: Any) -> bool:
-    if error is not None and answer:
-        raise self._remote[0].no_verdict(f"a {type(self).__name__} of the program suppresses a {type(error).__name__}")
+def _goes_on(self: Any, error: Any, answer: Any) -> bool:
+    """False: a program that suppresses or replaces exceptions could do so with failures of the tests."""
+    if error is not None and answer and not isinstance(answer, (Untrusted, Unjudged)):
+        raise self._remote[0].no_verdict(f"a {type(self).__name__} of the program handles a {type(error).__name__}")
+    if isinstance(answer, BaseException):
+        raise answer
     return False
 
 
@@ -172,6 +182,11 @@ def _has_instance(self: Any, value: Any) -> bool:
     return False
 
 
+def _of_generic(self: Any, parameters: Any) -> Any:
+    """Of a remote class, such as ``Stack[int]``."""
+    return self.__class_getitem__(parameters)
+
+
 def _is_class(self: Any, other: Any) -> bool:
     """Of a remote class: also equal to what `type` gives of its objects here."""
     if isinstance(other, type) and issubclass(other, Remote):
@@ -179,7 +194,7 @@ def _is_class(self: Any, other: Any) -> bool:
     return self is other
 
 
-def _awaited(self: Any) -> Any:
+def _await_remotely(self: Any) -> Any:
     yield from ()  # so that this is a generator, which ends with the result
     return self._remote[0].request("wait", self)
 
@@ -207,6 +222,7 @@ def exception_class(kinds: list[type], name: str, bases: list[Any], module: str)
         "__getattr__": _error_attribute,
         "__str__": _error_text,
         "__module__": __name__,
+        "_remote_class": None,
     }
     return type(require(str, name).rpartition(".")[2], found, body)
 
@@ -218,13 +234,21 @@ def _is_harmless(kind: type[Exception]) -> bool:
 
 def _made_by_tests(self: Any, *arguments: Any, **named: Any) -> None:
     if named:
-        raise type(self)._remote_class[0].no_verdict(f"the tests make a {type(self).__name__} of the program")
+        raise _made_here(self)
     BaseException.__init__(self, *arguments)
 
 
+def _made_here(error: Any) -> Unjudged:
+    kind = type(error)
+    verdict: Unjudged = kind._remote_class[0].no_verdict(f"the tests make a {kind.__name__} of the program")
+    return verdict
+
+
 def _error_attribute(self: Any, name: str) -> Any:
-    if name.startswith("__") or "_remote" not in vars(self):
+    if name.startswith("__"):
         raise AttributeError(name)
+    if "_remote" not in vars(self):
+        raise _made_here(self)
     return self._remote[0].request("getattr", self, name)
 
 
