@@ -91,8 +91,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(find_python); \
 	  echo "creating .venv with $$("$$found" --version)"; "$$found" -m venv --clear .venv; \
 	fi
-	@echo "installing the versions of constraints.txt into .venv, which takes some minutes: about 0.6 GB to download and" \
-	  "2.5 GB on disk with a CPU build of torch, 3 GB and 6 GB with a CUDA build"
+	@echo "installing the versions of constraints.txt into .venv, which takes some minutes:"
+	@echo "  0.6 GB to download and 2.5 GB on disk with a CPU build of torch,"
+	@echo "  3 GB and 6 GB with a CUDA build"
 	@$(call show_install,--no-compile --constraint constraints.txt "$$(grep '^torch==' constraints.txt)")
 	@$(call show_install,--no-compile --constraint constraints.txt --editable '.[dev]')
 	@echo "compiling Python files"

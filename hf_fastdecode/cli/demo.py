@@ -69,7 +69,7 @@ def demo(
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
     Console().print(demo_text(found, machine=machine(place), model=name, best=best))
     if busy and place.type == "cpu":
-        print("Other programs keep the CPU busy: with OMP_NUM_THREADS=1 before it the seconds are steadier.")
+        print("Other programs keep the CPU busy: OMP_NUM_THREADS=1 makes the seconds steadier.")
     print(_next_steps(Path(sys.executable)))
 
 
@@ -81,7 +81,8 @@ def _next_steps(python: Path) -> str:
     lines = [
         "",
         "Next, with a model of your own:",
-        f"  {python} script.py, in which hf_fastdecode.enable(model) stands before model.generate(...)",
+        f"  {python} script.py, in which hf_fastdecode.enable(model)",
+        "    stands before model.generate(...)",
         f"  {python.with_name('hf-fastdecode')} generate --model MODEL --prompt TEXT --n 8",
     ]
     if pages.exists():  # in a clone

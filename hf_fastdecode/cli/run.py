@@ -47,7 +47,7 @@ def run(
 
         hf-fastdecode run trl grpo --model_name_or_path MODEL ...
         hf-fastdecode run --reuse-prefix script.py --its options
-      X
+        torchrun --nproc-per-node 2 -m hf_fastdecode -- run -m package.train ...
     """
     arguments = options.arguments()
     start = _module(program) if module else _command(program)

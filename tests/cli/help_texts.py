@@ -31,6 +31,9 @@ def check_width(shown: str) -> None:
     examples = takewhile(lambda line: line[:2] in ("", "  "), shown.partition("Examples:")[2].splitlines())
     lines = [line.strip() for line in examples if line.strip()]
     assert len(lines) >= shown.count("Examples:")
+    before_options = shown.partition("Examples:")[2].partition("╭")[0].split()
+    behind = before_options[len(" ".join(lines).split()) :]
+    assert not behind or behind[-1].endswith("."), f"no sentence: {' '.join(behind)}"
     for before, line in pairwise(["", *lines]):
         command = line.removeprefix("CUDA_VISIBLE_DEVICES=1 ").split()[0]
         known = command in ("hf-fastdecode", "torchrun", "accelerate", "cat") or line.startswith(

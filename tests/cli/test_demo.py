@@ -52,6 +52,7 @@ def test_the_end_names_the_programs_that_are_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = _next_steps(tmp_path / ".venv/bin/python")
     assert "  .venv/bin/python script.py, in which hf_fastdecode.enable(model)" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "  .venv/bin/hf-fastdecode generate --model MODEL --prompt TEXT --n 8\n" in text
     assert text.endswith("README.md has a quickstart, docs/README.md lists all pages.")
     assert "  /usr/bin/python3 script.py" in _next_steps(Path("/usr/bin/python3"))

@@ -198,7 +198,7 @@ def test_wrong_files(write: Any, name: str, content: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "mbxp"}, "there are no tasks 'mbxp'; choose one of embedded, mbpp"),
+        ({"name": "mbxp"}, r"there are no tasks 'mbxp'; choose one of embedded, mbpp.*, or name a \.jsonl file"),
         ({"limit": 0}, "`limit` must be at least 1, got 0"),
         ({"limit": -3}, "`limit` must be at least 1, got -3"),
         ({"split": "dev"}, "there is no split 'dev'; choose one of prompt, test, validation, train or all"),

@@ -55,7 +55,7 @@ def latency_tables(found: Report) -> dict[str, Cells]:
 def growth_lines(found: Report) -> list[str]:
     """How many samples fit into twice the latency of one, a sentence for each line."""
     return [
-        f"{line.label} on {line.device}: {n:,} samples within twice the latency of one"
+        f"{line.label} on {line.device}: {n:,} sample{'' if n == 1 else 's'} within twice the latency of one"
         for line in found.lines
         if (n := largest_n_within(line)) is not None
     ]

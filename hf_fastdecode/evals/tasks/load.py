@@ -66,7 +66,7 @@ def load_tasks(
         name, split = _form_of(data), split or "all"
     if name not in _READERS:
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
-        raise InputError(f"there are no tasks {name!r}; choose one of {names}")
+        raise InputError(f"there are no tasks {name!r}; choose one of {names}, or name a .jsonl file")
     if limit is not None and limit < 1:
         raise InputError(f"`limit` must be at least 1, got {limit}; leave it out for all tasks")
     if split not in (None, "all", *SPLITS):

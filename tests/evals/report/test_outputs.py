@@ -16,6 +16,7 @@ from rich.console import Console
 
 from hf_fastdecode.evals.report import figures, report, report_text, write_report
 from hf_fastdecode.evals.report.page import page
+from hf_fastdecode.evals.report.words import growth_lines
 from hf_fastdecode.evals.report.write import curve_rows
 
 from .runs import CPU, full_run, latency, samples, verdicts, write_latency, write_run
@@ -262,6 +263,11 @@ def test_tables_fit_a_terminal(found):
     assert shared.split() == ["shared", "eager", "4", "0.250", "40.0", "1.20", "2.7x"]
     assert f"hf_fastdecode, eager on {CPU}: 8 samples within twice the latency of one" in " ".join(lines)
     assert f"note: stock, eager on {CPU}: out of memory at n = 8" in lines
+
+
+def test_one_sample_is_no_plural(tmp_path):
+    lines = growth_lines(report(write_run(tmp_path, latency=latency((1,)))))
+    assert lines[0] == f"hf_fastdecode, eager on {CPU}: 1 sample within twice the latency of one"
 
 
 def test_markup_in_names_is_text(tmp_path):
