@@ -33,7 +33,7 @@ for stage in range(4):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     stock, _ = rollout(engine)
-    fd.enable(engine)
+    fd.enable(engine, min_saved_tokens=64)
     tokens, said = rollout(engine)
     assert tokens == stock
     assert said.startswith("stock: ZeRO-3 divides its parameters" if stage == 3 else "shared: "), said
