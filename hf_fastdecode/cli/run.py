@@ -85,8 +85,9 @@ def _command(program: str) -> Callable[[], Any]:
         sys.path.insert(0, os.path.join(sys.prefix, "bin"))  # as the command's own file has it
         return lambda: point.load()()
     if os.path.isfile(program):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
-        return lambda: _ended(runpy.run_path(program, run_name="__main__"))
+        path = os.path.abspath(program)  # as Python's own `__file__` of a script
+        sys.path.insert(0, os.path.dirname(path))
+        return lambda: _ended(runpy.run_path(path, run_name="__main__"))
     near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(program, names, 1))
     raise InputError(
         f"{program!r} is neither a file nor a command of a package in {sys.prefix}; a module is named behind -m{near}"

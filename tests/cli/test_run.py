@@ -136,3 +136,14 @@ def test_what_is_loaded_is_enabled_until_the_end(folder):
     assert dict(os.environ) == environment
     assert not fd.explain(plain).enabled
     assert not fd.explain(told).enabled
+
+
+def test_a_script_knows_its_place_after_it_changed_the_folder(tmp_path, monkeypatch, restored):
+    """`__file__` is absolute, as in Python's own start of a script."""
+    (tmp_path / "script.py").write_text(
+        f"import os\nos.chdir({str(tmp_path.parent)!r})\nprint(open(__file__).read())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(root, ["run", "script.py"])
+    assert result.exit_code == 0, result.output
+    assert "os.chdir" in result.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -135,3 +137,18 @@ def test_ids_of_any_dtype(dtype, call):
     assert isinstance(stock, str) == (dtype is not torch.int32)
     with fd.enabled(model, min_saved_tokens=1):
         assert tokens() == stock
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+def test_positions_that_are_no_rows_of_a_table(dtype):
+    """They equal those of the mask, and stock raises where the model looks them up."""
+    model = tiny_model("gpt2")
+    prompt = ragged_prompts(40)
+    call = prompt | {"position_ids": torch.arange(40)[None].to(dtype), "max_new_tokens": 2, "num_return_sequences": 2}
+    with pytest.raises(RuntimeError) as stock:
+        model.generate(**call, do_sample=True)
+    with (
+        fd.enabled(model, min_saved_tokens=1, reuse_prefix=True),
+        pytest.raises(RuntimeError, match=re.escape(str(stock.value))),
+    ):
+        model.generate(**call, do_sample=True)

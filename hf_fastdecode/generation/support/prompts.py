@@ -70,7 +70,11 @@ def check_prompts(
     if counts_padding(model):
         expected = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     if (ids := positions.ids) is not None and not positions.differ:
-        comparable = ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
+        whole = ids.dtype in (
+            torch.int32,
+            torch.int64,
+        )  # others are no rows of a table: stock raises where there is one
+        comparable = whole and ids.dim() == 2 and ids.shape[1] == input_ids.shape[1]
         right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)
         if positions.planes and attention_mask is not None:
             right = right | (attention_mask == 0)  # where planes have numbers of their own
