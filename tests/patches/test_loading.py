@@ -79,8 +79,13 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder
 
 
+def code_of_checkpoints() -> set[str]:
+    return {name for name in sys.modules if name.startswith("transformers_modules")}
+
+
 def test_saved_and_loaded(saved: tuple[str, Path], tmp_path: Path) -> None:
     plan, folder = saved
+    before = code_of_checkpoints()
     slim = pair(plan)[1]
     loaded, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not (found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"])
@@ -92,7 +97,7 @@ def test_saved_and_loaded(saved: tuple[str, Path], tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in slim.state_dict().items())
     assert type(AutoModel.from_pretrained(folder)) is SlimLlamaModel
-    assert not any(name.startswith("transformers_modules") for name in sys.modules)  # code of checkpoints
+    assert code_of_checkpoints() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
