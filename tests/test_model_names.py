@@ -83,6 +83,7 @@ def test_what_the_hub_answers(answer: Exception, message: str, monkeypatch: pyte
         raise answer
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", raise_answer)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", raise_answer)  # of an adapter's config
     with pytest.raises(InputError, match=message):
         load_config("org/name")
 
