@@ -116,7 +116,7 @@ def _weights_of_a_token(model: PreTrainedModel, structure: Structure) -> int:
     """Weights that a token of a prompt is multiplied by: all but those of embeddings, and of experts not chosen."""
     ends = [module for module in structure.walk.modules if isinstance(module, nn.Embedding)]
     left_out = {id(getattr(one, "weight", None)) for one in (*ends, model.get_output_embeddings())}
-    weights = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in left_out]
+    weights = [weight for weight in structure.walk.parameters if weight.dim() > 1 and id(weight) not in left_out]
     chosen = getattr(structure.text_config, "num_experts_per_tok", None)
     # Experts of a layer are one parameter of three dimensions.
     return sum(one.numel() * chosen // len(one) if chosen and one.dim() == 3 else one.numel() for one in weights)
