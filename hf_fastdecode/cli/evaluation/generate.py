@@ -92,6 +92,7 @@ def generate(
     Examples:
 
         hf-fastdecode eval generate --limit 20 --n 8
+        hf-fastdecode eval generate --model MODEL --task prompts.jsonl --n 16
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
         accelerate launch -m hf_fastdecode eval generate --model MODEL \\
             --task humaneval

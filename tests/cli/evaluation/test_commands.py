@@ -294,6 +294,7 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be a JSON object such"),
         (["generate", "--shots", "39", "--max-new-tokens", "4000"], "positions of this model; lower --shots"),
         (["generate", "--dtype", "int3"], "int3"),
+        (["run", "--task", "prompts.jsonl"], "task 1 is a prompt without tests, which cannot be scored; draw its"),
         (["run", "--latency", "-1"], "Invalid value for '--latency'"),
         (["check", "--sandbox", "nothing"], "--sandbox must be auto, bwrap"),
         (["check", "--sandbox", "none"], "add --allow-unsafe-code to permit it"),
@@ -309,6 +310,7 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], words: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}')
     refused = run(*arguments)
     assert refused.exit_code == 2
     assert words in refused.stderr
