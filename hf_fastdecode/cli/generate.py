@@ -79,7 +79,8 @@ def generate(
     prompts.jsonl` writes samples into a folder, goes on after an interruption, and by `--shard` in several processes
     (lines such as `{"prompt": "..."}`). Prompts are taken as they are, without a chat template. Only
     the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
-    `--mode`, `--backend`, `--sampler`, `--fuse-projections` and `--max-rows` are arguments of `hf_fastdecode.enable`.
+    `--mode`, `--backend`, `--sampler`, `--fuse-projections`, `--max-rows` and `--min-saved-tokens` are arguments of
+    `hf_fastdecode.enable`.
 
     Examples:
 

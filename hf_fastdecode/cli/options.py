@@ -72,6 +72,11 @@ class EnableOptions:
         int | None, typer.Option(help="Most completions drawn at once; the others wait.", show_default="all that fit")
     ] = None
 
+    min_saved_tokens: Annotated[
+        str,
+        typer.Option(help="Calls in which sharing saves fewer tokens than this run stock; auto estimates."),
+    ] = "auto"
+
     def arguments(self) -> dict[str, Any] | None:
         """Arguments of `enable`, checked; None to run stock."""
         found: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "stock"}
@@ -80,6 +85,8 @@ class EnableOptions:
             return None
         fuse = self.fuse_projections
         found["fuse_projections"] = {"true": True, "false": False}.get(fuse, fuse)
+        if self.min_saved_tokens.isdecimal():
+            found["min_saved_tokens"] = int(self.min_saved_tokens)
         check_enable_options(**found)
         return found
 

@@ -153,6 +153,7 @@ def test_public_names_load_when_used():
         ("generate --prompt x --backend cuda", "--backend must be one of auto, triton,"),
         ("generate --prompt x --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
         ("generate --prompt x --stock --sampler hf", "--sampler hf is for hf_fastdecode"),
+        ("generate --prompt x --min-saved-tokens few", "--min-saved-tokens must be an integer of at least 0, or "),
         ("generate --prompt x --fuse-projections no", "--fuse-projections must be one of auto, True, False, got 'no'"),
         ("generate --prompt x --fuse-projections true --mode eager", "--fuse-projections=True cannot run with mode="),
         ("generate --prompt x --fuse-projections true --device cpu", "fuse_projections=True cannot run: "),

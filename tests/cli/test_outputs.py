@@ -47,6 +47,12 @@ def test_texts_on_stdout_and_the_rest_on_stderr(checkpoint):
     assert "2 completions, 8 tokens in" in result.stderr
 
 
+def test_a_short_prompt_is_shared_where_that_is_asked_for(checkpoint):
+    common = ["generate", "--model", checkpoint, "--prompt", PROMPT[:40], "--n", 2, "--max-new-tokens", 2, "--explain"]
+    assert "(min_saved_tokens)" in run(*common).stderr
+    assert "last generate call: shared (" in run(*common, "--min-saved-tokens", 0).stderr
+
+
 def test_greedy_from_a_file(checkpoint, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
