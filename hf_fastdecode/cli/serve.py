@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,12 +107,14 @@ def enabled_models() -> Iterator[None]:
     stock, build = model_manager.ModelManager, server.build_server
 
     class EnabledModels(stock):  # type: ignore[misc, valid-type]
-        """Models that generate are enabled before the first request sees them; adapters are loaded into their base."""
+        """Models that generate are enabled before the first request sees them; adapters are loaded into their base.
+
+        Answers give a model the name that it is known by here, which is the one that was asked for.
+        """
 
         @staticmethod
         def process_model_name(model_id: str) -> str:
-            name: str = stock.process_model_name(str(embedded_folder()) if model_id == EMBEDDED else model_id)
-            return name
+            return model_id if os.path.exists(model_id) else model_id.removesuffix("@main")
 
         def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model, processor = super().load_model_and_processor(*args, **kwargs)
@@ -120,19 +123,21 @@ def enabled_models() -> Iterator[None]:
             return model, processor
 
         def _load_processor(self, name: str, *args: Any, **kwargs: Any) -> Any:
-            folder = name.removesuffix("@main")
-            if (base := base_of(folder)) is None:
-                return super()._load_processor(name, *args, **kwargs)
-            processor = super()._load_processor(self.process_model_name(base), *args, **kwargs)
-            return load_tokenizer(folder) if isinstance(processor, PreTrainedTokenizerBase) else processor
+            base = base_of(name)
+            processor = super()._load_processor(source(base or name), *args, **kwargs)
+            return load_tokenizer(name) if base and isinstance(processor, PreTrainedTokenizerBase) else processor
 
         def _load_model(self, name: str, *args: Any, **kwargs: Any) -> Any:
-            folder = name.removesuffix("@main")
-            if (base := base_of(folder)) is None:
-                return super()._load_model(name, *args, **kwargs)
-            model = super()._load_model(self.process_model_name(base), *args, **kwargs)
-            model.load_adapter(folder)
+            base = base_of(name)
+            model = super()._load_model(source(base or name), *args, **kwargs)
+            if base:
+                model.load_adapter(name)
             return model
+
+    def source(name: str) -> str:
+        """Folder, or id and revision, as transformers' manager names what it loads."""
+        found: str = stock.process_model_name(str(embedded_folder()) if name == EMBEDDED else name)
+        return found
 
     model_manager.ModelManager = EnabledModels
     server.build_server = lambda *args, **kwargs: _explained(build(*args, **kwargs))

@@ -120,6 +120,7 @@ def test_the_name_that_was_given_is_the_models_name(asked):
         for name in ({"model": "embedded"}, {}):
             answer = client.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 2, **name})
             assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == "embedded"
 
     asked(["embedded"], ask)
 
