@@ -21,7 +21,7 @@ from ..measurement import draw as measurement
 from ..measurement.draw import Drawn, continuation, end_tokens_of, memory_and_logit_errors
 from ..model_names import max_positions
 from .console import bytes_text
-from .sampling import Sampling
+from .options import Sampling
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 

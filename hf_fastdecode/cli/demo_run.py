@@ -27,7 +27,7 @@ from hf_fastdecode.evals.tasks import load_tasks
 from ..measurement.draw import Drawn, end_tokens_of
 from .completions import Completion, check_memory, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
-from .sampling import Sampling
+from .options import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
 

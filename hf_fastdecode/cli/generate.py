@@ -20,8 +20,7 @@ from .checks import check_device, pick_device, pick_tasks
 from .console import forced_options, note, progress_bar, quiet_libraries
 from .demo import SHOTS
 from .interrupts import exit_on_interrupt
-from .options import Device, EnableOptions, Model, expand_option_groups
-from .sampling import SamplingOptions
+from .options import Device, EnableOptions, Model, SamplingOptions, expand_option_groups
 
 
 @expand_option_groups

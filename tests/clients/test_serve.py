@@ -20,7 +20,7 @@ from transformers.cli.transformers import app
 
 import hf_fastdecode as fd
 from hf_fastdecode import api
-from hf_fastdecode.cli.serve import run_server
+from hf_fastdecode.cli.programs import run_server
 from hf_fastdecode.errors import InputError
 
 from .programs import Work, save_adapter, saved_model

@@ -27,7 +27,7 @@ from .options import (
     TaskOptions,
     run_folder,
 )
-from .score import check_references, judge_samples
+from .stored import check_references, judge_samples
 
 
 @expand_option_groups

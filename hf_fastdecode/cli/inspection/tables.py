@@ -19,8 +19,7 @@ from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
 
 from ..console import bytes_text
 from ..convert_table import SHORT_DTYPES, cache_name
-from .report import ContextCaches, ModelReport
-from .sharing import Sharing
+from .report import ContextCaches, ModelReport, Sharing
 
 _CAPTION: Final = (
     "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices. At most: the "
