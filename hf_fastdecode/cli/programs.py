@@ -282,7 +282,8 @@ def run(
         held.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [program, *context.args]
         try:
-            code = start()
+            returned = start()
+            code = 0 if isinstance(returned, dict) else returned  # the names of a module or a script
         except Exception as error:
             error.__traceback__ = _of_program(error.__traceback__)
             traceback.print_exception(error)
@@ -298,7 +299,7 @@ def _module(name: str) -> Callable[[], Any]:
         found = None
     if found is None:
         raise InputError(f"there is no module {name!r} in {sys.prefix} or the current folder; install it, or check it")
-    return lambda: _ended(runpy.run_module(name, run_name="__main__", alter_sys=True))
+    return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _command(program: str) -> Callable[[], Any]:
@@ -310,15 +311,11 @@ def _command(program: str) -> Callable[[], Any]:
     if os.path.isfile(program):
         path = os.path.abspath(program)  # as Python's own `__file__` of a script
         sys.path.insert(0, os.path.dirname(path))
-        return lambda: _ended(runpy.run_path(path, run_name="__main__"))
+        return lambda: runpy.run_path(path, run_name="__main__")
     near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(program, names, 1))
     raise InputError(
         f"{program!r} is neither a file nor a command of a package in {sys.prefix}; a module is named behind -m{near}"
     )
-
-
-def _ended(_: dict[str, Any]) -> int:
-    return 0
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:

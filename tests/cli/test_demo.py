@@ -20,7 +20,7 @@ from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.sandbox import SandboxError
 
 from .checkpoint import embed
-from .command_line import needs_weights, run
+from .command_line import needs_weights, ran, run
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
 
@@ -129,8 +129,7 @@ def test_tasks_and_shots():
 
 def test_demo(checkpoint, monkeypatch):
     embed(checkpoint, monkeypatch)
-    result = run("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4, "--best", 2)
-    assert result.exit_code == 0, result.stderr
+    result = ran("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4, "--best", 2)
     assert result.stderr == ""
     for text in ("3 completions of one prompt", "prompt tokens prefilled", "KV cache", "0 of 3 completions pass"):
         assert text in result.stdout
@@ -148,6 +147,5 @@ def test_demo_with_different_tokens(checkpoint, monkeypatch):
 
 @needs_weights
 def test_demo_of_the_embedded_model():
-    result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 4)
-    assert result.exit_code == 0, result.stderr
+    result = ran("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 4)
     assert "Both calls drew the same" in " ".join(result.stdout.split())

@@ -21,7 +21,7 @@ from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 from hf_fastdecode.measurement.draw import Drawn, end_tokens_of
 
-from .command_line import PROMPT, run
+from .command_line import PROMPT, ran, run
 
 
 def stdin(content: bytes = b"", *, terminal: bool = False) -> io.TextIOWrapper:
@@ -276,8 +276,7 @@ def test_same_seed_same_completions_with_and_without_stock(checkpoint):
 
 def test_texts_on_stdout_and_the_rest_on_stderr(checkpoint):
     common = ["generate", "--model", checkpoint, "--n", 2, "--max-new-tokens", 4]
-    result = run(*common, "--explain", stdin=PROMPT)
-    assert result.exit_code == 0
+    result = ran(*common, "--explain", stdin=PROMPT)
     texts = [line["text"] for line in lines(run(*common, "--json", stdin=PROMPT))]
     assert result.stdout == "".join(text if text.endswith("\n") else text + "\n" for text in texts)
     assert result.stderr.startswith("--- prompt 0, sample 0: 4 tokens, mean log-p -")

@@ -17,7 +17,7 @@ from hf_fastdecode.cli.inspection.tables import sharing_text
 from hf_fastdecode.errors import InputError
 
 from ..conversion.checkpoint.checkpoints import save_multi_head
-from .command_line import needs_weights, run
+from .command_line import needs_weights, ran, run
 
 LLAMA = {
     "hidden_size": 64,
@@ -206,8 +206,7 @@ def config_file(folder: Path, name: str, fields: Any) -> Path:
 
 
 def words(*arguments: object) -> str:
-    done = run("inspect", *arguments)
-    assert done.exit_code == 0, done.output
+    done = ran("inspect", *arguments)
     return " ".join(done.stdout.split())
 
 
@@ -254,8 +253,8 @@ def test_slim_checkpoints(tmp_path: Path) -> None:
     plan = config_file(tmp_path, "plan", [{"plan": "kv"}, {"plan": "k"}, {"plan": "k+r", "rank": 5}])
     for dtype in ("auto", "int8"):
         command = ["convert-checkpoint", source, tmp_path / dtype, "--plan", plan, "--cache-dtype", dtype]
-        report = json.loads(run(*command, "--tolerance", 1e9, "--json").stdout)
-        found = json.loads(run("inspect", tmp_path / dtype, "--context", 10, "--json").stdout)
+        report = json.loads(ran(*command, "--tolerance", 1e9, "--json").stdout)
+        found = json.loads(ran("inspect", tmp_path / dtype, "--context", 10, "--json").stdout)
         expected = [{key: one[key] for key in found["slim_layers"][0]} for one in report["layers"]]
         assert found["slim_layers"] == expected
         kv, slim, int8 = found["caches"][0]["sizes"]
@@ -275,7 +274,7 @@ def test_slim_encoder_decoders(tmp_path: Path) -> None:
     """Cross-attention reads the encoder's output, which is counted on chip and read, as for ordinary configs."""
     layers = [{"plan": "x"}, {"plan": "e"}] * 4
     slim = config_file(tmp_path, "slim", WHISPER | {"model_type": "slim_whisper", "slim_layers": layers})
-    found = json.loads(run("inspect", slim, "--dtype", "float16", "--json").stdout)
+    found = json.loads(ran("inspect", slim, "--dtype", "float16", "--json").stdout)
     ordinary = json.loads(
         run("inspect", config_file(tmp_path, "plain", WHISPER), "--dtype", "float16", "--json").stdout
     )
@@ -302,7 +301,7 @@ def test_multimodal_models(tmp_path: Path) -> None:
         for name, fields in (("llava", {"model_type": "llava", "text_config": text}), ("llama", text))
     ]
     llava, llama = (
-        json.loads(run("inspect", file, "--dtype", "float16", "--context", 100, "--json").stdout) for file in files
+        json.loads(ran("inspect", file, "--dtype", "float16", "--context", 100, "--json").stdout) for file in files
     )
     assert llava["slim_refused"] is None
     assert llava["caches"] == llama["caches"]
@@ -313,7 +312,7 @@ def test_bytes_are_those_of_a_dry_run() -> None:
     report = json.loads(
         run("convert-checkpoint", "embedded", "--dtype", "bfloat16", "--plan", "k", "--dry-run", "--json").stdout
     )
-    found = json.loads(run("inspect", "embedded", "--dtype", "bfloat16", "--context", 1, "--json").stdout)
+    found = json.loads(ran("inspect", "embedded", "--dtype", "bfloat16", "--context", 1, "--json").stdout)
     sizes = {one["cache"]: one["bytes"] for one in found["caches"][0]["sizes"]}
     assert sizes["keys"] == report["bytes_per_token"]
     assert sizes["keys and values"] == report["ordinary_bytes_per_token"]
@@ -338,20 +337,19 @@ def test_inspect_by_hand(tmp_path, fields, attention, bytes_per_token):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, **fields}))
     options = ["inspect", file, "--context", 100, 1000, "--n", 4, 64, "--new-tokens", 20]
-    found = json.loads(run(*options, "--json").stdout)
+    found = json.loads(ran(*options, "--json").stdout)
     assert (found["attention"], found["bytes_per_token"], found["can_share"]) == (attention, bytes_per_token, True)
     assert [(row["context"], row["samples"]) for row in found["rows"]] == [(100, 4), (100, 64), (1000, 4), (1000, 64)]
     last = found["rows"][-1]
     assert last["kv_bytes"]["stock"] == 64 * 1020 * bytes_per_token
     assert last["kv_bytes"]["shared"] == (1000 + 64 * 20) * bytes_per_token
     assert last["step_bytes"]["ratio"] == pytest.approx(64 * 1010 / (1000 + 64 * 10), abs=1e-4)
-    table = run(*options)
-    assert table.exit_code == 0
+    table = ran(*options)
     assert f"KV per token  {bytes_per_token:,} bytes" in table.stdout
     assert "can share     yes" in table.stdout
 
 
 @needs_weights
 def test_inspect_the_embedded_model():
-    found = json.loads(run("inspect", "embedded", "--json").stdout)
+    found = json.loads(ran("inspect", "embedded", "--json").stdout)
     assert (found["attention"], found["can_share"]) == ("MHA", True)

@@ -12,7 +12,7 @@ import torch
 
 from ...fresh_processes import run_fresh
 from ...workers import made_once
-from ..command_line import needs_weights, run
+from ..command_line import needs_weights, ran
 from .forked_runs import OPTIONS, PROMPTS, write_prompts
 
 
@@ -27,8 +27,7 @@ def one_thread() -> Iterator[None]:
 
 def generate(out: Path, *options: str) -> None:
     """`eval generate` here: an interpreter takes longer to start than the run does."""
-    result = run("eval", "generate", *OPTIONS, *options, "--out", out)
-    assert result.exit_code == 0, result.output
+    ran("eval", "generate", *OPTIONS, *options, "--out", out)
 
 
 @pytest.fixture(scope="module")
