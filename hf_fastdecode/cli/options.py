@@ -5,7 +5,7 @@ A command that means something else by an option, or has more to say about it, d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -165,28 +165,35 @@ class SamplingOptions:
 
 
 def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer whose options are the parameters, and the fields of parameters that are dataclasses."""
+    """A command for typer: its options are the parameters, and the fields of those that are dataclasses, and so on."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hints[name] for name in signature(function).parameters if is_dataclass(hints[name])}
     options: list[Parameter] = []
     for name, parameter in signature(function).parameters.items():
-        if name in groups:
-            types = get_type_hints(groups[name], include_extras=True)
-            options += [
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
-                for field in fields(groups[name])
-            ]
-        else:
-            options.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+        own = [parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])]
+        options += _options_of(groups[name]) if name in groups else own
 
     @wraps(function)
     def command(**given: Any) -> None:
-        made = {
-            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-            for name, kind in groups.items()
-        }
+        made = {name: _made(kind, given) for name, kind in groups.items()}
         function(**made, **given)
 
     vars(command)["__signature__"] = Signature(options)
     command.__annotations__ = {option.name: option.annotation for option in options}
     return command
+
+
+def _options_of(group: Any) -> Iterator[Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        if is_dataclass(kind := types[field.name]):
+            yield from _options_of(kind)
+        else:
+            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+
+
+def _made(group: Any, given: dict[str, Any]) -> Any:
+    """The group of the given options, which are taken out."""
+    types = get_type_hints(group, include_extras=True)
+    kinds = {field.name: types[field.name] for field in fields(group)}
+    return group(**{n: _made(kind, given) if is_dataclass(kind) else given.pop(n) for n, kind in kinds.items()})

@@ -141,9 +141,6 @@ def test_inspect_prints_markdown(checkpoint):
     assert "--format markdown is for tables" in refusal(*words, "--format", "markdown", "--json")
 
 
-def test_conversions_print_markdown(tmp_path):
-    from ..conversion.checkpoint.checkpoints import save_multi_head
-
-    source = save_multi_head(tmp_path)
+def test_conversions_print_markdown(source):
     found = run("convert-checkpoint", source, "--dry-run", "--table-format", "markdown").stdout
     assert "| layer | caches | in | cond W_K | max W_KV |" in found

@@ -23,11 +23,6 @@ from .command_line import needs_weights, ran, refusal, run
 refused = partial(refusal, "convert-checkpoint")
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_multi_head(tmp_path_factory.mktemp("multi-head"))
-
-
 def words_of_verification(printed: str) -> str:
     """Without numbers, and line breaks, which depend on these."""
     return re.sub(r"\d[\d.e-]*", "", " ".join(printed.partition("Verified: ")[2].split()))

@@ -17,17 +17,12 @@ from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkp
 from hf_fastdecode.conversion.checkpoint.shards import ShardWriter, _digest
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 
-from ..conversion.checkpoint.checkpoints import contents, save_multi_head
+from ..conversion.checkpoint.checkpoints import contents
 from .command_line import ran, refusal, run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 RESUME = ("--max-shard-size", 20_000, "--rank", 3, "--resume")
 refused = partial(refusal, "convert-checkpoint")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_multi_head(tmp_path_factory.mktemp("multi-head"))
 
 
 @pytest.fixture

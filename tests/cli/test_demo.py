@@ -19,7 +19,6 @@ from hf_fastdecode.cli.options import Sampling
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.sandbox import SandboxError
 
-from .checkpoint import embed
 from .command_line import needs_weights, ran, run
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
@@ -127,16 +126,14 @@ def test_tasks_and_shots():
             pick_tasks([DEFAULT_TASK], shots)
 
 
-def test_demo(checkpoint, monkeypatch):
-    embed(checkpoint, monkeypatch)
+def test_demo(embedded):
     result = ran("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4, "--best", 2)
     assert result.stderr == ""
     for text in ("3 completions of one prompt", "prompt tokens prefilled", "KV cache", "0 of 3 completions pass"):
         assert text in result.stdout
 
 
-def test_demo_with_different_tokens(checkpoint, monkeypatch):
-    embed(checkpoint, monkeypatch)
+def test_demo_with_different_tokens(embedded, monkeypatch):
     monkeypatch.setattr("hf_fastdecode.cli.demo_run.torch.equal", lambda *tensors: False)
     result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 2)
     assert result.exit_code == 1
