@@ -7,23 +7,15 @@ import sys
 
 import pytest
 import torch
-import typer
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
-from typer.testing import CliRunner
 
 import hf_fastdecode as fd
-from hf_fastdecode.cli.console import OneLineErrors
-from hf_fastdecode.cli.programs import PASS_ON, WORDS, run, serve
 from hf_fastdecode.enabled_loading import VARIABLE, enabled_loading
 
 from ..fresh_processes import run_fresh
 from ..tiny_models import tiny_model
-
-root = typer.Typer(cls=OneLineErrors)
-root.command("serve", context_settings=PASS_ON)(serve)
-root.command("run", context_settings=WORDS)(run)
-root.command("other")(lambda: None)
+from .command_line import ran, refusal
 
 
 @pytest.fixture(params=[True, False], ids=["installed", "not-installed"])
@@ -33,23 +25,16 @@ def installed(request, monkeypatch):
 
 
 def test_continuous_batching_is_refused(installed):
-    done = CliRunner().invoke(root, ["serve", "model", "--continuous-batching"])
-    assert done.exit_code == 2
-    assert done.stderr.count("\n") == 1
-    assert "--continuous-batching decodes without `generate`" in done.stderr
-    assert "run `transformers serve`" in done.stderr
+    line = refusal("serve", "model", "--continuous-batching")
+    assert "--continuous-batching decodes without `generate`" in line
+    assert "run `transformers serve`" in line
 
 
 def test_without_the_server_one_line_says_the_remedy(monkeypatch):
     monkeypatch.setattr(import_utils, "is_serve_available", lambda: False)
-    done = CliRunner().invoke(root, ["serve", "model", "--port", "1"])
-    assert done.exit_code == 2
-    assert done.stderr == (
-        "hf-fastdecode: transformers' server is not installed; pip install 'transformers[serving]'\n"
-    )
+    line = "hf-fastdecode: transformers' server is not installed; pip install 'transformers[serving]'\n"
+    assert refusal("serve", "model", "--port", "1") == line
 
-
-root.command("run", context_settings=WORDS)(run)
 
 SCRIPT = """
 import os, subprocess, sys
@@ -123,11 +108,8 @@ def restored(monkeypatch):
 def test_modules_and_commands_by_name(tmp_path, monkeypatch, restored):
     (tmp_path / "of_a_folder.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(root, ["run", "-m", "of_a_folder", "--mode", "eager"])
-    assert (done.exit_code, done.stdout) == (0, "['--mode', 'eager'] __main__\n")
-    done = CliRunner().invoke(root, ["run", "hf-fastdecode", "--version"])
-    assert done.exit_code == 0
-    assert done.stdout.startswith(f"hf-fastdecode {fd.__version__} ")
+    assert ran("run", "-m", "of_a_folder", "--mode", "eager").stdout == "['--mode', 'eager'] __main__\n"
+    assert ran("run", "hf-fastdecode", "--version").stdout.startswith(f"hf-fastdecode {fd.__version__} ")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +125,7 @@ def test_modules_and_commands_by_name(tmp_path, monkeypatch, restored):
     ],
 )
 def test_what_is_refused(words, said, restored):
-    done = CliRunner().invoke(root, ["run", *words])
-    assert done.exit_code == 2
-    assert said.format(prefix=sys.prefix) in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert said.format(prefix=sys.prefix) in refusal("run", *words)
 
 
 def test_what_is_loaded_is_enabled_until_the_end(folder):
@@ -172,6 +151,4 @@ def test_a_script_knows_its_place_after_it_changed_the_folder(tmp_path, monkeypa
         f"import os\nos.chdir({str(tmp_path.parent)!r})\nprint(open(__file__).read())\n"
     )
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(root, ["run", "script.py"])
-    assert result.exit_code == 0, result.output
-    assert "os.chdir" in result.output
+    assert "os.chdir" in ran("run", "script.py").output
