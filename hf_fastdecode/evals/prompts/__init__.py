@@ -8,12 +8,12 @@ from typing import Any, Final
 from hf_fastdecode.errors import InputError
 
 from ..tasks import TaskSet
-from .formats import PromptFormat, chat_format, docstring_format, few_shot_format, stem_format
+from .formats import PromptFormat, chat_format, docstring_format, few_shot_format, plain_format, stem_format
 from .stop_rules import StopRule
 
 __all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "prompt_format"]
 
-FORMAT_NAMES: Final = ("mbxp", "austin", "bigcode")
+FORMAT_NAMES: Final = ("mbxp", "austin", "bigcode", "plain")
 SHOTS: Final = 3
 """Solved examples of the format `austin`, as in its paper."""
 
@@ -28,15 +28,19 @@ def prompt_format(
 ) -> PromptFormat:
     """The format in which tasks are put to a model; an InputError where it does not suit them.
 
-    Without a name, `mbxp` where tasks begin with a signature, else `austin`, with `shots` of the tasks' solved
-    examples. The template of a chat model's tokenizer, with its arguments, takes the place of a named format.
+    Without a name, `plain` for prompts without tests, `mbxp` where tasks begin with a signature, else `austin`, with
+    `shots` of the tasks' solved examples. The template of a chat model's tokenizer, with its arguments, takes the
+    place of a named format.
     """
     if chat_tokenizer is not None:
         if name is not None:
             raise InputError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
         return chat_format(chat_tokenizer, template_arguments or {})
-    chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
-    if chosen == "mbxp":
+    first = tasks.tasks[0]
+    chosen = name or ("plain" if not first.tests else "mbxp" if first.stem else "austin")
+    if chosen == "plain":
+        found = plain_format()
+    elif chosen == "mbxp":
         found = stem_format()
     elif chosen == "austin":
         found = few_shot_format(tasks.examples, shots)
@@ -44,5 +48,5 @@ def prompt_format(
         found = docstring_format()
     else:
         raise InputError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
-    found.prompt(tasks.tasks[0])  # a format that does not suit the tasks says so now
+    found.prompt(first)  # a format that does not suit the tasks says so now
     return found

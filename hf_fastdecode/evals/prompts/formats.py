@@ -1,11 +1,13 @@
 """Prompt formats: what a model reads of a task, and what of its text is the completion.
 
 - ``mbxp``: the model continues a task's signature and docstring (Athiwaratkun et al. 2022, section 4).
+- ``plain``: a prompt as it is; the completion is all that follows.
 - ``austin``: MBPP's few-shot prompt (Austin et al. 2021, section 3.1).
 - ``bigcode``: the zero-shot prompts of bigcode-evaluation-harness with its stop words. A completion is cut at the
   first stop word and not repaired, as there, so that verdicts can be compared.
 - ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
-  task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
+  task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block. Of
+  a prompt without tests, the completion is the whole answer.
 - ``chat-thinking``: the same message to a model that thinks first. It answers in its own format; the program is the
   first code block behind its thoughts.
 """
@@ -22,7 +24,7 @@ from hf_fastdecode.errors import InputError
 
 from ..records import Task
 from .function_ends import BraceEnd, PythonFunctionEnd
-from .stop_rules import StopRule, StopWords
+from .stop_rules import StopRule, StopWords, Unbounded
 from .thoughts import ThoughtfulAnswer, template_of, thoughts_of
 
 
@@ -56,6 +58,11 @@ def _stem(task: Task) -> str:
             'needs; use `prompt_format="austin"` or `prompt_format="bigcode"`'
         )
     return task.stem
+
+
+def plain_format() -> PromptFormat:
+    """``plain``: the stem is the prompt; the completion ends with the model's end token."""
+    return PromptFormat("plain", _stem, lambda _: Unbounded())
 
 
 def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
@@ -148,8 +155,8 @@ def chat_format(tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType(
         )
     return PromptFormat(
         "chat",
-        lambda task: f"{asked(_message(task))}```{task.language}\n{task.stem}",
-        BlockEnd,
+        lambda task: asked(_message(task)) + (f"```{task.language}\n{task.stem}" if task.tests else ""),
+        lambda task: BlockEnd(task) if task.tests else Unbounded(),
         special_tokens=False,
     )
 
@@ -158,6 +165,8 @@ _MARK: Final = "the message"
 
 
 def _message(task: Task) -> str:
+    if not task.tests:
+        return task.stem
     language = _NAMES[task.language]
     if task.stem:
         return f"Complete this {language} function, in one code block.\n\n```{task.language}\n{task.stem.strip()}\n```"

@@ -54,7 +54,10 @@ def thoughts_of(template: str, prompt: str) -> Thoughts | None:
 
 
 class ThoughtfulAnswer(StopRule):
-    """Ends behind the first code block after the thoughts, or where no block was begun, with the text."""
+    """Ends behind the first code block after the thoughts, or where no block was begun, with the text.
+
+    To a prompt without tests, all behind the thoughts is the answer.
+    """
 
     def __init__(self, task: Task, thoughts: Thoughts):
         super().__init__()
@@ -71,6 +74,8 @@ class ThoughtfulAnswer(StopRule):
 
     def completion(self, text: str) -> str:
         start = self.answer_start(text)
+        if start is not None and not self._task.tests:
+            return text[start:]
         block = None if start is None else _BLOCK.search(text[start:])
         if block is None:
             return ""  # cut off, or an answer without a program
@@ -86,7 +91,7 @@ class ThoughtfulAnswer(StopRule):
         pass
 
     def _find(self, text: str) -> int | None:
-        start = self.answer_start(text)
+        start = self.answer_start(text) if self._task.tests else None
         block = None if start is None else _BLOCK.search(text[start:])
         return start + block.end() if start is not None and block and block["end"] else None
 

