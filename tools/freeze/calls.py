@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel as Model
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -22,23 +23,22 @@ from tests.patches import encoder_decoder_models, family_models, multimodal_mode
 from tests.patches.slim_models import TEXT
 from tests.tiny_models import ragged_prompts, seeded, tiny_model
 
-Model = PreTrainedModel
 Arguments = dict[str, Any]
 
-SAMPLES: Final = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 8}
-GREEDY: Final = {"do_sample": False, "max_new_tokens": 8}
-BEAMS: Final = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
-BEAM_SAMPLES: Final = {"do_sample": True, "top_k": 0, "num_beams": 3, "max_new_tokens": 6}
-ENDS: Final = {"eos_token_id": list(range(3, 16)), "max_new_tokens": 16}
-DICT: Final = {"return_dict_in_generate": True}
-SCORES: Final = {**DICT, "output_scores": True, "output_logits": True}
-CHAIN: Final = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
+SAMPLES: Final[Arguments] = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 8}
+GREEDY: Final[Arguments] = {"do_sample": False, "max_new_tokens": 8}
+BEAMS: Final[Arguments] = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+BEAM_SAMPLES: Final[Arguments] = {"do_sample": True, "top_k": 0, "num_beams": 3, "max_new_tokens": 6}
+ENDS: Final[Arguments] = {"eos_token_id": list(range(3, 16)), "max_new_tokens": 16}
+DICT: Final[Arguments] = {"return_dict_in_generate": True}
+SCORES: Final[Arguments] = {**DICT, "output_scores": True, "output_logits": True}
+CHAIN: Final[Arguments] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
 ONE, RAGGED, ALIKE = ragged_prompts(80), ragged_prompts(57, 71, 64, shared=40), ragged_prompts(50, 50, 33, shared=32)
-GRAPH: Final = {"mode": "graph", "backend": "triton"}
-SMALL: Final = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+GRAPH: Final[Arguments] = {"mode": "graph", "backend": "triton"}
+SMALL: Final[Arguments] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 """Interpreting takes time by the program: one for each layer, KV head and row."""
 SHORT: Final = ragged_prompts(24, 19, shared=17)
-FEW: Final = SAMPLES | {"num_return_sequences": 2, "max_new_tokens": 4}
+FEW: Final[Arguments] = SAMPLES | {"num_return_sequences": 2, "max_new_tokens": 4}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def embedded_prompts(model: Model) -> Mapping[str, Tensor]:
 
 def adapted() -> Model:
     """With a LoRA adapter, where PEFT is installed."""
-    import peft
+    peft = import_module("peft")
 
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

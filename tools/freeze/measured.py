@@ -21,15 +21,17 @@ import torch
 import transformers
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel as Model
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import captured_prefill
 from tests.architectures import __main__ as architectures
+from tests.architectures.classes import generating_classes
 from tests.interpreter import make_faster, merging_two_at_once
 from tests.parallel.scenarios import capturing
 from tests.tiny_models import seeded
 
-from .calls import Call, Model, calls
+from .calls import Call, calls
 
 PACKAGE: Final = f"{Path(fd.__file__).parent}{os.sep}"
 MORE_STEPS: Final = 8
@@ -171,6 +173,6 @@ def measure(classes: list[str] | None = None) -> dict[str, Any]:
             except Exception as error:  # as where a forced mode cannot run
                 found[key] = {"error": f"{type(error).__name__}: {error}"}
     if classes is not None:
-        for name, verdict, _ in architectures._verdicts(classes or list(architectures.generating_classes())):
+        for name, verdict, _ in architectures._verdicts(classes or list(generating_classes())):
             found[f"architectures: {name}"] = asdict(verdict)
     return found
