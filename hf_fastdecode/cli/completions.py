@@ -17,8 +17,8 @@ from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.generation.report import Report
 
 from ..errors import InputError
-from ..measurement import draw as measurement
-from ..measurement.draw import Drawn, continuation, end_tokens_of, memory_and_logit_errors
+from ..measurement import calls as measurement
+from ..measurement.calls import Drawn, continuation, end_tokens_of, memory_and_logit_errors
 from ..model_names import max_positions
 from .console import bytes_text
 from .sampling import Sampling

@@ -15,13 +15,19 @@ from .._compat import CACHE
 from ..api import enabled, explain
 from ..cache.shared import cache_bytes
 from . import SAMPLING
-from .calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
-from .draw import seeded
+from .calls import (
+    begin_peak,
+    collect,
+    peak_over,
+    percentiles,
+    prefill_and_decode,
+    seeded,
+    step_columns,
+    wall_seconds,
+    what_ran,
+)
 from .figures import COLOURS, add_legend, add_title, new_figure, save, style_axis
-from .rows import Measurement
-from .runner import status_of
-from .tables import by, markdown
-from .timing import percentiles, wall_seconds
+from .rows import Measurement, by, markdown, status_of
 
 WAYS: Final = ("stock", "shared")
 """transformers' `generate`, and that of the enabled model."""

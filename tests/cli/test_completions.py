@@ -10,7 +10,7 @@ from hf_fastdecode.cli.completions import draw, encode, read_completions
 from hf_fastdecode.cli.sampling import Sampling
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
-from hf_fastdecode.measurement.draw import Drawn, end_tokens_of
+from hf_fastdecode.measurement.calls import Drawn, end_tokens_of
 
 PROMPTS = ["assert length('red') == 3", "def add(a, b):\n    return"]
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_fastdecode.cli.tables import show_tables
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import markdown
 
 from .command_line import refusal, run
 

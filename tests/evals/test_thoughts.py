@@ -17,7 +17,7 @@ from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.prompts.thoughts import CHANNELS, ThoughtfulAnswer, Thoughts
 from hf_fastdecode.evals.records import Sample, Task, thoughts_line
 from hf_fastdecode.evals.tasks import TaskSet
-from hf_fastdecode.measurement.draw import Drawn
+from hf_fastdecode.measurement.calls import Drawn
 
 from .stems import JAVA, JAVASCRIPT, MBPP, PYTHON
 

@@ -70,8 +70,7 @@ class _Timed:
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
     """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
     from ...evals.generation.latency import measure_latency
-    from ...measurement.rows import provenance
-    from ...measurement.runner import run
+    from ...measurement.rows import provenance, run
 
     options = prepared.options
     about = {

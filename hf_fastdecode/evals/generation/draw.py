@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api import enabled
-from ...measurement.draw import Drawn, continuation, draw, end_tokens_of
+from ...measurement.calls import Drawn, continuation, draw, end_tokens_of
 from ..prompts import PromptFormat
 from ..prompts.thoughts import ThoughtfulAnswer
 from ..records import Sample, Task

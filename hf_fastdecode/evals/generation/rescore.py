@@ -16,7 +16,7 @@ from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError
 
 from ...errors import InputError
 from ...files import JsonlWriter, json_lines, read_jsonl, write_text
-from ...measurement.draw import memory_and_logit_errors
+from ...measurement.calls import memory_and_logit_errors
 from ..prompts import PromptFormat
 from ..records import Sample, Task
 from .weights import model_digest

@@ -11,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from hf_fastdecode.measurement.draw import ANCHOR, continuation
+from hf_fastdecode.measurement.calls import ANCHOR, continuation
 
 from ..prompts import StopRule
 

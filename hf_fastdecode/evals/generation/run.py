@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...errors import InputError
-from ...measurement.draw import memory_and_logit_errors
+from ...measurement.calls import memory_and_logit_errors
 from ..prompts import PromptFormat
 from ..records import Task
 from ..settings import RunSettings, claim_folder

@@ -51,7 +51,7 @@ def latency(ns: Sequence[int] = (1, 2, 4, 8), device: str = CPU, modes: Sequence
 
 
 def write_latency(path: Path, rows: Iterable[Latency], **more: str) -> None:
-    """Write rows as `hf_fastdecode.measurement.runner` does."""
+    """Write rows as `hf_fastdecode.measurement.rows` does."""
     known = [{name: None if value != value else value for name, value in asdict(row).items()} for row in rows]
     write_rows(path, [own | more for own in known])
 
