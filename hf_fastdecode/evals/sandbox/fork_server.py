@@ -18,10 +18,8 @@ from pathlib import Path
 from types import CodeType
 from typing import IO, Final, Self
 
-from .command import SETUP_SECONDS, Command, Ended, kill_first_process, wait_for
-from .launch import Backend, SandboxError, python_command, view_of
-from .limits import Limits
-from .process import SandboxedProcess
+from .launch import Backend, Limits, SandboxError, python_command, view_of
+from .process import SETUP_SECONDS, Command, Ended, SandboxedProcess, kill_first_process, wait_for
 
 _LOOP: Final = Path(__file__).with_name("fork_loop.py")
 _LONGEST_REPORT: Final = 4096

@@ -13,7 +13,7 @@ from hf_fastdecode.evals.sandbox import (
     Limits,
     SandboxedProcess,
 )
-from hf_fastdecode.evals.sandbox.limits import children_of
+from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring.python import _IMPORTS
 
 LIMITS = Limits(cpu_seconds=10, wall_seconds=30, memory_bytes=256 << 20, output_bytes=1 << 20, scratch_bytes=4 << 20)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose, namespaces, run
+from hf_fastdecode.evals import sandbox
+from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, backends, choose
+from hf_fastdecode.evals.sandbox.backends import Unshare
 from hf_fastdecode.evals.sandbox.launch import Backend, Launch, Unconfined, View, view_of
-from hf_fastdecode.evals.sandbox.namespaces import Unshare
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Edited:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """What each back end is refused for, in place of the proof; all pass."""
     found: dict[str, str | None] = dict.fromkeys(BACKENDS)
-    monkeypatch.setattr(run, "_refusal", found.__getitem__)
+    monkeypatch.setattr(sandbox, "_refusal", found.__getitem__)
     return found
 
 
@@ -69,7 +70,7 @@ def test_the_refusal_names_what_denies_user_namespaces(
     refusals: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ubuntu 24.04 does by default: there, bubblewrap helps only once that is changed."""
-    monkeypatch.setattr(run, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(sandbox, "_SETTINGS", tmp_path)
     refusals.update(dict.fromkeys(BACKENDS, "Permission denied"))
     with pytest.raises(SandboxError, match=r"; install bubblewrap \(apt install bubblewrap\), or inside a container"):
         choose()
@@ -99,12 +100,12 @@ def test_none_has_to_be_allowed() -> None:
 
 
 def test_the_proof_is_made_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "prove", None)
+    monkeypatch.setattr(sandbox, "prove", None)
     assert choose(sandbox.name) == sandbox
 
 
 def test_without_isolation_the_proof_tells_each_escape() -> None:
-    refusal = run.prove(Unconfined())
+    refusal = sandbox.prove(Unconfined())
     assert refusal is not None
     expected = ["network", "temporary folder", "outside its own folder", "more than its size", "processes of the host"]
     expected += ["keeps root or capabilities", "makes user namespaces"] if os.geteuid() == 0 else []
@@ -125,27 +126,29 @@ def test_without_isolation_the_proof_tells_each_escape() -> None:
     ],
 )
 def test_each_hole_is_seen_alone(edits: list[tuple[str, str]], escape: str) -> None:
-    if refusal := run._refusal("unshare"):
+    if refusal := sandbox._refusal("unshare"):
         pytest.skip(refusal)
-    assert run.prove(Edited(Unshare(), tuple(edits))) == escape
+    assert sandbox.prove(Edited(Unshare(), tuple(edits))) == escape
 
 
 def test_a_back_end_that_does_not_start_is_refused() -> None:
-    if refusal := run._refusal("unshare"):
+    if refusal := sandbox._refusal("unshare"):
         pytest.skip(refusal)
-    absent = str(run.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
+    absent = str(sandbox.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
     assert "no-such-program cannot be started" in absent or "no-such-program: not found" in absent
-    assert "mount: /tmp/hf-fastdecode-" in str(run.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),))))
+    assert "mount: /tmp/hf-fastdecode-" in str(
+        sandbox.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),)))
+    )
 
 
 def test_a_mount_point_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "Path", lambda path: tmp_path / Path(path).name)
-    point = namespaces.mount_point.__wrapped__("root")
+    monkeypatch.setattr(backends, "Path", lambda path: tmp_path / Path(path).name)
+    point = backends.mount_point.__wrapped__("root")
     assert point.stat().st_mode & 0o777 == 0o755
     point.rmdir()
     point.symlink_to("/etc")
     with pytest.raises(SandboxError, match="is no folder of user"):
-        namespaces.mount_point.__wrapped__("root")
+        backends.mount_point.__wrapped__("root")
 
 
 @pytest.mark.parametrize("path", [Path("relative"), Path("/nosuch"), Path("/"), Path("/proc"), Path.home()])

@@ -11,11 +11,11 @@ from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.sandbox import (
     ForkServer,
     Sandbox,
+    prove_forks,
     python_command,
 )
+from hf_fastdecode.evals.sandbox.backends import Unshare
 from hf_fastdecode.evals.sandbox.launch import Launch, View
-from hf_fastdecode.evals.sandbox.namespaces import Unshare
-from hf_fastdecode.evals.sandbox.proof import prove_forks
 from hf_fastdecode.evals.scoring.python import PythonRunner
 
 from .. import leaving

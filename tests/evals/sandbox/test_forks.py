@@ -22,7 +22,7 @@ from hf_fastdecode.evals.sandbox import (
     SandboxError,
     python_command,
 )
-from hf_fastdecode.evals.sandbox.limits import children_of
+from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring.python import PythonRunner
 
 from ..processes import running

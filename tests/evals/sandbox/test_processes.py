@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_fastdecode.evals.sandbox import LimitExceeded, Limits, Sandbox, SandboxError, choose, python_command
-from hf_fastdecode.evals.sandbox.limits import memory_is_exhausted
+from hf_fastdecode.evals.sandbox.launch import memory_is_exhausted
 
 from ..processes import Outcome, run_to_end, running
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_started() -> None:
 def test_a_sandbox_that_is_not_set_up(monkeypatch: pytest.MonkeyPatch, any_sandbox: Sandbox) -> None:
     if any_sandbox.name != "bwrap":
         pytest.skip("an option of bwrap")
-    monkeypatch.setattr("hf_fastdecode.evals.sandbox.namespaces._BWRAP", ["--no-such-option"])
+    monkeypatch.setattr("hf_fastdecode.evals.sandbox.backends._BWRAP", ["--no-such-option"])
     done = run_to_end(any_sandbox, ["true"])
     assert (done.status, done.detail) == ("sandbox_error", "bwrap: Unknown option --no-such-option")
     with pytest.raises(SandboxError, match="Unknown option"):

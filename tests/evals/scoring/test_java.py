@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
-from hf_fastdecode.evals.sandbox.limits import children_of
+from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
 from hf_fastdecode.evals.scoring import java as java_runner
 from hf_fastdecode.evals.scoring.java import JavaRunner, StandIn
