@@ -13,11 +13,10 @@ from typing import Any, Self
 import pytest
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.evals import judging
-from hf_fastdecode.evals.judging import judge
+from hf_fastdecode.evals import scoring
 from hf_fastdecode.evals.records import Sample, Task, read_verdicts
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
-from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result
+from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, judge
 from hf_fastdecode.files import read_jsonl
 
 NONE = choose("none", allow_unsafe=True)
@@ -64,7 +63,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     Recorder.seen, Recorder.broken, Recorder.ending = [], set(), {}
     for language in ("python", "javascript"):
         monkeypatch.setitem(LANGUAGES, language, LanguageSupport(Recorder, Limits()))
-    monkeypatch.setattr(judging, "_PROGRAMS_AT_ONCE", 2)
+    monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
     return Recorder
 
 
@@ -200,7 +199,7 @@ def test_verdicts_of_another_version_are_formed_again(
 ) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
-    monkeypatch.setattr(judging, "_PROTOCOL", judging._PROTOCOL + 1)
+    monkeypatch.setattr(scoring, "_PROTOCOL", scoring._PROTOCOL + 1)
     run(path)
     assert len(recorder.seen) == 8
     newer = LanguageSupport(Recorder, Limits(), version=lambda: "3.99")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hf_fastdecode.evals import scoring
 from hf_fastdecode.evals.queue import Lines, Queue, own_part, part_files
 from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.scoring import Result
@@ -90,9 +91,8 @@ def test_lines_are_those_that_were_added_or_replaced(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
-    from hf_fastdecode.evals import judging
 
-    monkeypatch.setattr(judging, "_PROGRAMS_AT_ONCE", 2)
+    monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
     tasks = [Task("a", "python", "", "", ("assert f() == 1",))]
     samples = [Sample("a", index, f"def f(): return {index % 5}") for index in range(20)]
     path = tmp_path / "out.jsonl"
@@ -104,16 +104,16 @@ def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
         (tmp_path / f"by-{os.getpid()}-{part[0].index}").touch()
         return [Verdict(one.task_id, one.index, "pass" if one.index % 5 == 1 else "fail") for one in part]
 
-    monkeypatch.setattr(judging, "score", score_slowly)
+    monkeypatch.setattr(scoring, "score", score_slowly)
     processes = [
-        started(lambda: judging.judge(tasks, samples, path, sandbox=None, workers=1, shared=True)) for _ in range(2)
+        started(lambda: scoring.judge(tasks, samples, path, sandbox=None, workers=1, shared=True)) for _ in range(2)
     ]
     for process in processes:
         os.waitpid(process, 0)
     assert len({one.name.split("-")[1] for one in tmp_path.glob("by-*")}) == 2, "both did some"
     assert len(list(tmp_path.glob("by-*"))) == 3, "none did the same"
     assert part_files(path) == []
-    again = judging.judge(tasks, samples, path, sandbox=None, workers=1)
+    again = scoring.judge(tasks, samples, path, sandbox=None, workers=1)
     assert [one.index for one in again] == list(range(20))
     assert [one.status for one in again] == [Result("pass" if i % 5 == 1 else "fail").status for i in range(20)]
     assert len(path.read_text().splitlines()) == 20

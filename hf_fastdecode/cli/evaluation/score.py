@@ -78,8 +78,8 @@ def judge_samples(
     shared: bool = False,
 ) -> list[Verdict]:
     """Score, and say how many passed."""
-    from ...evals.judging import judge
     from ...evals.metrics import pass_at_k
+    from ...evals.scoring import judge
 
     limits = options.limits(tasks)
     with resumed_by_same_command(path):

@@ -325,7 +325,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(step: str, folder: Path, tmp_
         monkeypatch.setattr("hf_fastdecode.evals.generation.run.generate_samples", interrupt)
         words, place = ("generate", "--limit", 1, "--n", 1, "--out", tmp_path), tmp_path
     else:
-        monkeypatch.setattr("hf_fastdecode.evals.judging.judge", interrupt)
+        monkeypatch.setattr("hf_fastdecode.evals.scoring.judge", interrupt)
         words, place = ("score", folder, "--out", tmp_path / "verdicts.jsonl"), tmp_path / "verdicts.jsonl"
     done = run(*words)
     assert done.exit_code == 130

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals import sandbox
+from hf_fastdecode.evals import sandbox as sandboxes
 from hf_fastdecode.evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, backends, choose
 from hf_fastdecode.evals.sandbox.backends import Unshare
 from hf_fastdecode.evals.sandbox.launch import Backend, Launch, Unconfined, View, view_of
@@ -46,7 +46,7 @@ class Edited:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """What each back end is refused for, in place of the proof; all pass."""
     found: dict[str, str | None] = dict.fromkeys(BACKENDS)
-    monkeypatch.setattr(sandbox, "_refusal", found.__getitem__)
+    monkeypatch.setattr(sandboxes, "_refusal", found.__getitem__)
     return found
 
 
@@ -70,7 +70,7 @@ def test_the_refusal_names_what_denies_user_namespaces(
     refusals: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ubuntu 24.04 does by default: there, bubblewrap helps only once that is changed."""
-    monkeypatch.setattr(sandbox, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(sandboxes, "_SETTINGS", tmp_path)
     refusals.update(dict.fromkeys(BACKENDS, "Permission denied"))
     with pytest.raises(SandboxError, match=r"; install bubblewrap \(apt install bubblewrap\), or inside a container"):
         choose()
@@ -100,12 +100,12 @@ def test_none_has_to_be_allowed() -> None:
 
 
 def test_the_proof_is_made_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "prove", None)
+    monkeypatch.setattr(sandboxes, "prove", None)
     assert choose(sandbox.name) == sandbox
 
 
 def test_without_isolation_the_proof_tells_each_escape() -> None:
-    refusal = sandbox.prove(Unconfined())
+    refusal = sandboxes.prove(Unconfined())
     assert refusal is not None
     expected = ["network", "temporary folder", "outside its own folder", "more than its size", "processes of the host"]
     expected += ["keeps root or capabilities", "makes user namespaces"] if os.geteuid() == 0 else []
@@ -126,18 +126,18 @@ def test_without_isolation_the_proof_tells_each_escape() -> None:
     ],
 )
 def test_each_hole_is_seen_alone(edits: list[tuple[str, str]], escape: str) -> None:
-    if refusal := sandbox._refusal("unshare"):
+    if refusal := sandboxes._refusal("unshare"):
         pytest.skip(refusal)
-    assert sandbox.prove(Edited(Unshare(), tuple(edits))) == escape
+    assert sandboxes.prove(Edited(Unshare(), tuple(edits))) == escape
 
 
 def test_a_back_end_that_does_not_start_is_refused() -> None:
-    if refusal := sandbox._refusal("unshare"):
+    if refusal := sandboxes._refusal("unshare"):
         pytest.skip(refusal)
-    absent = str(sandbox.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
+    absent = str(sandboxes.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
     assert "no-such-program cannot be started" in absent or "no-such-program: not found" in absent
     assert "mount: /tmp/hf-fastdecode-" in str(
-        sandbox.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),)))
+        sandboxes.prove(Edited(Unshare(), (("mount -t proc", "mount -t nosuchfs"),)))
     )
 
 

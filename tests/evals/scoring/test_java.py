@@ -13,7 +13,7 @@ from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
 from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
 from hf_fastdecode.evals.scoring import java as java_runner
-from hf_fastdecode.evals.scoring.java import JavaRunner, StandIn
+from hf_fastdecode.evals.scoring.java_and_javascript import JavaRunner, StandIn
 from hf_fastdecode.evals.scoring.runner import BrokenServerError
 
 from ...cases import exhaustive_but

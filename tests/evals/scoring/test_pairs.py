@@ -10,8 +10,7 @@ import pytest
 from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, python_command
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
-from hf_fastdecode.evals.scoring.pairs import PairRunner, Role
-from hf_fastdecode.evals.scoring.runner import BrokenServerError
+from hf_fastdecode.evals.scoring.runner import BrokenServerError, PairRunner, Role
 
 LIMITS = Limits(cpu_seconds=0.5, wall_seconds=3)
 TASK = Task("1", "python", "", "", ("right",))

@@ -11,15 +11,14 @@ from typing import ClassVar, Final
 
 from ...records import Task
 from ...sandbox import ForkedPython, ForkServer, Limits, Sandbox, SandboxedProcess, SandboxError, python_command
-from ..pairs import PairRunner, Role
-from ..runner import LanguageSupport, Result
+from ..runner import LanguageSupport, PairRunner, Result, Role
 from .job import job_of
 from .plain import dumps, no_handle
 
 _PACKAGE: Final = "hf_fastdecode_scoring"
 _MODULES: Final[dict[Role, tuple[str, ...]]] = {
-    "server": ("messages", "classes", "plain", "describe", "canonical", "stand_ins", "remote", "referee"),
-    "candidate": ("messages", "classes", "plain", "describe", "candidate"),
+    "server": ("plain", "remote", "referee"),
+    "candidate": ("plain", "candidate"),
 }
 
 # What programs and tests import most. None that imports a submodule of another package, as `typing` and `decimal` do
@@ -111,7 +110,7 @@ class PythonRunner(PairRunner):
 def _start(role: Role) -> str:
     """Statements that run the last of a role's modules, and leave out the costly end of an interpreter."""
     main = f'sys.modules["{_PACKAGE}.{_MODULES[role][-1]}"].main'
-    return f'{main}(sys.modules["{_PACKAGE}.messages"].Messages()); os._exit(0)'
+    return f'{main}(sys.modules["{_PACKAGE}.plain"].Messages()); os._exit(0)'
 
 
 @cache

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from .classes import is_mutable, refill
-from .messages import Messages
-from .plain import loads, no_handle
-from .remote import Link
-from .stand_ins import Unjudged, Untrusted
+from .plain import Messages, is_mutable, loads, no_handle, refill
+from .remote import Link, Unjudged, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:

@@ -1,4 +1,8 @@
-"""Checking Java programs: each in a sandbox of its own; one process compiles them all and runs their tests."""
+"""Checking Java programs, which one process compiles and tests, and JavaScript programs by node.
+
+Each program runs in a sandbox of its own. `lodash.isequal` is lodash's `_.isEqual` as published on npm, with which
+MBXP's tests compare values.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Final, Self
 
-from ...records import Task
-from ...sandbox import LimitExceeded, Limits, SandboxError
-from ..pairs import PairRunner, Role, one_line
-from ..runner import LanguageSupport, Result, command_version, require_tests
+from ..records import Task
+from ..sandbox import LimitExceeded, Limits, SandboxError
+from .runner import LanguageSupport, PairRunner, Result, Role, command_version, one_line, require_tests
 
-_FOLDER: Final = Path(__file__).resolve().parent
+_JAVA_FOLDER: Final = Path(__file__).resolve().with_name("java")
 _CLASSES: Final = {"server": "evals.Server", "candidate": "evals.Candidate"}
 # A program runs for milliseconds, so that starting counts: one collector thread, the quick compiler, shared classes.
 _OPTIONS: Final = (
@@ -63,7 +66,7 @@ class JavaRunner(PairRunner):
         return command, [classes, *_parts(home)]
 
 
-def _missing() -> str | None:
+def _java_missing() -> str | None:
     absent = [name for name in ("java", "javac") if shutil.which(name) is None]
     return f"Java programs need {' and '.join(absent)}; {_REMEDY}" if absent else None
 
@@ -79,7 +82,7 @@ def _compile_sources() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="hf-fastdecode-java-")).resolve()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     folder.chmod(0o755)  # others run there than this user
-    sources = [str(path) for path in sorted(_FOLDER.glob("*.java"))]
+    sources = [str(path) for path in sorted(_JAVA_FOLDER.glob("*.java"))]
     command = ["javac", "-nowarn", "-d", str(folder), *sources]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS)
@@ -103,7 +106,7 @@ def _stand_in(task: Task) -> StandIn:
     return StandIn.of_stem(task.stem)
 
 
-JAVA: Final = LanguageSupport(JavaRunner, Limits(), _missing, _stand_in, partial(command_version, "java"))
+JAVA: Final = LanguageSupport(JavaRunner, Limits(), _java_missing, _stand_in, partial(command_version, "java"))
 
 
 _SIGNATURE: Final = re.compile(
@@ -164,3 +167,41 @@ def _erased(declared: str) -> str:
     """A type's simple name: without annotations, `final`, package and type arguments."""
     plain = re.sub(r"<.*>", "", declared).split()[-1]
     return plain.rpartition(".")[2]
+
+
+_JAVASCRIPT_FOLDER: Final = Path(__file__).resolve().with_name("javascript")
+_SCRIPTS: Final = {"server": "judge.js", "candidate": "candidate.js"}
+_HEAP_MIB: Final = 512
+# Messages go over descriptors of their own; standard input is empty, and what is printed is dropped with the errors.
+_MOVE_STREAMS: Final = 'exec "$@" 3<&0 4>&1 0</dev/null 1>&2'
+
+
+class JavaScriptRunner(PairRunner):
+    """Checks programs as CommonJS modules, each in a new process."""
+
+    def _check(self, task: Task, completion: str) -> Result:
+        """Of a task with tests that names a function; another raises ValueError."""
+        _check_task(task)
+        return self._tested([task.program(completion), task.entry_point], ["\n".join(task.tests), task.entry_point])
+
+    def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
+        node = Path(shutil.which("node") or "").resolve()
+        command = [str(node), f"--max-old-space-size={_HEAP_MIB}", str(_JAVASCRIPT_FOLDER / _SCRIPTS[role])]
+        return ["/bin/sh", "-c", _MOVE_STREAMS, "sh", *command], [node, _JAVASCRIPT_FOLDER]
+
+
+def _javascript_missing() -> str | None:
+    return None if shutil.which("node") else "JavaScript programs need node; install it (apt install nodejs)"
+
+
+def _check_task(task: Task) -> None:
+    require_tests(task)
+    if not task.entry_point.isidentifier():
+        raise ValueError(f"task {task.task_id} must name the function under test, got {task.entry_point!r}")
+    if not any(task.entry_point in test for test in task.tests):
+        raise ValueError(f"the tests of task {task.task_id} never call {task.entry_point}; every program would pass")
+
+
+JAVASCRIPT: Final = LanguageSupport(
+    JavaScriptRunner, Limits(), _javascript_missing, _check_task, partial(command_version, "node")
+)
