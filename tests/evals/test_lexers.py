@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.prompts.lexers import Lexer, tokens
 from hf_fastdecode.evals.records import Language
+from hf_fastdecode.evals.stop_rules import Lexer, tokens
 
 from .code_texts import LANGUAGES, pieces
 

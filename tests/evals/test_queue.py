@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_fastdecode.evals import scoring
-from hf_fastdecode.evals.queue import Lines, Queue, own_part, part_files
 from hf_fastdecode.evals.records import Sample, Task
+from hf_fastdecode.evals.run_folder import Lines, Queue, own_part, part_files
 from hf_fastdecode.evals.scoring import Result
 from hf_fastdecode.files import JsonlWriter, write_text
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.prompts.formats import BlockEnd, docstring_format, function_end
-from hf_fastdecode.evals.prompts.function_ends import BraceEnd
-from hf_fastdecode.evals.prompts.stop_rules import StopRule, StopWords
+from hf_fastdecode.evals.prompts import BlockEnd, docstring_format, function_end
 from hf_fastdecode.evals.records import Task
+from hf_fastdecode.evals.stop_rules import BraceEnd, StopRule, StopWords
 
 from .code_texts import pieces
 from .stems import JAVA, JAVASCRIPT, MBPP, PYTHON

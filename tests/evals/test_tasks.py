@@ -14,8 +14,7 @@ import pytest
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import prompt_format
-from hf_fastdecode.evals.tasks import TASK_NAMES, TaskIds, load_tasks
-from hf_fastdecode.evals.tasks.published import FILES
+from hf_fastdecode.evals.tasks import FILES, TASK_NAMES, TaskIds, load_tasks
 
 from .stems import JAVA, MBPP
 
@@ -140,7 +139,7 @@ def test_other_data_is_told_and_not_refused(write: Any, monkeypatch: pytest.Monk
     assert "(published: mbpp.jsonl: 974 problems, sha256 " in note and "\n" not in note
     import hashlib
 
-    from hf_fastdecode.evals.tasks import published
+    from hf_fastdecode.evals import tasks as published
 
     pinned = published.PublishedFile("mbpp", "a/b.jsonl", 1, hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setattr(published, "FILES", (pinned,))

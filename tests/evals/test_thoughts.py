@@ -10,12 +10,10 @@ import torch
 
 from hf_fastdecode.assets import load_embedded
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.evals.generation.draw import DrawnRows, samples_of
-from hf_fastdecode.evals.generation.rescore import rescore_samples
-from hf_fastdecode.evals.generation.row_stopping import RowStopping
-from hf_fastdecode.evals.prompts import prompt_format
-from hf_fastdecode.evals.prompts.thoughts import CHANNELS, ThoughtfulAnswer, Thoughts
+from hf_fastdecode.evals.generation import DrawnRows, RowStopping, samples_of
+from hf_fastdecode.evals.prompts import CHANNELS, ThoughtfulAnswer, Thoughts, prompt_format
 from hf_fastdecode.evals.records import Sample, Task, thoughts_line
+from hf_fastdecode.evals.rescore import rescore_samples
 from hf_fastdecode.evals.tasks import TaskSet
 from hf_fastdecode.measurement.calls import Drawn
 

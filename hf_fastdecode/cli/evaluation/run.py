@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ...evals.run_folder import VERDICTS
 from ...evals.sandbox import Sandbox
-from ...evals.settings import VERDICTS
 from ...evals.tasks import TaskSet
 from ..checks import parse_counts
 from ..console import note, quiet_libraries
@@ -85,7 +85,7 @@ def run(
             return
         if latency:
             time_samples(prepared, folder, latency, [decoding.mode])
-    from ...evals.generation.samples_file import merged_samples
+    from ...evals.run_folder import merged_samples
 
     samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])
     judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox)

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ...evals.records import Sample, Task, Verdict
+from ...evals.run_folder import VERDICTS
 from ...evals.sandbox import Sandbox
-from ...evals.settings import VERDICTS
 from ..checks import parse_counts
 from ..console import note, resumed_by_same_command
 from ..options import expand_option_groups

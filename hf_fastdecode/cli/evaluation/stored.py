@@ -11,7 +11,7 @@ import typer
 from ...errors import InputError
 from ...evals.formats import FORMS, Form, export_samples, import_samples
 from ...evals.records import Sample
-from ...evals.settings import read_settings
+from ...evals.run_folder import read_settings
 from ...evals.tasks import TaskSet
 from ..checks import check_choice, pick_device
 from ..console import note, quiet_libraries, resumed_by_same_command
@@ -62,7 +62,7 @@ def rescore(
 
         hf-fastdecode eval rescore runs/mbpp --model MODEL --out rescored.jsonl
     """
-    from ...evals.generation.rescore import rescore_samples
+    from ...evals.rescore import rescore_samples
     from ..models import load_model
 
     model.check()
@@ -102,7 +102,7 @@ def _of_file(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
 
 
 def _of_run(folder: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
-    from ...evals.generation.samples_file import merged_samples
+    from ...evals.run_folder import merged_samples
 
     settings = read_settings(folder)
     if options != TaskOptions():

@@ -13,7 +13,7 @@ from ...errors import InputError
 from ..metrics import RANKERS, Pool, Ranker, build_pools, powers_of_two
 from ..metrics.pool import Deduplicate
 from ..records import Latency, read_samples, read_verdicts, thoughts_line
-from ..settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
+from ..run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from .accuracy import Accuracy, measure_accuracy
 from .join import Line, lines_of
 from .latency import read_latency, read_subject

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from ...errors import InputError
 from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
-from ..queue import Lines, Queue, own_part, part_files
 from ..records import Language, Sample, Task, Verdict
+from ..run_folder import Lines, Queue, own_part, part_files
 from ..sandbox import Limits, Sandbox, SandboxError
 from .java_and_javascript import JAVA, JAVASCRIPT
 from .python import PYTHON

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from .load import SPLITS, TASK_NAMES, TaskIds, TaskSet, load_tasks
-
 __all__ = ["SPLITS", "TASK_NAMES", "TaskIds", "TaskSet", "load_tasks"]

@@ -15,7 +15,7 @@ import torch
 from transformers.models.llama import modeling_llama  # noqa: F401  # of the embedded model
 
 import hf_fastdecode.api
-import hf_fastdecode.evals.generation.run  # noqa: F401
+import hf_fastdecode.evals.generation  # noqa: F401
 from hf_fastdecode.__main__ import main
 
 OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hf_fastdecode.cli.models import load_model
-from hf_fastdecode.evals.generation.weights import weights_digest
 from hf_fastdecode.evals.prompts import PromptFormat, prompt_format
 from hf_fastdecode.evals.records import Task
-from hf_fastdecode.evals.settings import Drawing, RunSettings, prompts_digest
+from hf_fastdecode.evals.rescore import weights_digest
+from hf_fastdecode.evals.run_folder import Drawing, RunSettings, prompts_digest
 from hf_fastdecode.evals.tasks import load_tasks
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.evals.generation import rescore
-from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
-from hf_fastdecode.evals.generation.rescore import rescored
-from hf_fastdecode.evals.settings import Drawing
+from hf_fastdecode.evals import rescore as rescore
+from hf_fastdecode.evals.generation import draw_rows, samples_of, sharing
+from hf_fastdecode.evals.rescore import rescored
+from hf_fastdecode.evals.run_folder import Drawing
 
 DRAWING = Drawing(max_new_tokens=40)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_fastdecode.evals.generation import latency
-from hf_fastdecode.evals.generation.latency import measure_latency
-from hf_fastdecode.evals.settings import Drawing
+from hf_fastdecode.evals import generation as latency
+from hf_fastdecode.evals.generation import measure_latency
+from hf_fastdecode.evals.run_folder import Drawing
 
 
 def measured(small, n, **options):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
-from hf_fastdecode.evals.generation.row_stopping import RowStopping
-from hf_fastdecode.evals.generation.weights import model_digest
-from hf_fastdecode.evals.prompts.stop_rules import StopWords
-from hf_fastdecode.evals.settings import Drawing
+from hf_fastdecode.evals.generation import RowStopping, draw_rows, samples_of, sharing
+from hf_fastdecode.evals.rescore import model_digest
+from hf_fastdecode.evals.run_folder import Drawing
+from hf_fastdecode.evals.stop_rules import StopWords
 
 
 def test_rows_end_by_their_rules() -> None:

@@ -3,9 +3,9 @@
 import torch
 
 from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.evals.generation import row_stopping
-from hf_fastdecode.evals.generation.row_stopping import RowStopping
-from hf_fastdecode.evals.prompts.stop_rules import StopWords
+from hf_fastdecode.evals import generation as row_stopping
+from hf_fastdecode.evals.generation import RowStopping
+from hf_fastdecode.evals.stop_rules import StopWords
 
 
 def stopped_after(texts, words, end_tokens=()):

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.evals.generation import run
-from hf_fastdecode.evals.generation.run import generate_samples
-from hf_fastdecode.evals.generation.samples_file import (
-    merged_samples,
-    open_samples,
-    sample_files,
-    units_of,
-)
-from hf_fastdecode.evals.settings import Drawing
+from hf_fastdecode.evals import generation as run
+from hf_fastdecode.evals.generation import generate_samples
+from hf_fastdecode.evals.run_folder import Drawing, merged_samples, open_samples, sample_files, units_of
 
 IDS = ["101", "102", "103"]
 

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from hf_fastdecode.evals.generation.weights import model_digest, weights_digest
-from hf_fastdecode.evals.settings import prompts_digest
+from hf_fastdecode.evals.rescore import model_digest, weights_digest
+from hf_fastdecode.evals.run_folder import prompts_digest
 
 
 def digest_of(**parameters):

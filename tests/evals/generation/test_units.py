@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.generation.samples_file import units_of
+from hf_fastdecode.evals.run_folder import units_of
 
 SIZES = st.integers(1, 40)
 

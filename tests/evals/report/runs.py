@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hf_fastdecode.evals.records import Latency, Sample, Verdict
-from hf_fastdecode.evals.settings import LATENCY, SAMPLES, SETTINGS, VERDICTS
+from hf_fastdecode.evals.run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
 from hf_fastdecode.files import JsonlWriter, write_rows
 
 CPU = "x86_64 CPU, 2 threads"

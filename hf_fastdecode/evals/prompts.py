@@ -7,23 +7,129 @@
 - ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
   task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
 - ``chat-thinking``: the same message to a model that thinks first. It answers in its own format; the program is the
-  first code block behind its thoughts.
+  first code block after its thoughts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from hf_fastdecode.assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
-from hf_fastdecode.errors import InputError
+from ..assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
+from ..errors import InputError
+from .records import Task
+from .stop_rules import BraceEnd, PythonFunctionEnd, StopRule, StopWords, longest_parsing_prefix, parses
+from .tasks import TaskSet
 
-from ..records import Task
-from .function_ends import BraceEnd, PythonFunctionEnd
-from .stop_rules import StopRule, StopWords
-from .thoughts import ThoughtfulAnswer, template_of, thoughts_of
+
+@dataclass(frozen=True)
+class Thoughts:
+    """How a model marks its thoughts."""
+
+    opening: str
+    closing: str  # the answer is what follows it
+    opened: bool = False  # by the prompt: the text begins inside
+
+
+CHANNELS: Final = Thoughts("<|channel|>", "<|channel|>final<|message|>")
+"""Of gpt-oss (harmony): the model names a channel for each message, and that of the answer is ``final``."""
+
+_KNOWN: Final = (
+    CHANNELS,
+    Thoughts("<think>", "</think>"),  # DeepSeek-R1, Qwen3, GLM-4.5, MiniMax-M2 and most others
+    Thoughts("<thinking>", "</thinking>"),
+    Thoughts("<thought>", "</thought>"),  # EXAONE Deep
+    Thoughts("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Thoughts("[THINK]", "[/THINK]"),  # Magistral
+    Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    Thoughts("<|channel>thought", "<channel|>"),  # Gemma 4
+    Thoughts("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi
+)
+
+
+def thoughts_of(template: str, prompt: str) -> Thoughts | None:
+    """How a model thinks, from its chat template and the part of a prompt behind the user's message.
+
+    None where it does not, or where the prompt has closed its thoughts, as with ``enable_thinking=False``.
+    """
+    if prompt.rstrip().endswith("<|start|>assistant"):
+        return CHANNELS
+    for known in _KNOWN:
+        if known.closing in prompt:
+            return None
+        if known.opening in prompt:
+            return Thoughts(known.opening, known.closing, opened=True)
+    return next((known for known in _KNOWN if known.opening in template or known.closing in template), None)
+
+
+class ThoughtfulAnswer(StopRule):
+    """Ends behind the first code block after the thoughts, or where no block was begun, with the text."""
+
+    def __init__(self, task: Task, thoughts: Thoughts):
+        super().__init__()
+        self._task, self._thoughts = task, thoughts
+
+    def answer_start(self, text: str) -> int | None:
+        """Where the answer begins, as a number of characters; None while the model thinks."""
+        end = text.find(self._thoughts.closing)
+        if end >= 0:
+            return end + len(self._thoughts.closing)
+        begun, opening = text.lstrip(), self._thoughts.opening
+        may_think = self._thoughts.opened or begun.startswith(opening) or opening.startswith(begun)
+        return None if may_think else 0
+
+    def completion(self, text: str) -> str:
+        start = self.answer_start(text)
+        block = None if start is None else _BLOCK.search(text[start:])
+        if block is None:
+            return ""  # cut off, or an answer without a program
+        program = block["program"]
+        if self._task.language == "python" and not block["end"]:
+            program = longest_parsing_prefix(program)
+        try:
+            return continued(self._task, program)
+        except InputError:  # the method is not there, which the compiler says too
+            return program
+
+    def _restart(self) -> None:
+        pass
+
+    def _find(self, text: str) -> int | None:
+        start = self.answer_start(text)
+        block = None if start is None else _BLOCK.search(text[start:])
+        return start + block.end() if start is not None and block and block["end"] else None
+
+
+_BLOCK: Final = re.compile(r"^[ \t]*```[^\n`]*\n(?P<program>.*?)(?P<end>^[ \t]*```|\Z)", re.M | re.S)
+
+
+def continued(task: Task, program: str) -> str:
+    """The completion with which a task's stem does what a whole program does.
+
+    The program begins with the stem, or defines the entry point again. An InputError where it is Java that has no
+    method of that name.
+    """
+    for stem in (task.stem, task.stem.strip()):
+        if program.startswith(stem):
+            return program.removeprefix(stem)
+    if task.language == "python":  # the stem's function stays, with its docstring alone, until it is defined anew
+        return program if parses(task.stem) else f"    pass\n{program}"
+    if task.language == "javascript":
+        name = re.escape(task.entry_point)
+        return "}\n" + re.sub(rf"^(?:const|let)(?=\s+{name}\b)", "var", program, flags=re.M)
+    # In Java no class can be defined twice: the body continues the stem's method.
+    if head := re.search(rf"\b{re.escape(task.entry_point)}\s*\([^)]*\)[^;{{]*\{{", program):
+        return BraceEnd(task.language, task.stem, task.entry_point).completion(program[head.end() :])
+    raise InputError(f"a Java program must begin with the task's stem, or have its method {task.entry_point}")
+
+
+def template_of(tokenizer: Any) -> str:
+    """The text of a tokenizer's chat template; of several, all of them."""
+    found = tokenizer.chat_template
+    return "\n".join(map(str, found.values())) if isinstance(found, dict) else str(found)
 
 
 @dataclass(frozen=True)
@@ -166,3 +272,40 @@ def _message(task: Task) -> str:
         f"{task.description}\n\nAnswer with a {language} program in one code block. "
         f"It should pass these tests:\n\n```{task.language}\n{tests}\n```"
     )
+
+
+__all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "prompt_format"]
+
+FORMAT_NAMES: Final = ("mbxp", "austin", "bigcode")
+SHOTS: Final = 3
+"""Solved examples of the format `austin`, as in its paper."""
+
+
+def prompt_format(
+    tasks: TaskSet,
+    name: str | None = None,
+    *,
+    shots: int = SHOTS,
+    chat_tokenizer: Any = None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> PromptFormat:
+    """The format in which tasks are put to a model; an InputError where it does not suit them.
+
+    Without a name, `mbxp` where tasks begin with a signature, else `austin`, with `shots` of the tasks' solved
+    examples. The template of a chat model's tokenizer, with its arguments, takes the place of a named format.
+    """
+    if chat_tokenizer is not None:
+        if name is not None:
+            raise InputError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
+        return chat_format(chat_tokenizer, template_arguments or {})
+    chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
+    if chosen == "mbxp":
+        found = stem_format()
+    elif chosen == "austin":
+        found = few_shot_format(tasks.examples, shots)
+    elif chosen == "bigcode":
+        found = docstring_format()
+    else:
+        raise InputError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
+    found.prompt(tasks.tasks[0])  # a format that does not suit the tasks says so now
+    return found
