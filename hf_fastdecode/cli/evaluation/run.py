@@ -136,7 +136,7 @@ def write_and_show(
 ) -> None:
     """Write the report of a run and show its tables."""
     from ...evals.report import report as build
-    from ...evals.report import report_text, write_report
+    from ...evals.report_files import report_text, write_report
 
     found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
     files = write_report(found, out)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap, norm
 
-from hf_fastdecode.evals.metrics import bootstrap_interval
+from hf_fastdecode.evals.metrics.estimates import bootstrap_interval
 
 
 def test_agrees_with_scipy():

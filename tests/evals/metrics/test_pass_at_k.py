@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from hf_fastdecode.evals.metrics import pass_at_k
+from hf_fastdecode.evals.metrics.estimates import pass_at_k
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 1), (5, 5), (32, 8), (63, 32), (1000, 100)])

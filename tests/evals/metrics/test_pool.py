@@ -7,16 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_fastdecode.evals.metrics import (
-    RANKERS,
-    Pool,
-    ast_key,
-    build_pools,
-    pass_at_first_m,
-    pass_at_n,
-    pass_at_ranker,
-    pass_at_top_m,
-)
+from hf_fastdecode.evals.metrics import RANKERS, Pool, ast_key, build_pools, pass_at_ranker
+from hf_fastdecode.evals.metrics.estimates import pass_at_first_m, pass_at_n, pass_at_top_m
 from hf_fastdecode.evals.records import Sample, Verdict
 
 POOL = Pool(

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.metrics import (
+from hf_fastdecode.evals.metrics.estimates import (
+    HitCounter,
+    by_size,
     pass_at_first_m,
     pass_at_k,
     pass_at_n,
     pass_at_top_m,
     powers_of_two,
 )
-from hf_fastdecode.evals.metrics.top_m import HitCounter, by_size
 
 from .pools import first_m_by_hand, pools, top_m_by_hand
 

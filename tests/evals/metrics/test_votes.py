@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_fastdecode.evals.metrics import pass_at_n, pass_at_votes
+from hf_fastdecode.evals.metrics import pass_at_votes
+from hf_fastdecode.evals.metrics.estimates import pass_at_n
 
 from .pools import votes_by_hand
 

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hf_fastdecode.evals.report import figures, report, report_text, write_report
-from hf_fastdecode.evals.report.page import page
-from hf_fastdecode.evals.report.words import growth_lines
-from hf_fastdecode.evals.report.write import curve_rows
+from hf_fastdecode.evals import report_figures as figures
+from hf_fastdecode.evals.report import report
+from hf_fastdecode.evals.report_files import curve_rows, growth_lines, page, report_text, write_report
 
 from .runs import CPU, full_run, latency, samples, verdicts, write_latency, write_run
 
@@ -283,7 +282,9 @@ def test_importing_the_report_imports_no_torch_and_draws_nothing(tmp_path):
     import sys
     from pathlib import Path
 
-    code = "import sys, hf_fastdecode.evals.report\nprint({'torch', 'matplotlib', 'evaluate'} & set(sys.modules))"
+    code = (
+        "import sys, hf_fastdecode.evals.report_files\nprint({'torch', 'matplotlib', 'evaluate'} & set(sys.modules))"
+    )
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

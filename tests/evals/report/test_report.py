@@ -9,9 +9,8 @@ import pytest
 
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.records import Sample, Verdict
-from hf_fastdecode.evals.report import report
-from hf_fastdecode.evals.report.join import accuracy_within, fastest, largest_n_within, points
-from hf_fastdecode.evals.report.words import accuracy_table
+from hf_fastdecode.evals.report import accuracy_within, fastest, largest_n_within, points, report
+from hf_fastdecode.evals.report_files import accuracy_table
 
 from .runs import CPU, TASKS, full_run, latency, samples, verdicts, write_latency, write_run
 
@@ -92,7 +91,7 @@ def test_a_budget_buys_the_best_n_that_is_in_time(run):
 
 
 def test_samples_within_twice_the_latency_of_one():
-    from hf_fastdecode.evals.report.join import lines_of
+    from hf_fastdecode.evals.report import lines_of
 
     shared, stock = lines_of(latency((1, 2, 4, 16, 32)))
     assert (largest_n_within(shared), largest_n_within(stock)) == (16, 2)
@@ -100,7 +99,7 @@ def test_samples_within_twice_the_latency_of_one():
 
 
 def test_the_mode_that_stands_for_a_way():
-    from hf_fastdecode.evals.report.join import lines_of
+    from hf_fastdecode.evals.report import lines_of
 
     lines = lines_of(latency(modes=("eager", "graph", "compile")))
     assert fastest(lines, "shared", CPU).mode == "compile"
@@ -239,7 +238,7 @@ def test_numbers_out_of_bounds(run):
 
 
 def test_metrics_are_json_with_nulls(tmp_path):
-    from hf_fastdecode.evals.report.write import write_metrics
+    from hf_fastdecode.evals.report_files import write_metrics
 
     tasks = {"1": [("x", -1.0, True)]}
     found = report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks), latency=latency((1,))))
