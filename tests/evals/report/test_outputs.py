@@ -282,9 +282,8 @@ def test_importing_the_report_imports_no_torch_and_draws_nothing(tmp_path):
     import sys
     from pathlib import Path
 
-    code = (
-        "import sys, hf_fastdecode.evals.report_files\nprint({'torch', 'matplotlib', 'evaluate'} & set(sys.modules))"
-    )
+    read = "import sys, hf_fastdecode.evals.report_files"
+    code = f"{read}\nprint({{'torch', 'matplotlib', 'evaluate'}} & set(sys.modules))"
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
