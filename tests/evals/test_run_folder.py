@@ -1,17 +1,65 @@
-"""Runs that go on after an interruption, in one process or several."""
+"""Runs: units of samples, interrupted and shared runs, settings that keep runs separate, the queue of shared work."""
+
+from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.evals import generation as run
+from hf_fastdecode.evals import generation, scoring
 from hf_fastdecode.evals.generation import generate_samples
-from hf_fastdecode.evals.run_folder import Drawing, merged_samples, open_samples, sample_files, units_of
+from hf_fastdecode.evals.records import Sample, Task
+from hf_fastdecode.evals.rescore import model_digest, weights_digest
+from hf_fastdecode.evals.run_folder import (
+    Drawing,
+    Lines,
+    Queue,
+    merged_samples,
+    open_samples,
+    own_part,
+    part_files,
+    prompts_digest,
+    sample_files,
+    units_of,
+)
+from hf_fastdecode.evals.scoring import Result
+from hf_fastdecode.files import JsonlWriter, write_text
+
+SIZES = st.integers(1, 40)
+
+
+@given(tasks=SIZES, n=SIZES, rows=SIZES)
+def test_every_sample_is_drawn_once_in_calls_that_fit(tasks, n, rows):
+    units = units_of(tasks, n, rows)
+    drawn = [place for unit in units for place in unit.places([str(task) for task in range(tasks)])]
+    assert drawn == [(str(task), index) for task in range(tasks) for index in range(n)]
+    assert all(unit.count * len(unit.tasks) <= rows for unit in units)
+    assert len(units) <= -(-tasks // max(1, rows // n)) * -(-n // rows)  # no call could be left out
+
+
+def test_seeds_differ_by_run_tasks_and_chunk():
+    ids = ["1", "2", "3", "4"]
+    seeds = [unit.seed(run, ids) for run in (0, 1) for unit in [*units_of(4, 2, 4), *units_of(4, 8, 4)]]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_seed_does_not_depend_on_other_units():
+    assert units_of(4, 2, 4)[0].seed(7, list("abcd")) == units_of(2, 2, 4)[0].seed(7, list("ab"))
+
 
 IDS = ["101", "102", "103"]
 
@@ -66,7 +114,7 @@ def test_a_file_cut_off_anywhere_is_completed_to_the_same_bytes(small, unbroken,
 
 
 def test_an_interrupt_loses_the_call_under_way_only(small, unbroken, tmp_path, monkeypatch):
-    draw, calls = run.draw_rows, []
+    draw, calls = generation.draw_rows, []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -74,7 +122,7 @@ def test_an_interrupt_loses_the_call_under_way_only(small, unbroken, tmp_path, m
             raise KeyboardInterrupt
         return draw(*args, **kwargs)
 
-    monkeypatch.setattr(run, "draw_rows", interrupted)
+    monkeypatch.setattr(generation, "draw_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(small, tmp_path)
     assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(unbroken.splitlines(keepends=True)[:8])
@@ -157,7 +205,7 @@ def test_memory_that_runs_out_names_the_remedy(small, tmp_path, monkeypatch):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(run, "draw_rows", exhausted)
+    monkeypatch.setattr(generation, "draw_rows", exhausted)
     with pytest.raises(InputError, match=r"up to 8 rows and 20 new tokens do not fit .*pass a smaller `rows`"):
         generate(small, tmp_path)
 
@@ -202,3 +250,165 @@ def test_two_processes_do_not_write_to_one_file(small, copied):
 def test_another_seed_draws_other_samples(small, unbroken, tmp_path):
     generate(small, tmp_path, replace(small.settings, seed=1))
     assert (tmp_path / "samples.jsonl").read_bytes() != unbroken
+
+
+def digest_of(**parameters):
+    module = nn.Module()
+    for name, value in parameters.items():
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return weights_digest(module)
+
+
+def test_weights_are_told_apart():
+    weight = torch.arange(1000.0)
+    changed = weight.clone()
+    changed[613] += 1e-4
+    swapped = weight.clone()
+    swapped[:2] = weight[:2].flip(0)
+    others = [
+        digest_of(weight=changed),
+        digest_of(weight=swapped),
+        digest_of(other=weight),
+        digest_of(weight=weight.reshape(10, 100)),
+        digest_of(weight=weight.bfloat16()),
+        digest_of(weight=weight, more=torch.ones(1)),
+    ]
+    assert digest_of(weight=weight) == digest_of(weight=weight.clone())
+    assert len({digest_of(weight=weight), *others}) == 7
+
+
+def test_weights_of_any_size():
+    assert digest_of(weight=torch.ones(1).expand(2**24 + 3_000_001))  # more than float32 can count
+    assert digest_of(weight=torch.ones(()), empty=torch.ones(0))
+
+
+def test_configs_and_tokenizers_are_told_apart(small):
+    model, before = small.model, model_digest(small.model, small.tokenizer)
+    assert model_digest(model, small.tokenizer) == before
+    for config, name, value in (
+        (model.config, "rms_norm_eps", 0.5),
+        (model.generation_config, "eos_token_id", 7),
+        (model.config, "_name_or_path", "elsewhere"),
+    ):
+        kept = getattr(config, name)
+        setattr(config, name, value)
+        try:
+            assert (model_digest(model, small.tokenizer) == before) == (name == "_name_or_path")
+        finally:
+            setattr(config, name, kept)
+    other = copy.deepcopy(small.tokenizer)
+    other.add_tokens(["something new"])
+    assert model_digest(model, other) != before
+
+
+def test_prompts_are_told_apart():
+    assert prompts_digest(["1", "2"], [[1], [2]]) == prompts_digest(["1", "2"], [[1], [2]])
+    assert (
+        len({prompts_digest(ids, texts) for ids in (["1", "2"], ["2", "1"]) for texts in ([[1], [2]], [[1, 2], []])})
+        == 4
+    )
+
+
+def started(work: Callable[[], None]) -> int:
+    """A process that does some work."""
+    if process := os.fork():
+        return process
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def done(folder: Path) -> list[int]:
+    return [line["item"] for line in Lines(lambda: part_files(folder / "work.jsonl")).new()]
+
+
+def work(folder: Path, count: int, seconds: float) -> None:
+    with own_part(folder / "work.jsonl") as file, Queue(folder / "claims", count) as queue:
+        for item in queue.numbers(lambda item: item in done(folder)):
+            time.sleep(seconds)
+            file.write([{"item": item, "by": os.getpid()}])
+
+
+def test_processes_share_all_items(tmp_path: Path) -> None:
+    processes = [started(lambda: work(tmp_path, 12, 0.02)) for _ in range(3)]
+    for process in processes:
+        os.waitpid(process, 0)
+    assert sorted(done(tmp_path)) == list(range(12))
+    assert len(part_files(tmp_path / "work.jsonl")) == 3
+
+
+def test_what_a_killed_process_had_claimed_is_done_by_another(tmp_path: Path) -> None:
+    stuck = started(lambda: work(tmp_path, 3, 60))
+    while not (tmp_path / "claims").exists() or not part_files(tmp_path / "work.jsonl"):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    other = started(lambda: work(tmp_path, 3, 0))
+    while len(done(tmp_path)) < 2:
+        time.sleep(0.01)
+    assert sorted(done(tmp_path)) == [1, 2], "the first item is claimed"
+    assert os.waitpid(other, os.WNOHANG)[0] == 0, "it waits"
+    os.kill(stuck, signal.SIGKILL)
+    for process in (stuck, other):
+        os.waitpid(process, 0)
+    assert sorted(done(tmp_path)) == [0, 1, 2]
+
+
+def test_items_whose_results_do_not_count_for_others_end(tmp_path: Path) -> None:
+    def try_all(name: str) -> None:
+        tried: set[int] = set()
+        with Queue(tmp_path / "claims", 4) as queue:
+            for item in queue.numbers(tried.__contains__):  # nothing that another did counts
+                time.sleep(0.02)
+                tried.add(item)
+                (tmp_path / f"{name}-{item}").touch()
+
+    processes = [started(lambda name=name: try_all(name)) for name in "ab"]
+    for process in processes:
+        os.waitpid(process, 0)
+    assert len(list(tmp_path.glob("?-?"))) == 8
+
+
+def test_lines_are_those_that_were_added_or_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = Lines(lambda: [path, tmp_path / "none.jsonl"])
+    with JsonlWriter(path) as file:
+        file.write([{"x": 1}])
+        assert list(lines.new()) == [{"x": 1}]
+        file.write([{"x": 2}])
+    with path.open("a") as torn:
+        torn.write('{"x": 3')
+    assert list(lines.new()) == [{"x": 2}]
+    write_text(path, '{"x": 4}\n{"x": 5}\n{"x": 6}\n')
+    assert list(lines.new()) == [{"x": 4}, {"x": 5}, {"x": 6}]
+    assert list(lines.new()) == []
+
+
+def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
+
+    monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
+    tasks = [Task("a", "python", "", "", ("assert f() == 1",))]
+    samples = [Sample("a", index, f"def f(): return {index % 5}") for index in range(20)]
+    path = tmp_path / "out.jsonl"
+
+    def score_slowly(by_id, part, **options):
+        from hf_fastdecode.evals.records import Verdict
+
+        time.sleep(0.05)
+        (tmp_path / f"by-{os.getpid()}-{part[0].index}").touch()
+        return [Verdict(one.task_id, one.index, "pass" if one.index % 5 == 1 else "fail") for one in part]
+
+    monkeypatch.setattr(scoring, "score", score_slowly)
+    processes = [
+        started(lambda: scoring.judge(tasks, samples, path, sandbox=None, workers=1, shared=True)) for _ in range(2)
+    ]
+    for process in processes:
+        os.waitpid(process, 0)
+    assert len({one.name.split("-")[1] for one in tmp_path.glob("by-*")}) == 2, "both did some"
+    assert len(list(tmp_path.glob("by-*"))) == 3, "none did the same"
+    assert part_files(path) == []
+    again = scoring.judge(tasks, samples, path, sandbox=None, workers=1)
+    assert [one.index for one in again] == list(range(20))
+    assert [one.status for one in again] == [Result("pass" if i % 5 == 1 else "fail").status for i in range(20)]
+    assert len(path.read_text().splitlines()) == 20
+    assert len(list(tmp_path.glob("by-*"))) == 3, "all is kept"

@@ -7,7 +7,7 @@ import pytest
 from hf_fastdecode.evals.sandbox import Sandbox
 from hf_fastdecode.evals.scoring import Result
 
-from .python_tasks import asserts, check
+from .example_tasks import asserts, check
 
 V = "class V:\n    def __init__(self, x=0): self.x = x\n"
 ADDS = V + "    def __add__(self, o): return V(self.x + o.x)\n"

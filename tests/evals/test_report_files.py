@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hf_fastdecode.evals import report_figures as figures
+from hf_fastdecode.evals import report_figures
 from hf_fastdecode.evals.report import report
 from hf_fastdecode.evals.report_files import curve_rows, growth_lines, page, report_text, write_report
 
-from .runs import CPU, full_run, latency, samples, verdicts, write_latency, write_run
+from .run_folders import CPU, full_run, latency, samples, verdicts, write_latency, write_run
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def drawn(monkeypatch):
         kept.append({axis.get_title(): axis for axis in figure.axes if axis.get_visible()})
         return path
 
-    monkeypatch.setattr(figures, "save", keep)
+    monkeypatch.setattr(report_figures, "save", keep)
     return kept
 
 
@@ -127,7 +127,7 @@ def test_notes_and_devices_are_escaped(tmp_path):
 
 
 def test_what_the_panels_show(found, drawn, tmp_path):
-    figures.draw_against_latency(found, tmp_path / "a.png")
+    report_figures.draw_against_latency(found, tmp_path / "a.png")
     (axes,) = drawn
     assert list(axes) == [
         "pass@n against latency",
@@ -162,7 +162,7 @@ def test_no_number_covers_another(tmp_path, drawn):
         for row in latency(ns)
     ]
     found = report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks), latency=rows))
-    figures.draw_against_latency(found, tmp_path / "a.png")
+    report_figures.draw_against_latency(found, tmp_path / "a.png")
     for name in ("pass@n against latency", "pass@top3 against latency"):
         texts = drawn[0][name].texts
         boxes = [text.get_window_extent() for text in texts]
@@ -179,7 +179,9 @@ def test_no_number_covers_another(tmp_path, drawn):
 def test_shares_are_labelled_exactly(tmp_path, drawn):
     # Values between 95 % and 98.75 %, where ticks in quarters of 10 % would be rounded.
     tasks = {str(task): [(f"x{n}", -float(n), task % 20 > 0 or n == 1) for n in range(2)] for task in range(80)}
-    figures.draw_against_n(report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks))), tmp_path)
+    report_figures.draw_against_n(
+        report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks))), tmp_path
+    )
     (axis,) = drawn[0].values()
     axis.figure.draw_without_rendering()
     low, high = axis.get_ylim()
@@ -190,7 +192,7 @@ def test_shares_are_labelled_exactly(tmp_path, drawn):
 
 
 def test_rankers_against_n(found, drawn, tmp_path):
-    figures.draw_against_n(found, tmp_path / "a.png")
+    report_figures.draw_against_n(found, tmp_path / "a.png")
     (axis,) = drawn[0].values()
     assert list(lines_of(axis)) == [
         "pass@n",
@@ -205,7 +207,7 @@ def test_rankers_against_n(found, drawn, tmp_path):
 def test_each_device_has_its_panels(tmp_path, drawn):
     rows = [*latency(), *latency(device="H200", modes=("eager", "compile"))]
     found = report(write_run(tmp_path, samples=samples(), verdicts=verdicts(), latency=rows))
-    figures.draw_against_latency(found, tmp_path / "a.png")
+    report_figures.draw_against_latency(found, tmp_path / "a.png")
     assert len(drawn[0]) == 8
     assert set(lines_of(drawn[0]["latency against n on H200"])) == {
         "hf_fastdecode, eager",
@@ -217,10 +219,10 @@ def test_each_device_has_its_panels(tmp_path, drawn):
 
 def test_latency_alone(tmp_path, drawn):
     found = report(write_run(tmp_path, latency=latency()))
-    figures.draw_against_latency(found, tmp_path / "a.png")
+    report_figures.draw_against_latency(found, tmp_path / "a.png")
     assert list(drawn[0]) == ["latency against n", "time of a step against n"]
     assert lines_of(drawn[0]["time of a step against n"])["transformers, eager"] == [(1, 20.0), (2, 40.0), (4, 80.0)]
-    assert figures.draw_against_n(found, tmp_path / "b.png") is None
+    assert report_figures.draw_against_n(found, tmp_path / "b.png") is None
     assert [row["n"] for row in curve_rows(found)] == [1, 2, 4, 8]
 
 
@@ -284,7 +286,7 @@ def test_importing_the_report_imports_no_torch_and_draws_nothing(tmp_path):
 
     read = "import sys, hf_fastdecode.evals.report_files"
     code = f"{read}\nprint({{'torch', 'matplotlib', 'evaluate'}} & set(sys.modules))"
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

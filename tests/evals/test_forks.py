@@ -1,32 +1,39 @@
-"""Processes that are forked from one interpreter: sandboxed as by a new one, and nothing passes between them."""
+"""Processes that are forked in a sandbox: isolation, limits, and servers that end."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
+import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.evals.records import Task
+from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import (
     ForkServer,
     LimitExceeded,
+    Limits,
     Sandbox,
     SandboxedProcess,
     SandboxError,
+    prove_forks,
     python_command,
 )
-from hf_fastdecode.evals.sandbox.launch import children_of
+from hf_fastdecode.evals.sandbox.backends import Unshare
+from hf_fastdecode.evals.sandbox.launch import Launch, View, children_of
+from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.scoring.python import PythonRunner
 
-from ..processes import running
-from .forking import ANY, LIMITS, interpreter, killed, output, run
+from . import leaving
+from .processes import ANY, LIMITS, interpreter, killed, lives, output, run, running
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
@@ -311,3 +318,175 @@ time.sleep(0.2)
                 time.sleep(0.01)
             assert running(token)
         assert not running(token)
+
+
+@dataclass(frozen=True)
+class Edited(Unshare):
+    """The fork server of `unshare`, whose text was changed."""
+
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def launch_fork_server(self, argv: list[str], view: View) -> Launch:
+        launch = super().launch_fork_server(argv, view)
+        command = list(launch.command)
+        for old, new in self.edits:
+            assert any(old in word for word in command) or list(argv) == list(python_command()[0]), old
+            command = [word.replace(old, new) for word in command]
+        return replace(launch, command=command)
+
+
+@pytest.fixture
+def unshare() -> Unshare:
+    if prove_forks(Unshare()):
+        pytest.skip("it cannot fork here")
+    return Unshare()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "escape"),
+    [
+        (
+            '_call("mount", b"tmpfs", b"/tmp"',
+            '_call("chroot", b"/") if True else _call("mount"',
+            "holds what others left",
+        ),
+        ('_write("/proc/sys/user/max_user_namespaces", "0")', "pass", "it makes user namespaces"),
+        ('_call("capset", ', '(lambda *ignored: None)("capset", ', "it keeps root or capabilities"),
+        ("_prctl(_DROP, capability)", "pass", "it keeps root or capabilities"),
+        (
+            'for name, limits in request["resources"].items()',
+            "for name, limits in ()",
+            "limit on processes does not bind",
+        ),
+        ("size={request['scratch_bytes']}", "size=8388608", "takes more than its size"),
+    ],
+)
+def test_each_hole_is_seen_by_the_proof(unshare: Unshare, old: str, new: str, escape: str) -> None:
+    assert re.search(escape, str(prove_forks(Edited(edits=((old, new),)))))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("leave-ipc-objects", "0x6E020000", "0x66020000"),
+        ("leave-network-counters", "0x6E020000", "0x2E020000"),
+        ("leave-keys", "    _deny_keys()\n", ""),
+        ("leave-files", '_call("mount", b"tmpfs", b"/tmp"', '_call("chroot", b"/") if True else _call("mount"'),
+    ],
+)
+def test_each_hole_is_noticed_by_the_next_program(unshare: Unshare, name: str, old: str, new: str) -> None:
+    texts = [leaving.NOTICES + "print(answer())", leaving.PROGRAMS[name][0], leaving.NOTICES + "print(answer())"]
+
+    def said(server: ForkServer) -> list[str]:
+        results = []
+        for text in texts:
+            with server.fork(LIMITS) as process:
+                results.append(output(process, text))
+        return results
+
+    with ForkServer(unshare, ANY) as server:
+        before, _, after = said(server)
+        assert len(before) > 1000
+        assert after == before
+    with ForkServer(Edited(edits=((old, new),)), ANY) as server:
+        before, _, after = said(server)
+        assert after != before
+
+
+def test_without_a_fork_server_each_program_gets_a_new_interpreter(
+    unshare: Unshare, caplog: pytest.LogCaptureFixture
+) -> None:
+    sandbox = Sandbox(Edited(edits=(("_prctl(_DIE_WITH_PARENT", 'raise OSError("no rights")  # '),)))
+    task = Task("1", "python", "", "", ("assert f() == 1",))
+    with PythonRunner(sandbox, LIMITS) as runner:
+        for _ in range(2):
+            assert runner.check(task, "def f(): return 1").status == "pass"
+        assert not runner._fork_servers
+    assert [one.message for one in caplog.records if "no rights" in one.message]
+    assert len(caplog.records) == 1
+    assert not Sandbox(unshare, may_fork=False).forks
+
+
+def test_a_dead_server_is_noticed_and_replaced(forking: Sandbox) -> None:
+    task = Task("1", "python", "", "", ("assert f() == 1",))
+    with PythonRunner(forking, LIMITS) as runner:
+        assert runner.check(task, "def f(): return 1").status == "pass"
+        for role in ("server", "candidate"):
+            dead = runner._fork_servers[role]
+            killed(interpreter(dead))
+            assert runner.check(task, "def f(): return 1").status == "pass"
+            assert runner._fork_servers[role] is not dead
+
+
+def test_a_server_that_dies_takes_its_process_with_it(server: ForkServer) -> None:
+    pid = interpreter(server)
+    with server.fork(LIMITS) as process:
+        process.send(b"import time; time.sleep(60)")
+        process.close_input()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="what held the sandbox ended before it"):
+            process.wait()
+    with pytest.raises(SandboxError, match="no process can be forked"):
+        server.fork(LIMITS)
+
+
+def test_a_process_that_lost_its_server_is_a_sandbox_error_and_tried_again(
+    forking: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead: list[int] = []
+    fork = ForkServer.fork
+
+    def fork_and_die(self: ForkServer, limits: Limits) -> SandboxedProcess:
+        pid = interpreter(self)
+        process = fork(self, limits)
+        if not dead:
+            dead.append(pid)
+            os.kill(pid, signal.SIGKILL)
+        return process
+
+    monkeypatch.setattr(ForkServer, "fork", fork_and_die)
+    task = Task("1", "python", "", "", ("assert f() == 1",))
+    (verdict,) = score({"1": task}, [Sample("1", 0, "def f(): return 1")], sandbox=forking, workers=1, progress=False)
+    assert dead
+    assert verdict.passed
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_an_end_leaves_no_process(forking: Sandbox, how: str) -> None:
+    server: ForkServer | None = forking.fork_server(ANY)
+    assert server is not None
+    pids = [server.pid, interpreter(server)]
+    if how == "close":
+        server.close()
+    server = None
+    gc.collect()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_server_dies_with_its_host(forking: Sandbox, number: int) -> None:
+    token = f"host-{secrets.token_hex(8)}"
+    source = f"""
+import sys
+from hf_fastdecode.evals.sandbox import ForkedPython, Limits, choose
+server = choose({forking.name!r}).fork_server(ForkedPython((), (), "exec(sys.stdin.read())"))
+process = server.fork(Limits())
+process.send(b"import os, time; os.execv('/bin/sleep', [{token!r}, '60'])")
+process.close_input()
+print(server.pid, flush=True)
+process.receive()
+"""
+    command = [sys.executable, "-c", source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as host:
+        assert host.stdout is not None
+        pid = int(host.stdout.readline())
+        until = time.monotonic() + 30
+        while not running(token) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert running(token)
+        host.send_signal(number)
+        host.wait(30)
+    while (running(token) or lives(pid)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not running(token)
+    assert not lives(pid)

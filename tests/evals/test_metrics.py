@@ -1,15 +1,21 @@
-"""Joining samples with verdicts, duplicates, and rankers by name."""
+"""Pools of judged samples, rankers, votes, and the metric of `evaluate`."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hf_fastdecode.evals.metrics import RANKERS, Pool, ast_key, build_pools, pass_at_ranker
+from hf_fastdecode.evals import metrics
+from hf_fastdecode.evals.metrics import RANKERS, Pool, ast_key, build_pools, pass_at_ranker, pass_at_votes
 from hf_fastdecode.evals.metrics.estimates import pass_at_first_m, pass_at_n, pass_at_top_m
 from hf_fastdecode.evals.records import Sample, Verdict
+
+from .run_folders import votes_by_hand
 
 POOL = Pool(
     "t",
@@ -176,3 +182,130 @@ def test_errors_name_the_task():
         pass_at_ranker(replace(POOL, mean_logp=(None, -1.0, -1.0, -1.0)), "mean_logp", [1])
     with pytest.raises(ValueError, match=r"must be one of oracle, mean_logp, .*got 'best'"):
         pass_at_ranker(POOL, "best", [1])
+
+
+OUTPUTS = [1, 1, 2, 2, 3, 4, None, None]
+VERDICTS = [True, True, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_estimates_agree_with_enumeration(m, seed):
+    ns = range(1, len(OUTPUTS) + 1)
+    found, errors = pass_at_votes(VERDICTS, OUTPUTS, ns, m=m, draws=4000, seed=seed)
+    exact = votes_by_hand(VERDICTS, OUTPUTS, m)
+    assert (np.abs(found - exact) <= 4.5 * errors + 1e-12).all()
+    assert errors.max() < 0.5 / 4000**0.5 + 1e-4
+
+
+def test_ties_share_the_chance():
+    found, errors = pass_at_votes([True, False, False], ["a", "b", "c"], [3], m=1)
+    assert found[0] == pytest.approx(1 / 3)
+    assert errors[0] == pytest.approx(0)
+    assert pass_at_votes([True, False, False], ["a", "b", "c"], [3], m=2)[0][0] == pytest.approx(2 / 3)
+
+
+def test_a_crash_has_no_vote():
+    assert pass_at_votes([False] * 3 + [True], [None, None, None, "a"], [4], m=1)[0][0] == 1
+    assert pass_at_votes([False] * 3, [None] * 3, [1, 3])[0].tolist() == [0, 0]
+
+
+def test_the_majority_wins_at_last():
+    passed, outputs = [True] * 5 + [False] * 7, ["a"] * 5 + ["b"] * 3 + ["c"] * 4
+    found, _ = pass_at_votes(passed, outputs, [1, 12], draws=20_000)
+    assert found[0] == pytest.approx(5 / 12, abs=0.02)
+    assert found[1] == 1
+
+
+def test_enough_candidates_are_the_oracle():
+    found, errors = pass_at_votes(VERDICTS, range(8), range(1, 9), m=8, draws=20_000)
+    assert (np.abs(found - pass_at_n(VERDICTS)) <= 4.5 * errors + 1e-12).all()
+
+
+def test_a_seed_fixes_the_draws():
+    first, again, other = (pass_at_votes(VERDICTS, OUTPUTS, [3], draws=50, seed=seed)[0][0] for seed in (3, 3, 4))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ns": [0]}, "between 1 and the pool's 8 samples, got 0"),
+        ({"ns": [9]}, "between 1 and the pool's 8 samples, got 9"),
+        ({"draws": 1}, "draws must be at least 2"),
+        ({"m": 0}, "m must be at least 1"),
+        ({"outputs": [1] * 8}, "equal verdicts, got 3 passed and 5 failed"),
+        ({"passed": [], "outputs": []}, "at least one sample"),
+    ],
+)
+def test_errors_name_value_bound_and_remedy(change, message):
+    given = {"passed": VERDICTS, "outputs": OUTPUTS, "ns": [1]} | change
+    with pytest.raises(ValueError, match=message):
+        pass_at_votes(**given)
+
+
+def test_more_candidates_than_answers_are_no_more_work():
+    found, _ = pass_at_votes(VERDICTS, OUTPUTS, [3], m=10**9, draws=50)
+    assert 0 < found[0] <= 1
+
+
+TEXTS = [["a", "b", "a", "c"], ["x", "y", "z", "w", "v"]]
+PASSED = [[True, False, True, False], [False, False, True, False, False]]
+SCORES = [[-1.0, -2.0, -1.1, -0.5], [-1.0, -1.5, -2.0, -3.0, -4.0]]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def metric(tmp_path):
+    return metrics.PassAtTopK(cache_dir=str(tmp_path))
+
+
+def test_means_over_tasks(metric):
+    found = metric.compute(predictions=TEXTS, references=PASSED, scores=SCORES, k=2, ns=[1, 3])
+    columns = list(zip(PASSED, SCORES, TEXTS))
+    assert found == {
+        "pass@1": np.mean([metrics.pass_at_n(passed)[0] for passed in PASSED]),
+        "pass@3": np.mean([metrics.pass_at_n(passed)[2] for passed in PASSED]),
+        "pass@top2 of 1": np.mean([metrics.pass_at_top_m(*column, 2)[0] for column in columns]),
+        "pass@top2 of 3": np.mean([metrics.pass_at_top_m(*column, 2)[2] for column in columns]),
+    }
+    assert found["pass@top2 of 3"] < found["pass@3"]
+
+
+def test_defaults_and_batches(metric):
+    for texts, passed, scores in zip(TEXTS, PASSED, SCORES):
+        metric.add(prediction=texts, reference=passed, scores=scores)
+    found = metric.compute()
+    assert list(found) == [
+        *("pass@1", "pass@2", "pass@4"),
+        *("pass@top3 of 1", "pass@top3 of 2", "pass@top3 of 4"),
+    ]
+    assert found == metric.compute(predictions=TEXTS, references=PASSED, scores=SCORES, k=3)
+
+
+def test_says_what_it_takes(metric):
+    assert list(metric.features) == ["predictions", "references", "scores"]
+    assert "pass@top-k" in metric.description
+    assert "mean log-probabilities" in metric.inputs_description
+    assert "Bifurcated Attention" in metric.citation
+
+
+def test_errors(metric):
+    with pytest.raises(ValueError, match="smallest pool's 4 samples, got 5"):
+        metric.compute(predictions=TEXTS, references=PASSED, scores=SCORES, ns=[5])
+    with pytest.raises(ValueError, match="one of them empty"):
+        metric.compute(predictions=[[]], references=[[]], scores=[[]])
+    with pytest.raises(ValueError, match=r"inputs are missing: \['scores'\]"):
+        metric.compute(predictions=TEXTS, references=PASSED)
+
+
+def test_importing_the_metrics_imports_nothing_slow():
+    code = (
+        "import sys, hf_fastdecode.evals.metrics as metrics\n"
+        "print(sorted({'datasets', 'evaluate', 'matplotlib', 'torch', 'transformers'} & set(sys.modules)))\n"
+        "print('PassAtTopK' in vars(metrics))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "False"]
+    with pytest.raises(AttributeError, match="has no attribute 'pass_at_top'"):
+        metrics.pass_at_top  # noqa: B018
