@@ -140,7 +140,7 @@ def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """What a call drew."""
+    """The rows that a call drew."""
 
     call: Drawn
     processed: Tensor | None  # [rows, steps] float32: log-probabilities after temperature and nucleus, if asked for
@@ -326,19 +326,17 @@ def measure_latency(
         gc.collect()
         return replace(row, status="out of memory")
     ends = [sorted(at - run.call.started for at in run.finished_at) for run in runs]
-    first, median, last = ([own[at] for own in ends] for at in (0, (n - 1) // 2, n - 1))
+    samples = {
+        name: [own[at] for own in ends] for name, at in (("first", 0), ("median", (n - 1) // 2), ("last", n - 1))
+    }
     steps = [1e3 * (after - before) for run in runs for before, after in pairwise(run.call.step_times)]
     return replace(
         row,
         prefill_s=_percentile([run.call.first_token_s for run in runs], 50),
         ms_per_step_p50=_percentile(steps, 50),
         ms_per_step_p90=_percentile(steps, 90),
-        first_sample_s=_percentile(first, 50),
-        median_sample_s=_percentile(median, 50),
-        last_sample_s=_percentile(last, 50),
-        first_sample_s_p90=_percentile(first, 90),
-        median_sample_s_p90=_percentile(median, 90),
-        last_sample_s_p90=_percentile(last, 90),
+        **{f"{name}_sample_s": _percentile(times, 50) for name, times in samples.items()},
+        **{f"{name}_sample_s_p90": _percentile(times, 90) for name, times in samples.items()},
         peak_bytes=max(peaks, default=None),
         runs=len(runs),
     )

@@ -35,7 +35,7 @@ class Thoughts:
 
 
 CHANNELS: Final = Thoughts("<|channel|>", "<|channel|>final<|message|>")
-"""Of gpt-oss (harmony): the model names a channel for each message, and that of the answer is ``final``."""
+"""gpt-oss (harmony) names a channel for each message; that of the answer is ``final``."""
 
 _KNOWN: Final = (
     CHANNELS,
@@ -51,7 +51,7 @@ _KNOWN: Final = (
 
 
 def thoughts_of(template: str, prompt: str) -> Thoughts | None:
-    """How a model thinks, from its chat template and the part of a prompt behind the user's message.
+    """How a model thinks, from its chat template and the part of a prompt after the user's message.
 
     None where it does not, or where the prompt has closed its thoughts, as with ``enable_thinking=False``.
     """
@@ -66,7 +66,7 @@ def thoughts_of(template: str, prompt: str) -> Thoughts | None:
 
 
 class ThoughtfulAnswer(StopRule):
-    """Ends behind the first code block after the thoughts, or where no block was begun, with the text."""
+    """Ends after the first code block of the answer, or where no block was begun, with the text."""
 
     def __init__(self, task: Task, thoughts: Thoughts):
         super().__init__()

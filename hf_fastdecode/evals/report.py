@@ -51,7 +51,7 @@ class TaskCounts:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What the samples and their verdicts say."""
+    """Accuracy of the judged samples."""
 
     m: int | None  # candidates that are run; None where samples were not ranked
     ns: tuple[int, ...]  # numbers of samples
@@ -61,7 +61,6 @@ class Accuracy:
     at_most: Curve | None = None  # pass@n if all unjudged samples were right; None where none is unjudged
 
     def label(self, ranker: Ranker) -> str:
-        """A curve's name in tables and pictures."""
         return {
             "oracle": "pass@n",
             "mean_logp": f"pass@top{self.m}, mean log-p",
@@ -75,7 +74,6 @@ class Accuracy:
         return "pass@n" if ranker == "oracle" else f"pass@top{self.m}"
 
     def value(self, ranker: Ranker, n: int) -> float:
-        """Accuracy of a ranker at one of the ns."""
         return self.curves[ranker].values[self.ns.index(n)]
 
 
@@ -165,7 +163,7 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
 
 
 def read_subject(path: Path) -> dict[str, str]:
-    """What ``latency.csv`` is about: model, dtype and task, where its columns say so."""
+    """Model, dtype and task of ``latency.csv``, where its columns name them."""
     with path.open(newline="", encoding="utf-8") as file:
         first = next(csv.DictReader(file), {})
     return {name: first[name] for name in ("model", "dtype", "task") if first.get(name)}
@@ -204,18 +202,16 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The line's name in tables and pictures."""
         name = "hf_fastdecode" if self.way == "shared" else "transformers"
         return f"{name}, {self.mode}"
 
     def at(self, n: int) -> Latency | None:
-        """The row of n samples."""
         return next((row for row in self.rows if row.n == n), None)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The best accuracy within a budget: what the n that gives it takes, and gives."""
+    """The best accuracy within a time budget, and the n and seconds that give it."""
 
     seconds: float
     n: int
@@ -261,7 +257,7 @@ def largest_n_within(line: Line, factor: float = 2.0) -> int | None:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run folder shows."""
+    """Accuracy and latency of a run folder."""
 
     settings: dict[str, Any]  # of the report, and those of the run where settings.json has them
     accuracy: Accuracy | None  # None where no sample was judged
@@ -275,7 +271,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """What was evaluated, in a line."""
+        """Model, task and number of samples in a line."""
         run = self.settings["run"]
         parts = [f"{name} {run[name]}" for name in ("model", "task") if run.get(name)]
         if self.accuracy is not None:

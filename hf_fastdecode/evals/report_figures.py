@@ -240,22 +240,21 @@ def _latency_panel(lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
         late = [scale * row.last_sample_s_p90 for row in line.rows]
         axis.plot(n, middle, **look)
         axis.fill_between(n, middle, late, color=look["color"], alpha=0.25, linewidth=0)
-    _samples_axis(axis, [row.n for line in lines for row in line.rows])
-    axis.set_yscale("log")
-    axis.set_ylabel(f"until the last sample, {unit} (p50, shaded to p90)", fontsize=9)
-    plain_numbers(axis.yaxis)
-    axis.set_title(f"latency against n{where}", fontsize=10)
-    return []
+    return _log_axes(axis, lines, f"until the last sample, {unit} (p50, shaded to p90)", f"latency against n{where}")
 
 
 def _step_panel(lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
     for line in lines:
         axis.plot([row.n for row in line.rows], [row.ms_per_step_p50 for row in line.rows], **_look(line, lines))
+    return _log_axes(axis, lines, "a decode step, ms (p50)", f"time of a step against n{where}")
+
+
+def _log_axes(axis: Any, lines: Sequence[Line], label: str, title: str) -> list[Mark]:
     _samples_axis(axis, [row.n for line in lines for row in line.rows])
     axis.set_yscale("log")
-    axis.set_ylabel("a decode step, ms (p50)", fontsize=9)
+    axis.set_ylabel(label, fontsize=9)
     plain_numbers(axis.yaxis)
-    axis.set_title(f"time of a step against n{where}", fontsize=10)
+    axis.set_title(title, fontsize=10)
     return []
 
 

@@ -68,7 +68,6 @@ def growth_lines(found: Report) -> list[str]:
 
 
 def task_table(accuracy: Accuracy) -> Cells:
-    """A row for each task."""
     rows = [
         [task.task_id, f"{task.samples:,}", f"{task.passed:,}", f"{task.distinct:,}", f"{task.distinct_passed:,}"]
         for task in accuracy.tasks
@@ -77,7 +76,6 @@ def task_table(accuracy: Accuracy) -> Cells:
 
 
 def status_line(accuracy: Accuracy) -> str:
-    """Verdicts by status in a line."""
     return "verdicts: " + ", ".join(f"{count:,} {status}" for status, count in accuracy.statuses.items())
 
 
@@ -181,7 +179,7 @@ def page(found: Report, pictures: Mapping[str, bytes]) -> str:
     if found.latency:
         parts += [
             "<h2>Latency</h2>\n",
-            "<p>Medians over prompts, each in a call of its own, measured apart from the samples that were scored. "
+            "<p>Medians over prompts, each in a call of its own, measured separately from the scored samples. "
             "Accuracy and latency are joined by n only; within a time budget, the most accurate n whose last sample "
             "is in time counts.</p>\n",
             *(
@@ -235,7 +233,7 @@ def write_metrics(found: Report, path: Path) -> Path:
 
 
 def metrics(found: Report) -> dict[str, Any]:
-    """What metrics.json holds; numbers may be NaN here."""
+    """The content of metrics.json, where unknown numbers are still NaN."""
     accuracy, lines = found.accuracy, found.lines
     budgets = (
         []

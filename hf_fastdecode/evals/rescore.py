@@ -66,7 +66,7 @@ def _plain(value: Any) -> Iterator[Tensor]:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    """A sum over a tensor's words, each weighted by its place; it wraps around at 64 bits."""
+    """A sum over a tensor's words, each weighted by its position; it wraps around at 64 bits."""
     words = tensor.contiguous().reshape(-1).view(_WORD[tensor.dtype.itemsize])
     total = 0
     for start in range(0, len(words), _WORDS_AT_ONCE):
@@ -120,7 +120,7 @@ def rescored(
 ) -> list[Sample]:
     """A task's samples with the model's own log-probabilities, whichever model or tool drew them.
 
-    The completion is tokenized behind its prompt, so its tokens may differ from those that were drawn. At most `rows`
+    The completion is tokenized after its prompt, so its tokens may differ from those that were drawn. At most `rows`
     samples go through the model at once; fewer if they are long, because logits are large.
     """
     prompt = _tokens(tokenizer, form, form.prompt(task))
@@ -150,7 +150,7 @@ def _tokens(tokenizer: Any, form: PromptFormat, text: str) -> list[int]:
 
 @torch.no_grad()
 def _log_probs(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
-    """``[texts, longest - 1]`` float64 on the CPU: of each token but the first, behind those before it."""
+    """``[texts, longest - 1]`` float64 on the CPU: log-probabilities of all tokens but the first."""
     longest = max(map(len, texts))
     ids = torch.tensor([[*own, *[own[-1]] * (longest - len(own))] for own in texts], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]

@@ -177,7 +177,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides which samples a run draws, except versions."""
+    """The settings that decide which samples a run draws, except versions."""
 
     model: str  # name or folder of the checkpoint
     weights: str  # digest of weights, config and tokenizer: `generation.weights`
@@ -192,7 +192,6 @@ class RunSettings:
     drawing: Drawing = Drawing()
 
     def flat(self) -> dict[str, Any]:
-        """Names and values, those of `drawing` among them."""
         own = asdict(self)
         return own | own.pop("drawing")
 
@@ -233,7 +232,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `claim_folder` wrote: the settings by name, a fingerprint and the provenance; else an InputError."""
+    """The settings that `claim_folder` wrote, by name, with a fingerprint and the provenance; else an InputError."""
     path = folder / SETTINGS
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -305,7 +304,7 @@ def open_samples(
 
     def is_done(number: int) -> bool:
         if not done >= places[number]:
-            done.update(map(_key, lines.new()))
+            done.update(map(sample_key, lines.new()))
         return done >= places[number]
 
     whole = folder / SAMPLES
@@ -318,7 +317,7 @@ def open_samples(
             stack.enter_context(exclusive(whole, _held(whole)))
             file = stack.enter_context(JsonlWriter(whole))
             numbers = (number for number in range(len(units)) if not is_done(number))
-        done.update(map(_key, lines.new()))
+        done.update(map(sample_key, lines.new()))
         yield file, (units[number] for number in numbers), sum(len(own & done) for own in places)
 
 
@@ -331,7 +330,7 @@ def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str
     lines = list(read_jsonl(path))
     found: dict[tuple[Any, Any], dict[str, Any]] = {}
     for line in lines:
-        found.setdefault(_key(line), line)
+        found.setdefault(sample_key(line), line)
     whole: set[tuple[Any, Any]] = set()
     for places in (unit.places(task_ids) for unit in units):
         if found.keys() >= set(places):
@@ -341,7 +340,8 @@ def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str
         write_text(path, json_lines(kept))
 
 
-def _key(line: dict[str, Any]) -> tuple[Any, Any]:
+def sample_key(line: dict[str, Any]) -> tuple[Any, Any]:
+    """Task id and index of a line of samples or verdicts."""
     return line.get("task_id"), line.get("index")
 
 

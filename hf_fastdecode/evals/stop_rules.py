@@ -249,7 +249,7 @@ def parses(program: str) -> bool:
 
 
 def longest_parsing_prefix(text: str, stem: str = "") -> str:
-    """The longest prefix in whole lines that parses behind the stem; the text itself if there is none."""
+    """The longest prefix in whole lines that parses after the stem; the text itself if there is none."""
     lines = text.splitlines(keepends=True)
     for count in range(len(lines), 0, -1):
         prefix = "".join(lines[:count])
@@ -381,7 +381,7 @@ class BraceEnd(StopRule):
         return len(text) if end is None else end
 
     def completion(self, text: str) -> str:
-        """What is kept, and the braces that close the stem's other blocks."""
+        """The kept text, and the braces that close the stem's other blocks."""
         kept = super().completion(text)
         still_open = self._opened + sum(map(_step, tokens(kept, self._language)))
         return kept if self._item_end is None else kept + "\n}" * still_open
@@ -447,7 +447,7 @@ class BraceEnd(StopRule):
 
 
 def _name(header: list[Token]) -> str:
-    """What a header defines: the word after class or its like, else the last word before its end."""
+    """The name that a header defines: the word after class or its like, else the last word before its end."""
     words = [token.text for token in header if token.kind == "word"]
     for keyword, name in pairwise(words):
         if keyword in _NAMED_BY_KEYWORD:

@@ -138,7 +138,7 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The file's name."""
         return self.url.rpartition("/")[2]
 
 

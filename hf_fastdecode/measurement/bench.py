@@ -129,7 +129,6 @@ class StockBesideEnabled:
         }
 
     def _caller(self, case: BenchCase) -> Callable[..., Any]:
-        """A function that draws so many tokens for each sample."""
         generator, vocabulary = torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         ids = torch.randint(_FIRST_ID, vocabulary, (1, case.context), generator=generator).to(self.model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_return_sequences": case.samples}
@@ -212,7 +211,6 @@ def draw_bench(rows: Sequence[Measurement], path: Path) -> Path:
 
 
 def _cases(rows: Sequence[Measurement]) -> list[dict[str, Measurement]]:
-    """The measurements of each case by way."""
     return by(rows, "shape", "context", "samples", "new_tokens", "dtype")
 
 

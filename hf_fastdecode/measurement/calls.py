@@ -85,7 +85,7 @@ ANCHOR: Final = 4
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one `generate` call drew; tensors are on the CPU, and times are of `time.perf_counter`.
+    """Tokens and times of one `generate` call; tensors are on the CPU, times are of `time.perf_counter`.
 
     Attributes:
         sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding, in an
@@ -110,7 +110,7 @@ class Drawn:
 
     @property
     def tokens(self) -> Tensor:
-        """``[rows, steps]`` int64, padded behind each row's end."""
+        """``[rows, steps]`` int64, padded after each row's end."""
         return self.sequences[:, self.prompt_length :]
 
     @property
@@ -120,7 +120,6 @@ class Drawn:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the call."""
         return self.ended - self.started
 
 

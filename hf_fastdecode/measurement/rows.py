@@ -81,7 +81,7 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """The commit measured; behind it, when files have changed since, ``+`` and a hash of the sources.
+    """The commit measured; after it, when files have changed since, ``+`` and a hash of the sources.
 
     ``$COMMIT`` when it is set, as where the files were copied from a repository.
     """
@@ -126,7 +126,7 @@ def status_of(error: Exception) -> str:
 
 
 class Case(Protocol):
-    """What a case must be able to do."""
+    """A case to measure."""
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
@@ -173,9 +173,9 @@ def run(
 ) -> list[Measurement]:
     """Measure every way of every case, and write each measurement to the CSV file `out` when it is made.
 
-    Measurements that `out` already has from the same commit and command are kept and not made again. Those of another
-    commit, command or version are replaced when the same case, way and device is measured again (a message says how
-    many); all others are kept.
+    Measurements that `out` already has from the same commit and command are kept and not made again. Measurements of
+    another commit, command or version are replaced when the same case, way and device is measured again (a message
+    says how many); all others are kept.
 
     Args:
         cases: The cases, ordered so that consecutive cases reuse expensive setup.
@@ -227,12 +227,11 @@ def run(
 
 
 def failed(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Those without numbers because a check was red or an error was raised."""
+    """Measurements without numbers because a check was red or an error was raised."""
     return [measurement for measurement in measurements if measurement["status"].startswith(("wrong", "failed"))]
 
 
 def brief(measurement: Measurement) -> str:
-    """A measurement in one line."""
     shown = [(name, measurement[name]) for name in _SHOWN if measurement.get(name)]
     parts = [value if name in ("case", "shape", "way") else f"{name}={_short(value)}" for name, value in shown]
     return "  ".join(parts + ([measurement["status"]] if measurement["status"] != "ok" else []))
@@ -265,18 +264,16 @@ def _as_read(measurement: dict[str, Any]) -> Measurement:
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-    """A Markdown table, with a note in a paragraph behind it."""
+    """A Markdown table, with a note in a paragraph after it."""
     table = "\n".join([*head(names), *map(line, rows)]) + "\n"
     return f"{table}\n{note}\n" if note else table
 
 
 def head(names: Sequence[str]) -> list[str]:
-    """The two lines that a Markdown table begins with."""
     return [line(names), "|" + "---|" * len(names)]
 
 
 def line(cells: Sequence[str]) -> str:
-    """A line of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

@@ -37,7 +37,7 @@ def running(token: str) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a sandboxed program.
+    """The outcome of a sandboxed program.
 
     Attributes:
         status: ``ok`` for exit code 0, ``failed`` for any other end of its own, the limit that it exceeded, or
@@ -101,7 +101,7 @@ ANY = ForkedPython(_IMPORTS, (), "exec(sys.stdin.read())")
 
 
 def run(server: ForkServer, source: str, limits: Limits = LIMITS) -> str:
-    """What a program writes that a new process runs to its end."""
+    """The output of a program that a new process runs to its end."""
     with server.fork(limits) as process:
         said = output(process, source)
         assert process.wait() == 0, process.stderr.decode()

@@ -27,7 +27,7 @@ def drawn_samples(small, drawing=DRAWING, count=6, seed=3):
 
 @pytest.fixture(scope="module")
 def drawn_once(small):
-    """What most tests look at; none changes it."""
+    """Samples that most tests look at; none changes them."""
     return drawn_samples(small)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from hf_fastdecode.evals.records import Language, Task
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
 from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner, java_and_javascript
@@ -32,12 +33,6 @@ def test_java_right_and_wrong(java: Runner) -> None:
     assert java.check(JAVA_DOUBLE, JAVA) == Result("pass")
     wrong = "java.lang.Exception: Exception -- test case 1 did not pass. x1 = 1"
     assert java.check(JAVA_DOUBLE, "        return x == 0 ? 1 : 2 * x;\n    }\n}") == Result("fail", wrong)
-
-
-def test_java_each_sandbox(sandbox: Sandbox) -> None:
-    with usable_runner("java", sandbox) as found:
-        assert found.check(JAVA_DOUBLE, JAVA) == Result("pass")
-        assert found.check(JAVA_DOUBLE, JAVA.replace("2", "3")).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -202,31 +197,6 @@ def test_the_stand_in_reads_signatures() -> None:
         StandIn.of_stem("class A {")
 
 
-def test_java_tasks_that_cannot_be_run(java: Runner) -> None:
-    check_task = LANGUAGES["java"].check_task
-    check_task(JAVA_DOUBLE)
-    for task, message in (
-        (replace(JAVA_DOUBLE, tests=()), "task MBJP/1 has no tests; every program would pass"),
-        (replace(JAVA_DOUBLE, tests=("", " \n")), "task MBJP/1 has no tests; every program would pass"),
-        (replace(JAVA_DOUBLE, stem="class A {"), "a stem in Java must end with the signature of a static method"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_task(task)
-        with pytest.raises(ValueError, match=message):
-            java.check(task, JAVA)
-    with pytest.raises(SandboxError, match=r"the tests cannot be run: java.lang.ClassNotFoundException: Main"):
-        java.check(replace(JAVA_DOUBLE, tests=("class Other { }",)), JAVA)
-    assert java.check(JAVA_DOUBLE, JAVA) == Result("pass")
-
-
-def test_without_a_jdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    missing = LANGUAGES["java"].missing()
-    assert (
-        missing == "Java programs need java and javac; install a JDK of version 11 or later (apt install default-jdk)"
-    )
-
-
 NODE_DOUBLE = javascript_task("twice(x)", ("twice(2)", "4"), ("twice([3])", "[6]"), ("twice(0)", "0"))
 NODE = "  return Array.isArray(x) ? x.map(y => 2 * y) : 2 * x;\n}"
 
@@ -242,12 +212,6 @@ def test_javascript_right_and_wrong(node: Runner) -> None:
     assert node.check(NODE_DOUBLE, "  return 2 * x;\n}") == Result(
         "fail", "Error at 2th assert statement. Value = undefined"
     )
-
-
-def test_javascript_each_sandbox(sandbox: Sandbox) -> None:
-    with usable_runner("javascript", sandbox) as found:
-        assert found.check(NODE_DOUBLE, NODE) == Result("pass")
-        assert found.check(NODE_DOUBLE, NODE.replace("2", "3")).status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -349,24 +313,58 @@ def test_programs_may_keep_a_state_and_use_the_tests_names(node: Runner) -> None
     assert node.check(task, "  return compare(a, b) && _.isEqual(a, b);\n}") == Result("pass")
 
 
-def test_javascript_tasks_that_cannot_be_run(node: Runner) -> None:
-    check_task = LANGUAGES["javascript"].check_task
-    check_task(NODE_DOUBLE)
-    for task, message in (
-        (replace(NODE_DOUBLE, tests=()), "task MBJSP/1 has no tests; every program would pass"),
-        (replace(NODE_DOUBLE, tests=("", " \n")), "task MBJSP/1 has no tests; every program would pass"),
-        (replace(NODE_DOUBLE, tests=("// later",)), "the tests of task MBJSP/1 never call twice"),
-        (replace(NODE_DOUBLE, entry_point=""), "task MBJSP/1 must name the function under test, got ''"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_task(task)
-        with pytest.raises(ValueError, match=message):
-            node.check(task, NODE)
-    with pytest.raises(SandboxError, match="the tests cannot be run: SyntaxError"):
-        node.check(replace(NODE_DOUBLE, tests=("if (twice",)), NODE)
-    assert node.check(NODE_DOUBLE, NODE) == Result("pass")
+@pytest.mark.parametrize(
+    ("language", "task", "right"), [("java", JAVA_DOUBLE, JAVA), ("javascript", NODE_DOUBLE, NODE)]
+)
+def test_each_sandbox(sandbox: Sandbox, language: Language, task: Task, right: str) -> None:
+    with usable_runner(language, sandbox) as found:
+        assert found.check(task, right) == Result("pass")
+        assert found.check(task, right.replace("2", "3")).status == "fail"
 
 
-def test_without_node(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("language", "task", "right", "refused", "tests", "message"),
+    [
+        (
+            *("java", JAVA_DOUBLE, JAVA),
+            [({"stem": "class A {"}, "a stem in Java must end with the signature of a static method")],
+            *("class Other { }", r"java.lang.ClassNotFoundException: Main"),
+        ),
+        (
+            *("javascript", NODE_DOUBLE, NODE),
+            [
+                ({"tests": ("// later",)}, "the tests of task MBJSP/1 never call twice"),
+                ({"entry_point": ""}, "task MBJSP/1 must name the function under test, got ''"),
+            ],
+            *("if (twice", "SyntaxError"),
+        ),
+    ],
+    ids=["java", "javascript"],
+)
+def test_tasks_that_cannot_be_run(
+    any_sandbox: Sandbox, language: Language, task: Task, right: str, refused: list, tests: str, message: str
+) -> None:
+    check_task = LANGUAGES[language].check_task
+    check_task(task)
+    none = f"task {task.task_id} has no tests; every program would pass"
+    with usable_runner(language, any_sandbox) as runner:
+        for change, said in ({"tests": ()}, none), ({"tests": ("", " \n")}, none), *refused:
+            with pytest.raises(ValueError, match=said):
+                check_task(replace(task, **change))
+            with pytest.raises(ValueError, match=said):
+                runner.check(replace(task, **change), right)
+        with pytest.raises(SandboxError, match=f"the tests cannot be run: {message}"):
+            runner.check(replace(task, tests=(tests,)), right)
+        assert runner.check(task, right) == Result("pass")
+
+
+@pytest.mark.parametrize(
+    ("language", "message"),
+    [
+        ("java", "Java programs need java and javac; install a JDK of version 11 or later (apt install default-jdk)"),
+        ("javascript", "JavaScript programs need node; install it (apt install nodejs)"),
+    ],
+)
+def test_without_a_toolchain(monkeypatch: pytest.MonkeyPatch, language: Language, message: str) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert LANGUAGES["javascript"].missing() == "JavaScript programs need node; install it (apt install nodejs)"
+    assert LANGUAGES[language].missing() == message

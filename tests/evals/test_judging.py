@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -24,7 +24,7 @@ TASKS = [Task(name, "python", "", "", ("assert f()",), "f") for name in "ba"]
 SAMPLES = [Sample(task.task_id, index, text) for task in TASKS for index, text in enumerate(("x", "y", "x"))]
 
 
-class Recorder:
+class Recorder(AbstractContextManager):
     """A runner that passes all, but for what `broken` and `ending` say.
 
     Attributes:
@@ -48,12 +48,7 @@ class Recorder:
             raise SandboxError("no sandbox")
         return Result("pass")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         pass
 
 

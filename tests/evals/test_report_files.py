@@ -1,4 +1,4 @@
-"""What a report is written as: files, pictures, the page and the terminal's tables."""
+"""The files, pictures, page and terminal tables of a report."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from hf_fastdecode.evals.sandbox import (
     LimitExceeded,
     Limits,
     Sandbox,
+    SandboxedProcess,
     SandboxError,
     backends,
     choose,
@@ -31,16 +32,10 @@ from .processes import Outcome, run_to_end, running
 
 @dataclass(frozen=True)
 class Edited:
-    """A back end whose command line was changed.
-
-    Attributes:
-        backend: That makes the command line.
-        edits: Text of an argument, and what stands for it.
-        name: Of it.
-    """
+    """A back end whose command line was changed."""
 
     backend: Backend
-    edits: tuple[tuple[str, str], ...]
+    edits: tuple[tuple[str, str], ...]  # old and new texts within arguments
     name: str = "edited"
 
     def missing(self) -> str | None:
@@ -56,8 +51,14 @@ class Edited:
 
 
 @pytest.fixture
+def unshare() -> None:
+    if refusal := sandboxes._refusal("unshare"):
+        pytest.skip(refusal)
+
+
+@pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """What each back end is refused for, in place of the proof; all pass."""
+    """Reasons to refuse each back end, in place of the proof; all pass."""
     found: dict[str, str | None] = dict.fromkeys(BACKENDS)
     monkeypatch.setattr(sandboxes, "_refusal", found.__getitem__)
     return found
@@ -138,15 +139,13 @@ def test_without_isolation_the_proof_tells_each_escape() -> None:
         ([("--data=1073741824:1073741824", "--data=4294967296:4294967296")], "the limit on memory does not bind"),
     ],
 )
+@pytest.mark.usefixtures("unshare")
 def test_each_hole_is_seen_alone(edits: list[tuple[str, str]], escape: str) -> None:
-    if refusal := sandboxes._refusal("unshare"):
-        pytest.skip(refusal)
     assert sandboxes.prove(Edited(Unshare(), tuple(edits))) == escape
 
 
+@pytest.mark.usefixtures("unshare")
 def test_a_back_end_that_does_not_start_is_refused() -> None:
-    if refusal := sandboxes._refusal("unshare"):
-        pytest.skip(refusal)
     absent = str(sandboxes.prove(Edited(Unshare(), (("setpriv", "no-such-program"),))))
     assert "no-such-program cannot be started" in absent or "no-such-program: not found" in absent
     assert "mount: /tmp/hf-fastdecode-" in str(
@@ -187,9 +186,20 @@ LIMITS = Limits(cpu_seconds=10, wall_seconds=30, memory_bytes=256 << 20, output_
 LITTLE_CPU = replace(LIMITS, cpu_seconds=0.5)
 
 
-def run(sandbox: Sandbox, source: str, limits: Limits = LIMITS, stdin: bytes = b"") -> Outcome:
+ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
+SLEEP = "import time; time.sleep(9)"
+
+
+def run(
+    sandbox: Sandbox, source: str, limits: Limits = LIMITS, stdin: bytes = b"", shown: Sequence[Path] = ()
+) -> Outcome:
     command, readable = python_command()
-    return run_to_end(sandbox, [*command, "-c", source], stdin=stdin, readable=readable, limits=limits)
+    return run_to_end(sandbox, [*command, "-c", source], stdin=stdin, readable=[*readable, *shown], limits=limits)
+
+
+def started(sandbox: Sandbox, source: str, limits: Limits = LIMITS) -> SandboxedProcess:
+    command, readable = python_command()
+    return sandbox.popen([*command, "-c", source], readable=readable, limits=limits)
 
 
 def test_output_and_exit_codes(sandbox: Sandbox) -> None:
@@ -222,12 +232,9 @@ try:
 except OSError as error:
     print(error.strerror)
 """
-    command, readable = python_command()
-    done = run_to_end(sandbox, [*command, "-c", source], readable=[*readable, shown], limits=LIMITS)
+    done = run(sandbox, source, shown=[shown])
     assert done.stdout == b"content\nRead-only file system\n", done
-    done = run_to_end(
-        sandbox, [*command, "-c", f"open('{tmp_path}/beside')"], readable=[*readable, shown], limits=LIMITS
-    )
+    done = run(sandbox, f"open('{tmp_path}/beside')", shown=[shown])
     assert done.stderr.splitlines()[-1].startswith(b"FileNotFoundError")
 
 
@@ -237,9 +244,7 @@ def test_packages_are_seen_empty_but_for_those_asked_for(sandbox: Sandbox, tmp_p
         (packages / name).mkdir(parents=True)
         (packages / name / "tests.py").write_text("secret")
     source = f"import os; print(os.listdir('{packages}'), os.listdir('{packages}/asked_for'))"
-    command, readable = python_command()
-    shown = [*readable, tmp_path / "lib", packages / "asked_for"]
-    done = run_to_end(sandbox, [*command, "-c", source], readable=shown, limits=LIMITS)
+    done = run(sandbox, source, shown=[tmp_path / "lib", packages / "asked_for"])
     assert done.stdout == b"['asked_for'] ['tests.py']\n", done
 
 
@@ -312,10 +317,7 @@ print([name for name in os.listdir("/proc") if name.isdigit()], flush=True)
 
 
 def test_a_server_answers_and_gets_time_anew(any_sandbox: Sandbox) -> None:
-    command, readable = python_command()
-    echo = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
-    limits = Limits(wall_seconds=0.6, output_bytes=8)
-    with any_sandbox.popen([*command, "-c", echo], readable=readable, limits=limits) as server:
+    with started(any_sandbox, ECHO, Limits(wall_seconds=0.6, output_bytes=8)) as server:
         for number in range(4):
             server.renew(10, 0.6)
             server.send(b"abc%d\n" % number)
@@ -335,9 +337,7 @@ def test_a_limit_that_the_kernel_enforces_first(sandbox: Sandbox) -> None:
 
 
 def test_time_that_nobody_waits_for_it_does_not_count(any_sandbox: Sandbox) -> None:
-    command, readable = python_command()
-    echo = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
-    with any_sandbox.popen([*command, "-c", echo], readable=readable, limits=Limits(wall_seconds=0.6)) as process:
+    with started(any_sandbox, ECHO, Limits(wall_seconds=0.6)) as process:
         for _ in range(2):
             time.sleep(0.8)
             process.send(b"abc\n")
@@ -347,11 +347,9 @@ def test_time_that_nobody_waits_for_it_does_not_count(any_sandbox: Sandbox) -> N
 
 
 def test_limits_on_a_server_are_those_of_its_request(any_sandbox: Sandbox) -> None:
-    command, readable = python_command()
     spin = "import sys, time\nfor line in sys.stdin:\n    until = time.process_time() + float(line)\n"
     spin += "    while time.process_time() < until: pass\n    print(flush=True)"
-    limits = Limits(cpu_seconds=60)
-    with any_sandbox.popen([*command, "-c", spin], readable=readable, limits=limits) as server:
+    with started(any_sandbox, spin, Limits(cpu_seconds=60)) as server:
         for _ in range(2):
             server.renew(0.8, 9)
             server.send(b"0.5\n")
@@ -370,9 +368,7 @@ def test_a_starved_program_is_told_from_a_sleeping_one(any_sandbox: Sandbox) -> 
     try:
         for other in others:
             other.start()
-        command, readable = python_command()
-        limits = Limits(cpu_seconds=60, wall_seconds=1)
-        with any_sandbox.popen([*command, "-c", "while True: pass"], readable=readable, limits=limits) as busy:
+        with started(any_sandbox, "while True: pass", Limits(cpu_seconds=60, wall_seconds=1)) as busy:
             with pytest.raises(LimitExceeded) as error:
                 busy.receive()
             assert error.value.load
@@ -385,10 +381,7 @@ def test_a_starved_program_is_told_from_a_sleeping_one(any_sandbox: Sandbox) -> 
 def test_a_machine_without_memory_ends_programs_that_may_not_be_to_blame(
     any_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command, readable = python_command()
-    with any_sandbox.popen(
-        [*command, "-c", "import time; time.sleep(9)"], readable=readable, limits=LIMITS
-    ) as process:
+    with started(any_sandbox, SLEEP) as process:
         monkeypatch.setattr("hf_fastdecode.evals.sandbox.process.memory_is_exhausted", lambda: True)
         with pytest.raises(LimitExceeded, match="the machine ran out of memory") as error:
             process.receive()
@@ -403,13 +396,10 @@ def test_exhausted_memory_is_noticed(monkeypatch: pytest.MonkeyPatch, available:
 
 
 def test_writing_to_a_program_that_does_not_read(any_sandbox: Sandbox) -> None:
-    command, readable = python_command()
-    deaf = any_sandbox.popen(
-        [*command, "-c", "import time; time.sleep(9)"], readable=readable, limits=Limits(wall_seconds=1)
-    )
+    deaf = started(any_sandbox, SLEEP, Limits(wall_seconds=1))
     with deaf, pytest.raises(LimitExceeded, match="not done after 1 s"):
         deaf.send(bytes(1 << 20))
-    with any_sandbox.popen([*command, "-c", "pass"], readable=readable, limits=LIMITS) as gone:
+    with started(any_sandbox, "pass") as gone:
         with pytest.raises(BrokenPipeError):
             gone.send(bytes(1 << 20))
         assert gone.wait() == 0

@@ -12,10 +12,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 
@@ -33,7 +32,7 @@ TASKS = {name: Task(name, "python", "", "", ("assert f() == 1",)) for name in ("
 NONE = choose("none", allow_unsafe=True)
 
 
-class Scripted:
+class Scripted(AbstractContextManager):
     """A runner that gives results from a list per completion, one after another.
 
     Attributes:
@@ -56,18 +55,13 @@ class Scripted:
             raise result
         return result
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         pass
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Result | Exception]]:
-    """What the runner answers."""
+    """The answers of the runner."""
     Scripted.scripts, Scripted.seen = {}, []
     support = LanguageSupport(runner=Scripted, limits=Limits(wall_seconds=3), check_task=job_of)
     monkeypatch.setitem(LANGUAGES, "python", support)

@@ -84,7 +84,6 @@ class Pool:
 
     @property
     def correct(self) -> int:
-        """Samples that passed."""
         return sum(self.passed)
 
     @property
@@ -170,7 +169,6 @@ Deduplicate = Literal["text", "ast"]
 
 
 def text_key(completion: str) -> str:
-    """The text itself."""
     return completion
 
 
@@ -243,7 +241,7 @@ def pass_at_ranker(
 
 
 def _answers(pool: Pool) -> Sequence[Hashable]:
-    """What samples vote for: their outputs, or their text where these are unknown.
+    """The vote of each sample: its outputs, or its text where these are unknown.
 
     Every sample votes: the ranking must not depend on knowing which samples are right.
     """

@@ -110,7 +110,7 @@ def pass_at_top_m(
     ones, so that ties never help the ranking and the order of the pool does not matter.
 
     A subset counts if fewer than m groups of failing duplicates rank before its best passing sample. The sum goes over
-    that sample: passing samples before it are left out, samples behind it are free, and `HitCounter` counts the
+    that sample: passing samples before it are left out, samples after it are free, and `HitCounter` counts the
     failing ones before it. All integers, with one correctly rounded division each at the end; cost O(m N^2).
 
     Args:
@@ -140,8 +140,8 @@ def pass_at_top_m(
     for place, index in enumerate(ranked):
         if passed[index]:
             below_m = hits.below_m()
-            behind = samples - 1 - place
-            found[behind : behind + len(below_m)] += below_m
+            after = samples - 1 - place
+            found[after : after + len(below_m)] += below_m
         else:
             key = keys[index]
             hits.grow(seen[key], seen[key] + 1)
@@ -150,7 +150,7 @@ def pass_at_top_m(
 
 
 def pass_at_first_m(passed: Sequence[bool], keys: Sequence[Hashable], m: int) -> NDArray[np.float64]:
-    """What a ranking without information gives, for n = 1..N: the first m distinct samples in the order drawn.
+    """pass@m of a ranking without information, for n = 1..N: the first m distinct samples in the order drawn.
 
     The mean over all orders of drawing n of the pool's N samples. Let A(t) be the number of subsets of t failing
     samples in fewer than m groups, and c the number of passing samples: draw t + 1 is the first to pass, in time, with

@@ -73,7 +73,7 @@ def prove_forks(backend: Backend) -> str | None:
 
 @dataclass(frozen=True)
 class _Host:
-    """What a probe could reach.
+    """The host's things that a probe tries to reach.
 
     Attributes:
         job: What it tries.
@@ -86,7 +86,7 @@ class _Host:
     mark: str
 
     def refusal(self, start: Callable[[], SandboxedProcess]) -> str | None:
-        """What a probe could do that is started so; None for nothing."""
+        """Escapes of a probe started by `start`; None where it finds none."""
         before = _running(self.mark)
         with start() as process:
             with contextlib.suppress(BrokenPipeError):  # it says why in place of an answer
@@ -108,7 +108,7 @@ class _Host:
         until = time.monotonic() + _END_SECONDS
         while lives := _running(self.mark) > before and time.monotonic() < until:
             time.sleep(0.01)  # what held the sandbox ends after it
-        return "a process that it left behind lives on" if lives else None
+        return "a process that it left lives on" if lives else None
 
 
 @contextlib.contextmanager
@@ -172,7 +172,6 @@ class Sandbox:
 
     @property
     def name(self) -> str:
-        """The back end's name."""
         return self.backend.name
 
     def popen(
@@ -233,7 +232,7 @@ def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
 
 
 def _remedy(candidates: Sequence[str]) -> str:
-    """What makes a sandbox possible on this machine, where none of these back ends passes."""
+    """The remedy on this machine where none of these back ends passes."""
     install = "install bubblewrap (apt install bubblewrap)"
     for name, denying in _DENIES_USER_NAMESPACES if {"bwrap", "unshare"} & set(candidates) else ():
         setting = _SETTINGS / name

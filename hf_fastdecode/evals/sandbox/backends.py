@@ -33,17 +33,14 @@ class Bubblewrap:
     name: str = "bwrap"
 
     def missing(self) -> str | None:
-        """Whether `bwrap` is installed."""
         return None if shutil.which("bwrap") else "not installed (apt install bubblewrap)"
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        """Run as `nobody` in new namespaces."""
         # Without user namespaces of its own the program cannot mount a tmpfs that has no size.
         rights = ["--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
         return _bubblewrap(rights, view, limits.scratch_bytes, first_process(limited(argv, limits)))
 
     def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
-        """Run as root of a user namespace, which stands for `nobody`."""
         return _bubblewrap(["--uid", "0", "--gid", "0", "--cap-add", "ALL"], view, _SERVER_BYTES, argv)
 
 
@@ -81,17 +78,14 @@ class Unshare:
     name: str = "unshare"
 
     def missing(self) -> str | None:
-        """Whether util-linux is installed."""
         absent = [name for name in _PROGRAMS if not tool(name)]
         return f"{', '.join(absent)} not installed (apt install util-linux)" if absent else None
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        """Run as `nobody` in new namespaces."""
         # The shell stays as the first process of the PID namespace: no signal from inside can end it, and it reaps.
         return _unshare(_closing(), view, limits.scratch_bytes, limited(argv, limits))
 
     def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
-        """Run as root of a user namespace, which stands for `nobody`."""
         return _unshare([f'cd {SCRATCH} && exec "$@"'], view, _SERVER_BYTES, argv)
 
 
@@ -231,7 +225,6 @@ class Container:
     name: str
 
     def missing(self) -> str | None:
-        """Whether the program is installed and answers."""
         if not shutil.which(self.name):
             return f"not installed (apt install {'docker.io' if self.name == 'docker' else self.name})"
         done = _call(self.name, "info")

@@ -56,7 +56,7 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
 
     def prlimit(self, *, processes: bool = True) -> list[str]:
-        """The `prlimit` command that sets these limits for the command behind it; empty where `prlimit` is missing."""
+        """The `prlimit` command that sets these limits for the command after it; empty where `prlimit` is missing."""
         program = shutil.which("prlimit")
         if program is None:
             return []
@@ -70,7 +70,7 @@ class Limits:
         """
         seconds = math.ceil(self.cpu_seconds)
         values = {
-            "cpu": (seconds + 1, seconds + 2),  # behind the host's own accounting, which tells why
+            "cpu": (seconds + 1, seconds + 2),  # after the host's own accounting, which says why
             "data": (self.memory_bytes,) * 2,
             "fsize": (self.file_bytes,) * 2,
             "nofile": (self.open_files,) * 2,
@@ -91,11 +91,9 @@ class Limits:
         return None
 
     def cpu_exceeded(self) -> tuple[Exceeded, str]:
-        """The limit on CPU time, and a line about it."""
         return "timeout", f"used more than {self.cpu_seconds:g} s of CPU time"
 
     def memory_exceeded(self) -> tuple[Exceeded, str]:
-        """The limit on memory, and a line about it."""
         return "memory", f"used more than {self.memory_bytes >> 20:,} MiB of memory"
 
 
@@ -109,7 +107,7 @@ def _lowers(name: str, value: int) -> bool:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a sandbox's processes use: user and system time of those that run and of those that they waited for, and
+    """Use of a sandbox's processes: user and system time of those that run and of those that they waited for, and
     anonymous and shared memory, where pages that forked processes share count for each.
     """
 
@@ -253,7 +251,6 @@ def _seen_through_others(path: Path, shown: Sequence[Path], hidden: Sequence[Pat
 
 
 def _packages(folders: Sequence[Path]) -> Iterator[Path]:
-    """Folders of installed Python packages."""
     for folder in folders:
         patterns = _PACKAGES if folder == Path("/usr") else ("python*/*-packages", "*-packages")
         for pattern in patterns:
@@ -264,7 +261,7 @@ NOBODY: Final = 65534
 """User and group inside a sandbox."""
 
 READY: Final = b"ready\n"
-"""What a sandbox writes to standard output once it is set up, right before the program starts."""
+"""A sandbox writes it to standard output once it is set up, right before the program starts."""
 
 
 class SandboxError(RuntimeError):
@@ -335,7 +332,6 @@ class Unconfined:
     name: str = "none"
 
     def missing(self) -> str | None:
-        """Never."""
         return None
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import IO, Any, Final, Protocol, Self
 
@@ -44,7 +45,7 @@ class Ended:
 
 
 class SandboxHolder(Protocol):
-    """What holds a sandbox that is set up. Nothing but the program reads and writes its streams, as far as known."""
+    """The host's handle of a sandbox that is set up. As far as known, only the program uses its streams."""
 
     stdin: IO[bytes]
     stdout: IO[bytes]
@@ -104,7 +105,6 @@ class Command:
         self.pid = launch.holder() or self.pid
 
     def ended(self, *, wait: bool = False) -> Ended | None:
-        """How it ended, None while it runs; reaps it."""
         if self._process.returncode is None:
             pid, status, usage = os.wait4(self._process.pid, 0 if wait else os.WNOHANG)
             if pid == 0:
@@ -114,7 +114,6 @@ class Command:
         return self._ended
 
     def kill(self) -> Ended | None:
-        """Kill all its processes, wait until they are gone and reap; nothing happens where that was done."""
         for first in self._first:
             kill_first_process(first)
         # Its holder then ends by itself, having counted the CPU time of all.
@@ -141,7 +140,7 @@ class Command:
             raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
 
     def said(self) -> bytes:
-        """What it says on standard error now, as before an end that nobody expected."""
+        """Its standard error until now, for an unexpected end."""
         said = b""
         while wait_for(self.stderr.fileno(), _SAID_SECONDS) and (more := os.read(self.stderr.fileno(), 1 << 16)):
             said += more
@@ -210,8 +209,8 @@ class SandboxedProcess:
         self._cpu_before = self._starved_before = 0.0  # when it was renewed
         self._deadline = self._started + limits.wall_seconds
         self._selector = selectors.DefaultSelector()
-        self._selector.register(holder.stdout, selectors.EVENT_READ, self._read_stdout)
-        self._selector.register(holder.stderr, selectors.EVENT_READ, self._read_stderr)
+        self._selector.register(holder.stdout, selectors.EVENT_READ, partial(self._read, self._keep_output))
+        self._selector.register(holder.stderr, selectors.EVENT_READ, partial(self._read, self.stderr.extend))
 
     @property
     def pid(self) -> int:
@@ -238,7 +237,6 @@ class SandboxedProcess:
         self.stderr.clear()
 
     def usage(self) -> Usage:
-        """What all its processes use now."""
         return usage_of(self.pid)
 
     def send(self, data: bytes) -> None:
@@ -257,7 +255,6 @@ class SandboxedProcess:
                 self._selector.unregister(self._holder.stdin)
 
     def close_input(self) -> None:
-        """Close its standard input."""
         with contextlib.suppress(OSError):
             self._holder.stdin.close()
 
@@ -319,20 +316,16 @@ class SandboxedProcess:
             self._check_limits()
         self._waited = time.monotonic()
 
-    def _read_stdout(self, pipe: IO[bytes]) -> None:
+    def _read(self, keep: Callable[[bytes], None], pipe: IO[bytes]) -> None:
         if data := os.read(pipe.fileno(), _CHUNK):
-            self._chunks.append(data)
-            self._written += len(data)
+            keep(data)
         else:
             self._selector.unregister(pipe)
             pipe.close()
 
-    def _read_stderr(self, pipe: IO[bytes]) -> None:
-        if data := os.read(pipe.fileno(), _CHUNK):
-            self.stderr += data
-        else:
-            self._selector.unregister(pipe)
-            pipe.close()
+    def _keep_output(self, data: bytes) -> None:
+        self._chunks.append(data)
+        self._written += len(data)
 
     def _read_last_errors(self) -> None:
         """Read what is left of its standard error, such as why it ended."""

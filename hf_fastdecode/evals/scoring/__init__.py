@@ -19,7 +19,7 @@ from tqdm import tqdm
 from ...errors import InputError
 from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
 from ..records import Language, Sample, Task, Verdict
-from ..run_folder import Lines, Queue, own_part, part_files
+from ..run_folder import Lines, Queue, own_part, part_files, sample_key
 from ..sandbox import Limits, Sandbox, SandboxError
 from .java_and_javascript import JAVA, JAVASCRIPT
 from .python import PYTHON
@@ -209,7 +209,7 @@ def judge(
     known: dict[tuple[Any, ...], Verdict] = {}
 
     def left(part: Sequence[Sample]) -> list[Sample]:
-        """Those of some samples without a verdict in the files."""
+        """The samples without a verdict in the files."""
         if not all(_identity(sample, programs[sample]) in known for sample in part):
             known.update(_known(path, lines.new()))
         return [sample for sample in part if _identity(sample, programs[sample]) not in known]
@@ -259,16 +259,12 @@ def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     An interruption leaves the old lines, of which the last of a sample counts.
     """
     found = list(read_jsonl(path)) if path.exists() else []
-    others = {_place(line): line for line in found if {"task_id", "index"} <= line.keys()}
+    others = {sample_key(line): line for line in found if {"task_id", "index"} <= line.keys()}
     for line in lines:
-        others.pop(_place(line), None)
+        others.pop(sample_key(line), None)
     wanted = [*lines, *others.values()]
     if found != wanted:
         write_text(path, json_lines(wanted))
-
-
-def _place(line: dict[str, Any]) -> tuple[Any, Any]:
-    return line["task_id"], line["index"]
 
 
 def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:

@@ -38,7 +38,7 @@ class JavaRunner(PairRunner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """For a task whose stem ends with the signature of a static method; another raises ValueError."""
+        """A ValueError where the task's stem does not end with the signature of a static method."""
         stand_in = _stand_in(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
@@ -180,7 +180,7 @@ class JavaScriptRunner(PairRunner):
     """Checks programs as CommonJS modules, each in a new process."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """Of a task with tests that names a function; another raises ValueError."""
+        """A ValueError where the task has no tests or names no function."""
         _check_task(task)
         return self._tested([task.program(completion), task.entry_point], ["\n".join(task.tests), task.entry_point])
 

@@ -38,7 +38,7 @@ class Result:
 
     @classmethod
     def exceeded(cls, error: LimitExceeded) -> Result:
-        """Of a program that exceeded a limit."""
+        """The result of a program that exceeded a limit."""
         return cls(error.status, error.detail, error.load)
 
 
@@ -141,14 +141,14 @@ class PairRunner(ABC):
 
     @abstractmethod
     def _check(self, task: Task, completion: str) -> Result:
-        """What `check` does, by `_tested`."""
+        """The work of `check`, by `_tested`."""
 
     @abstractmethod
     def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
         """The command of a process, and the paths that it reads."""
 
     def _modules(self, role: Role) -> bytes:
-        """What a process must read before it can say ``started``."""
+        """Bytes that a process must read before it can say ``started``."""
         return b""
 
     def close(self) -> None:
@@ -189,7 +189,6 @@ class PairRunner(ABC):
         return peer
 
     def _open(self, role: Role, limits: Limits) -> SandboxedProcess:
-        """A new process in a new sandbox."""
         command, readable = self._launch(role)
         return self._sandbox.popen(command, readable=readable, limits=limits)
 
@@ -272,7 +271,7 @@ class PairRunner(ABC):
 
 
 def _asked(candidate: Peer, when: str, *request: bytes | str) -> list[bytes] | Result:
-    """What a candidate answers, at least one part; or the result where it does not."""
+    """A candidate's answer, at least one part; or the result where it gives none."""
     try:
         candidate.send(*request)
         return candidate.receive() or [b"error", b"the program wrote over its answer"]
@@ -339,7 +338,7 @@ class Peer:
 
 
 def one_line(text: bytes | str) -> str:
-    """What a foreign process said, as one line of at most 300 letters."""
+    """The words of a foreign process, as one line of at most 300 letters."""
     said = text if isinstance(text, str) else text.decode(errors="replace")
     return " ".join(said.split())[:300]
 

@@ -60,7 +60,6 @@ class PythonRunner(PairRunner):
         self._fork_servers: dict[Role, ForkServer] = {}
 
     def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests; see `Runner`."""
         try:
             result = super().check(task, completion)
         except SandboxError:
@@ -71,7 +70,7 @@ class PythonRunner(PairRunner):
         return result
 
     def _check(self, task: Task, completion: str) -> Result:
-        """Of a task whose tests are valid Python; another raises ValueError."""
+        """A ValueError where the task's tests are not valid Python."""
         program = task.program(completion).encode("utf-8", "surrogatepass")
         return self._tested([program], [dumps(job_of(task), no_handle)])
 

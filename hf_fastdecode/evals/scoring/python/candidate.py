@@ -159,8 +159,8 @@ class _Service:
         return getattr(self, name) if name in ("names", "wait", "is_kind", "has_changed") else _OPERATIONS[name]
 
     def names(self, wanted: list[str], watched: list[str], captures: bool) -> list[tuple[str, Any]]:
-        """Those of the program's variables that the tests use; from now on, changes of those that are watched and
-        what is printed go with each answer."""
+        """The program's variables that the tests use; from now on, changes of watched ones and printed text go with
+        each answer."""
         self.captures = captures
         found = [(name, self.scope[name]) for name in wanted if name in self.scope]
         plain = [name for name in watched if not callable(self.scope.get(name))]

@@ -251,7 +251,7 @@ def doubt(nodes: Iterable[ast.AST]) -> str:
 
 
 def doubt_of_objects(nodes: Iterable[ast.AST]) -> str:
-    """The same, of tests that hold objects of the program."""
+    """As `doubt`, for tests that hold objects of the program."""
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
             changed: ast.AST = node.func.value

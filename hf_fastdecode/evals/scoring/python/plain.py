@@ -98,7 +98,6 @@ def value_type(kind: type) -> str:
 
 
 def make_value(name: str, arguments: list[Any]) -> Any:
-    """An object of a class of `VALUE_TYPES`."""
     return getattr(__import__(VALUE_TYPES[name][0]), name)(*arguments)
 
 
@@ -145,7 +144,6 @@ def mutable_parts(value: Any, most: float = float("inf")) -> list[Any]:
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether a value of plain data can change."""
     return isinstance(value, (list, dict, set, bytearray, *deque_class()))
 
 
@@ -505,7 +503,6 @@ class Messages:
         return [self._take(self._number()) for _ in range(self._number())]
 
     def send(self, *parts: bytes) -> None:
-        """Write a message."""
         rest = memoryview(b"".join(_encoded(parts)))
         while rest:
             rest = rest[os.write(self._out, rest) :]

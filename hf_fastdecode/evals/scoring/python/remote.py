@@ -272,12 +272,12 @@ def _has_instance(self: Any, value: Any) -> bool:
 
 
 def _of_generic(self: Any, parameters: Any) -> Any:
-    """Of a remote class, such as ``Stack[int]``."""
+    """Subscript of a remote class, such as ``Stack[int]``."""
     return self.__class_getitem__(parameters)
 
 
 def _is_class(self: Any, other: Any) -> bool:
-    """Of a remote class: also equal to what `type` gives of its objects here."""
+    """Equality of a remote class, which also equals the `type` of its objects here."""
     if isinstance(other, type) and issubclass(other, Remote):
         return bool(require(bool, self._remote[0].request("is_kind", self, vars(other)["_remote_kind"])))
     return self is other
