@@ -29,6 +29,7 @@ from ..measurement.calls import (
     Drawn,
     begin_peak,
     continuation,
+    count_before_end,
     draw,
     end_tokens_of,
     memory_and_logit_errors,
@@ -196,7 +197,7 @@ def samples_of(
     samples = []
     for row, (prompt, tokens) in enumerate(zip(call.prompts.tolist(), call.tokens.tolist(), strict=True)):
         task = tasks[row // count]
-        length = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+        length = count_before_end(tokens, ends)
         text = continuation(tokenizer, prompt, tokens[:length], special=form.thinks)
         rule = form.stop_rule(task)
         tokens_of = partial(_tokens_of, tokenizer, prompt, tokens[:length], form.thinks)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -207,6 +207,11 @@ def end_tokens_of(model: Any) -> list[int]:
     """The ids that end a completion."""
     end = model.generation_config.eos_token_id
     return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def count_before_end(tokens: Sequence[int], end_tokens: Collection[int]) -> int:
+    """The number of tokens before the first end token; of all where there is none."""
+    return next((at for at, token in enumerate(tokens) if token in end_tokens), len(tokens))
 
 
 def continuation(tokenizer: Any, prompt: list[int], ids: list[int], *, special: bool = False) -> str:
