@@ -327,8 +327,11 @@ def measure_latency(
         gc.collect()
         return replace(row, status="out of memory")
     ends = [sorted(at - run.call.started for at in run.finished_at) for run in runs]
-    samples = {
-        name: [own[at] for own in ends] for name, at in (("first", 0), ("median", (n - 1) // 2), ("last", n - 1))
+    samples = {"first": 0, "median": (n - 1) // 2, "last": n - 1}
+    times: dict[str, Any] = {
+        f"{name}_sample_s{suffix}": _percentile([own[at] for own in ends], share)
+        for name, at in samples.items()
+        for suffix, share in (("", 50), ("_p90", 90))
     }
     steps = [1e3 * (after - before) for run in runs for before, after in pairwise(run.call.step_times)]
     return replace(
@@ -336,8 +339,7 @@ def measure_latency(
         prefill_s=_percentile([run.call.first_token_s for run in runs], 50),
         ms_per_step_p50=_percentile(steps, 50),
         ms_per_step_p90=_percentile(steps, 90),
-        **{f"{name}_sample_s": _percentile(times, 50) for name, times in samples.items()},
-        **{f"{name}_sample_s_p90": _percentile(times, 90) for name, times in samples.items()},
+        **times,
         peak_bytes=max(peaks, default=None),
         runs=len(runs),
     )

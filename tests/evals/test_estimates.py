@@ -34,10 +34,6 @@ def test_equals_the_combinatorial_definition(n: int, k: int) -> None:
         assert pass_at_k(n, c, k) == pytest.approx(float(exact), rel=1e-12, abs=1e-12)
 
 
-def test_pass_at_1_is_the_share_that_passed() -> None:
-    assert pass_at_k(32, 12, 1) == pytest.approx(12 / 32)
-
-
 @pytest.mark.parametrize(
     ("n", "c", "k", "message"),
     [

@@ -50,7 +50,7 @@ def test_what_was_not_judged_is_left_out():
 
 
 def test_bodies_of_another_indentation_are_no_duplicates():
-    """Behind a docstring that is indented by four, one of them does not compile."""
+    """After a docstring that is indented by four, one of them does not compile."""
     assert ast_key("    return 1") == ast_key("\n    return (1)  # one")
     assert ast_key("    return 1") != ast_key("  return 1")
 
@@ -105,13 +105,6 @@ def test_flaky_verdicts_are_settled_by_majority():
 def test_syntax_trees_as_keys(one, other, same):
     assert (ast_key(one) == ast_key(other)) is same
     assert (ast_key(one) == ast_key("-" * 100_000 + "1")) is False
-
-
-def test_pools_by_syntax_trees():
-    samples = samples_of("1", "x = 1", "x = (1)", "x = 2")
-    verdicts = [Verdict("1", index, "pass") for index in range(3)]
-    assert build_pools(samples, verdicts, "ast")[0][0].distinct == 2
-    assert build_pools(samples, verdicts)[0][0].distinct == 3
 
 
 def test_rankers_by_name():

@@ -179,7 +179,7 @@ BLOCK = f"```python\n{PROGRAM}```"
         (CHANNELS, f"<|channel|>analysis<|message|>{BLOCK}", ""),
     ],
 )  # fmt: skip
-def test_the_program_is_the_first_block_behind_the_thoughts(thoughts: Thoughts, text: str, completion: str) -> None:
+def test_the_program_is_the_first_block_after_the_thoughts(thoughts: Thoughts, text: str, completion: str) -> None:
     assert ThoughtfulAnswer(MBPP, thoughts).completion(text) == completion
     rule, ends = ThoughtfulAnswer(MBPP, thoughts), []
     for length in range(len(text) + 1):

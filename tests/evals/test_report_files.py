@@ -18,7 +18,7 @@ from hf_fastdecode.evals import report_figures
 from hf_fastdecode.evals.report import report
 from hf_fastdecode.evals.report_files import curve_rows, growth_lines, page, report_text, write_report
 
-from .run_folders import CPU, full_run, latency, samples, verdicts, write_latency, write_run
+from .run_folders import CPU, full_run, latency, samples, verdicts, write_run
 
 
 @pytest.fixture
@@ -289,10 +289,3 @@ def test_importing_the_report_imports_no_torch_and_draws_nothing(tmp_path):
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-def test_rows_of_one_n_twice_are_refused_before_anything_is_drawn(found, tmp_path):
-    run = tmp_path / "run"
-    write_latency(run / "latency.csv", latency() * 2)
-    with pytest.raises(ValueError, match="two rows of shared, eager, n = 1"):
-        report(run)
