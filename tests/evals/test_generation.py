@@ -264,7 +264,7 @@ def test_memory_that_runs_out_is_a_status(small, monkeypatch):
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(generation, "draw_rows", exhausted)
-    for mode, named in (("auto", "eager"), ("graph", "graph"), ("compile", "compile")):
+    for mode, named in (("auto", "eager"), ("graph", "graph")):
         assert measured(small, 4, mode=mode).mode == named
     row = measured(small, 4)
     assert row.status == "out of memory"
