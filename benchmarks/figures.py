@@ -35,7 +35,6 @@ STYLES: dict[str, tuple[str, str]] = {
     "shared": (COLOURS["shared"], "hf_fastdecode"),
     "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
     "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
-    "compile": (COLOURS["compile"], "hf_fastdecode, compile"),
     "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
     "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
 }

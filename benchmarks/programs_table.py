@@ -18,7 +18,6 @@ _VLLM_WAYS: Final = {
     "vllm": "vLLM",
     "vllm-cascade": "with cascade",
     "shared": "`enable(model)`",
-    "compile": "compiled",
 }
 
 _ROLLOUT_WAYS: Final = {
@@ -103,9 +102,8 @@ def vllm_table(rows: Sequence[Measurement]) -> str:
         lines.append([*cells, " → ".join(f"{float(ways[way]['prefill_s']):.3f} s" for way in ("vllm", "shared"))])
     ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("shared", "vllm"))
     where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
-    legend = 'compiled: `enable(model, mode="compile")`'
     names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → `enable(model)`"]
-    return markdown(names, lines, f"{where}; a call (a step); {legend}; empty: not measured; {timed(rows)}.")
+    return markdown(names, lines, f"{where}; a call (a step); empty: not measured; {timed(rows)}.")
 
 
 def _call(row: Measurement | None) -> str:

@@ -56,7 +56,7 @@ def table(rows: list[Measurement]) -> str:
         return slim_table(rows)
     if "case" in rows[0]:
         return ops_table(rows) if len({row["case"] for row in rows}) <= _MOST_LINES else ops_digest(rows)
-    if {"stock", "shared"} <= {row["way"] for row in rows} <= {"stock", "shared", "compile", "vllm"}:
+    if {"stock", "shared"} <= {row["way"] for row in rows} <= {"stock", "shared", "vllm"}:
         return generate.stock_beside_shared(rows)
     return generate.generate_tables(rows)
 

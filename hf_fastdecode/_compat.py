@@ -15,7 +15,6 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor as _FakeTensor
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
@@ -122,38 +121,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, COMPILED_CALL) is not None
 
 
-def dynamic_module_integers() -> AbstractContextManager[None]:
-    """Compile integer attributes of modules as dynamic values; remove it when that is dynamo's default."""
-    patch: AbstractContextManager[None] = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
-    return patch
-
-
-def maybe_dynamic(tensor: Tensor, dim: int) -> None:
-    """Compile a dimension of a tensor as a variable where that can be; replace it if ``torch.compiler`` has this."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
 def safe_globals() -> set[str]:
     """Names that ``torch.load(weights_only=True)`` knows; replace it if ``torch.serialization`` lists its defaults."""
     return set(_get_allowed_globals())
-
-
-FakeTensor = _FakeTensor
-"""Type of plain tensors in a graph that dynamo traced; replace it when torch names a public one."""
-
-
-def lookup_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile` by its name; replace it if ``torch.compiler`` has this."""
-    found: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
-    return found
-
-
-def register_backend(backend: Callable[..., Any], name: str) -> None:
-    """Name a backend of `torch.compile`; replace it if ``torch.compiler`` has this.
-
-    Only for named ones does dynamo drop its weak references to parameters, which block `torch.utils.swap_tensors`.
-    """
-    torch._dynamo.register_backend(backend, name=name)
 
 
 def global_forward_hooks() -> Iterator[Callable[..., Any]]:

@@ -67,17 +67,15 @@ def enable(
             this package's kernels; ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` force one of PyTorch's
             operators. A forced backend runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` replaces
             ``auto``.
-        mode: How decode steps run: ``eager``, captured in a CUDA ``graph``, or captured with the layers ``compile``-d
-            (the first call then takes some seconds longer). ``auto`` runs eagerly on the CPU; on a GPU it captures
-            once the model's calls have requested enough steps to amortize the capture, and compiles only models whose
-            norms, rotary embedding or activations do not run as kernels. A forced mode runs or raises.
-            Where steps are captured, so is the prefill of short prompts, once that pays.
+        mode: How decode steps run: ``eager``, or captured in a CUDA ``graph``. ``auto`` runs eagerly on the CPU; on a
+            GPU it captures once the model's calls have requested enough steps to amortize the capture. A forced mode
+            runs or raises. Where steps are captured, so is the prefill of short prompts, once that pays.
         sampler: Sampling code: ``hf`` is transformers' own, draw for draw. ``fast`` is this package's kernel, which
             samples the same distribution with other random numbers and needs a GPU. ``auto`` uses it for
             half-precision models on a GPU, unless the call needs features that only transformers' code has.
         fuse_projections: Whether captured steps compute query, key and value projections, and gate and up
             projections, together: on Hopper GPUs by one kernel for up to 32 rows, as it does each other product, and
-            otherwise as parallel branches of the graph, compiled or not. ``auto`` does for few rows; ``True`` captures
+            otherwise as parallel branches of the graph. ``auto`` does for few rows; ``True`` captures
             steps from the first call on and does for any number of rows, or raises; ``False`` leaves products to
             PyTorch, one by one. Weights are never moved or copied.
         min_shared_tokens: Shortest run of tokens shared by neighbouring prompts, at any depth, that gets a node.

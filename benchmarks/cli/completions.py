@@ -62,9 +62,9 @@ def completions(
 
         python -m benchmarks completions
         python -m benchmarks completions --shape 8b-gqa --point 512x4 \\
-            --marks 64,2048,8192,32768 --way compile --plot
+            --marks 64,2048,8192,32768 --way graph --plot
         python -m benchmarks completions --shape 7b-mha --point 2048x16 \\
-            --marks 2048,6144 --way compile
+            --marks 2048,6144 --way graph
         python -m benchmarks completions --shape 7b-mha --tree 64+8x32768x1 \\
             --marks 32,96 --way graph --way slim-k
 

@@ -71,10 +71,10 @@ def generate(
     `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples,
     `stock-lookup` its prompt lookup for one sample, `stock-hidden-states` its loop with `output_hidden_states`, and
     `beams`, `lookup` and `hidden-states` are the same on an enabled model. `shared` is what `enable(model)` does by
-    itself; `eager`, `graph` and `compile` force a mode. Behind each of these four, `-no-attention` is its ceiling:
+    itself; `eager` and `graph` force a mode. Behind each of these three, `-no-attention` is its ceiling:
     the same loop with attention left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our
     loop. `slim-k` and `slim-k+r` are `shared` with slim models of random weights, which store what one row alone
-    has as keys, or as keys and V-coordinates, and what rows share as keys and values; `slim-k+mode=compile` forces
+    has as keys, or as keys and V-coordinates, and what rows share as keys and values; `slim-k+mode=graph` forces
     a mode. `stock-slim-k` and `stock-slim-k+r` are `stock` with these models. `quantized-fp8`, `quantized-hqq` (8
     bits) and `quantized-quanto` (4 bits, the most it takes) are `stock` with transformers' quantized cache. Where
     `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
@@ -95,7 +95,7 @@ def generate(
         python -m benchmarks generate --shape 7b-mha --point 2048x16 \\
             --point 8192x128 --plot
         python -m benchmarks generate --model codellama/CodeLlama-7b-hf \\
-            --point 8192x32 --way stock --way compile
+            --point 8192x32 --way stock --way graph
         python -m benchmarks generate --shape 8b-gqa --point 2048x128 \\
             --new-tokens 256 --finish 16 --way shared
         python -m benchmarks generate --shape 8b-gqa --point 1024x1024 \\

@@ -46,7 +46,7 @@ def tables(
     Examples:
 
         python -m benchmarks tables --table bifurcated-1 --list
-        python -m benchmarks tables --table bifurcated-6 --only 8192 --way compile
+        python -m benchmarks tables --table bifurcated-6 --only 8192 --way graph
         python -m benchmarks tables --table hydragen-fig5 --plot
     """
     names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)

@@ -30,14 +30,12 @@ WAYS: dict[str, str] = {
     "slim-k+r": "the same as keys and d/8 V-coordinates",
     "eager": "hf_fastdecode, mode='eager'",
     "graph": "hf_fastdecode, mode='graph'",
-    "compile": "hf_fastdecode, mode='compile'",
     "beams": "hf_fastdecode under transformers' beam search, with as many beams as samples",
     "lookup": "hf_fastdecode under transformers' prompt lookup; one sample only",
     "hidden-states": "hf_fastdecode under transformers' loop that keeps hidden states",
     "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
     "eager-no-attention": "the ceiling of eager",
     "graph-no-attention": "the ceiling of graph",
-    "compile-no-attention": "the ceiling of compile",
     "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
     "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
 }
@@ -53,8 +51,8 @@ _STOCK_WAYS = (
 )
 
 DEFAULT_WAYS = (
-    *("stock", "stock-static", "shared", "eager", "graph", "compile"),
-    *("eager-no-attention", "graph-no-attention", "compile-no-attention"),
+    *("stock", "stock-static", "shared", "eager", "graph"),
+    *("eager-no-attention", "graph-no-attention"),
 )
 
 

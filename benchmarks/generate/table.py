@@ -16,7 +16,7 @@ from .inputs.shapes import INPUT_SHAPES
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
 # The way that stands for this package where only one is shown: the default, else the fastest mode measured.
-_OURS = ("shared", "compile", "graph", "eager")
+_OURS = ("shared", "graph", "eager")
 # Model types of shapes whose layers store the keys and values of every token, in stock caches too.
 _STORE_ALL = ("llama", "qwen3", "qwen3_vl", "falcon")
 _SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to_token")
@@ -162,35 +162,29 @@ _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "laun
 
 
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:
-    """One line for each case, stock → ours, and where they were measured, a step of ours compiled and vLLM.
+    """One line for each case, stock → ours, and where it was measured, vLLM.
 
     Ours alone, where stock was not measured.
     """
-    compiled, vllm = (any(row["way"] == way for row in rows) for way in ("compile", "vllm"))
-    steps = ["a step", "compiled"] if compiled else ["a step"]
+    vllm = any(row["way"] == "vllm" for row in rows)
     lines = []
     for ways in cases_of(rows):
         if (shared := _ours(ways)) is None:
             continue
         stock = ways.get("stock")
-        step = [_change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms")]
-        if compiled:
-            step.append(cell(ways.get("compile"), lambda row: f"{float(row['ms_per_step']):.1f} ms"))
         cells = [
             *(shared["shape"], *_point(shared)),
             _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
-            *step,
+            _change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms"),
             _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
             _speed_up(stock, shared),
             _stored(stock, shared),
         ]
         lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
-    names = ["model", "context", "n", "time to first token", *steps, "whole call", "speed-up", "KV cache"]
+    names = ["model", "context", "n", "time to first token", "a step", "whole call", "speed-up", "KV cache"]
     names += ["vLLM: first token; a step; whole call"] if vllm else []
-    ours = "stock → `enable(model)`" + ('; compiled: `enable(model, mode="compile")`' if compiled else "")
-    return markdown(
-        names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {ours}; {timed(rows)}."
-    )
+    note = f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; stock → `enable(model)`; {timed(rows)}."
+    return markdown(names, lines, note)
 
 
 def _vllm_call(row: Measurement) -> str:

@@ -73,7 +73,6 @@ _MODES = {
     "shared": GenerateWay(enable={}, compiles=True, hooks=False),
     "eager": GenerateWay(enable={"mode": "eager"}),
     "graph": GenerateWay(enable={"mode": "graph"}, hooks=False, half=True),
-    "compile": GenerateWay(enable={"mode": "compile"}, compiles=True, hooks=False, half=True),
 }
 
 

@@ -63,18 +63,15 @@ _GIB: Final = (2**-30, "GiB")
 
 def samples_page(rows: Sequence[Measurement]) -> str:
     """A line for each number of samples of a prompt: seconds until all have finished, a step, and memory."""
-    compiled = {row["n"]: row for row in rows if row["way"] == "shared:compile"}
     memory = any(row["peak_bytes"] for row in rows)  # unknown on a CPU
     lines = []
     for stock, shared in _pairs(rows, "n"):
         cells = [shared["n"], _change(stock, shared, "last_sample_s", 1, "s")]
-        if compiled:
-            cells.append(_value(compiled[shared["n"]], "last_sample_s", 1, "s"))
         cells += [_change(stock, shared, "prefill_s", 1, "s"), _change(stock, shared, "ms_per_step_p50", 1, "ms")]
         if memory:
             cells.append(_change(stock, shared, "peak_bytes", *_GIB))
         lines.append(cells)
-    names = ["n", "all samples finished", *(["all finished, compiled"] if compiled else []), "first token", "a step"]
+    names = ["n", "all samples finished", "first token", "a step"]
     return markdown(
         [*names, *(["peak memory"] if memory else [])], lines, f"{_where(rows[0])}; medians; stock → shared."
     )

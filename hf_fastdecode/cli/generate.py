@@ -85,7 +85,7 @@ def generate(
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 64 --json \\
             > all.jsonl
         hf-fastdecode generate --model gpt2 --prompt-file story.txt --n 256 \\
-            --dtype bfloat16 --mode compile
+            --dtype bfloat16 --mode graph
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
     """
     sampling = drawing.sampling()

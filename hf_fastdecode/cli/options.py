@@ -45,7 +45,7 @@ Stock = Annotated[
     bool,
     typer.Option("--stock", help="Run without hf_fastdecode; in float32 the same seed draws the same completions."),
 ]
-Mode = Annotated[str, typer.Option(help="How decode steps run: auto, eager, graph or compile.")]
+Mode = Annotated[str, typer.Option(help="How decode steps run: auto, eager or graph.")]
 Sampler = Annotated[str, typer.Option(help="Who draws tokens: auto, hf (transformers, draw for draw) or fast.")]
 
 # Measurements

@@ -20,7 +20,7 @@ process for both, and ``sandbox_error``."""
 Way = Literal["shared", "stock"]
 """How samples are drawn: with hf_fastdecode, or by transformers as it is."""
 
-Mode = Literal["eager", "graph", "compile"]
+Mode = Literal["eager", "graph"]
 """How decode steps run."""
 
 

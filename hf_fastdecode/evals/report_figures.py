@@ -142,10 +142,8 @@ AGAINST_N: Final = "accuracy-n.png"
 _COLOURS: Final = {
     ("shared", "eager"): COLOURS["eager"],
     ("shared", "graph"): COLOURS["graph"],
-    ("shared", "compile"): COLOURS["compile"],
     ("stock", "eager"): COLOURS["stock"],
     ("stock", "graph"): "#7d8288",
-    ("stock", "compile"): COLOURS["stock-static"],
 }
 _ALONE: Final = {"shared": COLOURS["shared"], "stock": "#80868b"}
 _RANKERS: Final[dict[Ranker, tuple[str, str]]] = {

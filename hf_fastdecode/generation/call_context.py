@@ -130,7 +130,7 @@ class CallContext:
         given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
         must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
         report: The call's report, which is written here and never read.
-        mode: How decode steps run: ``eager``, ``graph`` or ``compile``.
+        mode: How decode steps run: ``eager`` or ``graph``.
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
         inputs: Images, videos or audio that the prompts come with.

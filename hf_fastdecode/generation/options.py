@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-Mode = Literal["auto", "eager", "graph", "compile"]
+Mode = Literal["auto", "eager", "graph"]
 """Values of ``mode=``."""
 
 Sampler = Literal["auto", "hf", "fast"]
@@ -83,8 +83,8 @@ class Options:
     @property
     def needs_capture(self) -> str | None:
         """The option that requires captured steps, formatted as ``name=value``, or None."""
-        if self.mode in ("graph", "compile"):
-            return f"mode={self.mode!r}"
+        if self.mode == "graph":
+            return "mode='graph'"
         return "fuse_projections=True" if self.fuse_projections is True else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Options:
@@ -98,6 +98,11 @@ class Options:
             object.__setattr__(self, "backend", forced)
         for name, known in CHOICES.items():
             value = getattr(self, name)
+            if (name, value) == ("mode", "compile"):
+                raise ValueError(
+                    "mode='compile' is gone: captured steps are as fast without compiling; use mode='auto', which "
+                    "captures where that pays, or mode='graph'"
+                )
             if value not in known or type(value) not in map(type, known):  # 1 is equal to True
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
         if self.mode == "eager" and self.fuse_projections is True:

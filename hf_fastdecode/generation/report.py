@@ -73,7 +73,7 @@ class CallReport:
             cache, and its window if that hides any token.
         state_bytes: Bytes of a row's states in all layers.
         kept_states: Number of prompt ends at which states are kept; rows begin with copies of these.
-        mode: How the decode steps ran: ``eager``, ``graph`` or ``compile``.
+        mode: How the decode steps ran: ``eager`` or ``graph``.
         mode_reason: Reason for the mode.
         fused: The model's modules that ran as kernels: norms, rotary embeddings, gated activations,
             mixtures of experts and their routers; empty if none did.

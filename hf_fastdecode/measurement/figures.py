@@ -15,7 +15,6 @@ COLOURS = {
     "shared": "#1b7f5c",
     "eager": "#8fc7ae",
     "graph": "#3fa37a",
-    "compile": "#0b5a3e",
 }
 """The colours of ways that several figures show."""
 

@@ -33,7 +33,7 @@ def op_rows(set_name="grid"):
 
 
 def generate_rows(finish=""):
-    ways = (("stock", 20.0), ("compile", 8.0), ("compile-no-attention", 4.0))
+    ways = (("stock", 20.0), ("graph", 8.0), ("graph-no-attention", 4.0))
     for context, samples, (way, ms) in product((2048, 8192), (16, 128), ways):
         row = SOME | {"shape": "7b-mha", "context": context, "samples": samples, "new_tokens": 65, "way": way}
         row |= {"ms_per_step": ms, "tokens_per_s": 1e3 * samples / ms, "finish": finish}

@@ -205,7 +205,7 @@ def test_rankers_against_n(found, drawn, tmp_path):
 
 
 def test_each_device_has_its_panels(tmp_path, drawn):
-    rows = [*latency(), *latency(device="H200", modes=("eager", "compile"))]
+    rows = [*latency(), *latency(device="H200", modes=("eager", "graph"))]
     found = report(write_run(tmp_path, samples=samples(), verdicts=verdicts(), latency=rows))
     report_figures.draw_against_latency(found, tmp_path / "a.png")
     assert len(drawn[0]) == 8

@@ -123,7 +123,6 @@ def prepared(model):
         (torch.float32, "prepared", "eager"),
         (torch.float32, "around", "eager"),
         (torch.bfloat16, "prepared", "graph"),
-        (torch.bfloat16, "prepared", "compile"),
         (torch.bfloat16, "around", "eager"),
     ],
 )

@@ -11,7 +11,6 @@ from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps import runners as steps
-from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -28,19 +27,16 @@ def test_buckets():
 
 
 @pytest.mark.parametrize(
-    ("now", "then", "compiled", "known", "least"),
+    ("now", "then", "known", "least"),
     [
-        (256, 128, False, {256}, 25),  # 25 steps of 128 rows fewer, against 8 of 128 and the time of 256
-        (256, 128, True, {256}, 25),  # compiled for any number of rows
-        (256, 128, True, {1}, 2401),
-        (256, 1, True, {256, 192}, 1205),  # but one, which is compiled by itself
-        (256, 128, True, {256, 128}, 0),
+        (256, 128, {256}, 25),  # 25 steps of 128 rows fewer, against 8 of 128 and the time of 256
+        (256, 128, {256, 128}, 0),
     ],
 )
-def test_a_smaller_size_must_pay_for_its_capture(now, then, compiled, known, least):
-    assert steps.switch_saves_time(now, then, least, known, compiled=compiled)
-    assert not least or not steps.switch_saves_time(now, then, least - 1, known, compiled=compiled)
-    assert not steps.switch_saves_time(now, now, 10**9, known, compiled=compiled)
+def test_a_smaller_size_must_pay_for_its_capture(now, then, known, least):
+    assert steps.switch_saves_time(now, then, least, known)
+    assert not least or not steps.switch_saves_time(now, then, least - 1, known)
+    assert not steps.switch_saves_time(now, now, 10**9, known)
 
 
 @on_the_cpu
@@ -105,27 +101,6 @@ def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode,
         report = fd.explain(model).last_call
     assert (report.mode, report.waves, report.captures) == ("graph", 0, 1)
     assert len(sizes) == 2
-
-
-@on_the_cpu
-def test_layers_are_compiled_once_for_all(uncaptured, monkeypatch):
-    """As many graphs for three layers as for two, stock's tokens, and nothing left on the layers."""
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters["stats"]
-    graphs = []
-    call = ragged_prompts(41, 36, shared=33) | SAMPLING
-    for layers in (2, 3):
-        model = tiny_model("llama-gqa", **SMALL | {"num_hidden_layers": layers})
-        stock = seeded(lambda model=model: model.generate(**call))
-        before = counters["unique_graphs"]
-        with fd.enabled(model, mode="compile", backend="triton"):
-            state_of(model).captures.compiled = CompiledLayers(backend="eager")
-            assert torch.equal(seeded(lambda model=model: model.generate(**call)), stock)
-            assert fd.explain(model).last_call.mode == "compile"
-        graphs.append(counters["unique_graphs"] - before)
-        assert not any("forward" in vars(module) for module in model.model.modules())
-    assert graphs[0] > 0
-    assert graphs[1] == 0  # the second model's layers are of the same class, and reuse its code
 
 
 @on_the_cpu

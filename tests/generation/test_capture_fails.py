@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import cuda_graph, modes
-from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -20,14 +18,16 @@ pytest.importorskip("triton")
 
 
 @on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_a_forced_mode_runs_or_raises(mode):
+def test_a_forced_mode_runs_or_raises():
     model = tiny_model(**SMALL)
-    with (
-        fd.enabled(model, mode=mode),
-        pytest.raises(ValueError, match=f"mode='{mode}' cannot run: .* got cpu; use mode"),
-    ):
+    refused = pytest.raises(ValueError, match=r"mode='graph' cannot run: .* got cpu; use mode")
+    with fd.enabled(model, mode="graph"), refused:
         model.generate(**ragged_prompts(60), **SAMPLING)
+
+
+def test_compiled_layers_are_refused_with_what_runs_instead():
+    with pytest.raises(ValueError, match=r"mode='compile' is gone: .* use mode='auto'"):
+        fd.enable(tiny_model(**SMALL), mode="compile")
 
 
 @on_the_cpu
@@ -49,43 +49,6 @@ def test_a_capture_that_fails_runs_eagerly_and_says_so_once(uncaptured, monkeypa
         assert "not permitted" in report.mode_reason
     assert len(caplog.records) == 1
     with fd.enabled(model, mode="graph"), pytest.raises(ValueError, match="mode='graph' cannot run: operation not"):
-        model.generate(**call)
-
-
-@on_the_cpu
-@pytest.mark.parametrize("graph", ["works", "fails"])
-def test_a_compilation_that_fails_falls_back_by_one_stage(uncaptured, monkeypatch, caplog, graph):
-    """To the graph that ran before, in this call and in later ones, and from there to eager steps."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 6)
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_COMPILATION", 20)
-    make, tried = CapturedStep.__init__, []
-
-    def make_or_fail(self, model, rows, cache, configs, options, *args):
-        tried.append(options.compiled)
-        if options.compiled or graph == "fails":
-            raise RuntimeError("self.stride(-1) must be 1 to view BFloat16 as Byte")
-        make(self, model, rows, cache, configs, options, *args)
-
-    monkeypatch.setattr(CapturedStep, "__init__", make_or_fail)
-    model = tiny_model(**SMALL)
-    call = ragged_prompts(60) | SAMPLING | {"max_new_tokens": 7}
-    stock = seeded(lambda: model.generate(**call))
-    found = []
-    with fd.enabled(model, backend="triton"), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
-        for _ in range(4):
-            assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-            found.append(fd.explain(model).last_call.mode)
-        reason = fd.explain(model).last_call.mode_reason
-    if graph == "fails":
-        assert found == ["eager"] * 4
-        return
-    assert found == ["graph"] * 4
-    assert tried.count(True) == 1
-    assert reason == "the layers cannot be compiled (self.stride(-1) must be 1 to view BFloat16 as Byte)"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"decode steps of this model run as a graph: {reason}"
-    ]
-    with fd.enabled(model, mode="compile"), pytest.raises(ValueError, match="mode='compile' cannot run: self"):
         model.generate(**call)
 
 
@@ -146,9 +109,8 @@ def test_memory_that_ends_within_a_capture_splits_the_batch(uncaptured, monkeypa
 
 
 @on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
-    """A call that begins while another one captures: also with the layers of the model compiled meanwhile."""
+def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch):
+    """A call that begins while another one captures."""
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING | {"max_new_tokens": 2}
     stock = seeded(lambda: model.generate(**call))
@@ -181,9 +143,7 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch, mode):
 
     thread = threading.Thread(target=second)
     monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
-    torch._dynamo.reset()
-    with fd.enabled(model, mode=mode, backend="triton"):
-        state_of(model).captures.compiled = CompiledLayers(backend="eager")
+    with fd.enabled(model, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         thread.join(60)
         assert results == [stock.shape]

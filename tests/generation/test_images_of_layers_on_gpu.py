@@ -40,7 +40,7 @@ def test_tokens_are_stocks_in_float32(cpu_model, given, call):
 def test_captured_samples_are_those_of_eager_steps(cpu_model):
     model, inputs = on_gpu(cpu_model, torch.bfloat16, ON_GPU["ragged"])
     call, drawn = CALLS["samples"] | {"num_return_sequences": 16}, []
-    for mode in ("eager", "graph", "graph", "compile"):
+    for mode in ("eager", "graph", "graph"):
         with fd.enabled(model, mode=mode, min_saved_tokens=1, sampler="hf"):
             drawn.append(seeded(lambda: model.generate(**inputs, **call)))
             report = fd.explain(model).last_call
@@ -57,7 +57,7 @@ def test_captured_scores_of_beams(cpu_model):
     scored = {"return_dict_in_generate": True, "output_scores": True}
     call = CALLS["beams"] | {"num_beams": beams, "num_return_sequences": beams} | scored
     errors = {}
-    for mode in ("eager", "graph", "compile"):
+    for mode in ("eager", "graph"):
         with fd.enabled(model, mode=mode, min_saved_tokens=1):
             out = model.generate(**inputs, **call)
             report = fd.explain(model).last_call
@@ -74,4 +74,4 @@ def test_captured_scores_of_beams(cpu_model):
             logits = exact(out.sequences, position_ids=positions, **given).logits[:, width - 1 : -1]
         right = logits.log_softmax(-1).gather(2, new[..., None])[..., 0].mean(1)
         errors[mode] = (out.sequences_scores.double() - right).square().mean().sqrt().item()
-    assert max(errors["graph"], errors["compile"]) <= 2 * errors["eager"]
+    assert errors["graph"] <= 2 * errors["eager"]

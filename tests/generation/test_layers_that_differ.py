@@ -141,18 +141,17 @@ def test_layers_that_store_nothing_keep_their_places():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
 @pytest.mark.parametrize("name", ["gemma4_text", "laguna"])
-def test_captured_on_a_gpu(name, mode):
-    """Kernels of experts round otherwise than the eager steps', as compiled layers do, whatever both err."""
-    least = 0.9 if mode == "graph" and name != "laguna" else 0.2
+def test_captured_on_a_gpu(name):
+    """Kernels of experts round otherwise than the eager steps', whatever both err."""
+    least = 0.9 if name != "laguna" else 0.2
     model = tiny_model(name, hidden_size=256).bfloat16().cuda()
     calls = [ragged_prompts(300, 200, shared=150), ragged_prompts(30), ragged_prompts(77, 513, shared=33)]
     calls = [{key: value.cuda() for key, value in one.items()} | SAMPLING | {"max_new_tokens": 20} for one in calls]
     with fd.enabled(model, mode="eager"):
         eager = [seeded(lambda call=call: model.generate(**call)) for call in calls]
-    with fd.enabled(model, mode=mode):
+    with fd.enabled(model, mode="graph"):
         for call, expected in zip(calls, eager, strict=True):
             tokens = seeded(lambda call=call: model.generate(**call))
-            assert fd.explain(model).last_call.mode == mode, fd.explain(model).last_call.mode_reason
+            assert fd.explain(model).last_call.mode == "graph", fd.explain(model).last_call.mode_reason
             assert drawn_alike(expected, tokens, call) > least

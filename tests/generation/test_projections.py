@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import compiled_layers, cuda_graph, modes, projections
-from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
+from hf_fastdecode.generation.steps import cuda_graph, modes, projections
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.generation.structure import Structure
 
@@ -29,22 +27,6 @@ on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is re
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that layers are compiled to; captured steps run uncaptured, with interpreted kernels."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
-    found: list[torch.fx.Graph] = []
-
-    def backend(module, inputs):
-        found.append(module.graph)
-        return module.forward
-
-    monkeypatch.setattr(capture, "CompiledLayers", partial(CompiledLayers, backend))
-    torch._dynamo.reset()
-    return found
-
-
-@pytest.fixture
 def together(monkeypatch):
     """Number of weights of each concurrent product."""
     counts: list[int] = []
@@ -54,8 +36,7 @@ def together(monkeypatch):
             counts.append(len(weights))
         return stock(inputs, weights, biases, concurrent=concurrent)
 
-    for module in (projections, compiled_layers):
-        monkeypatch.setattr(module, "linears", counted)
+    monkeypatch.setattr(projections, "linears", counted)
     return counts
 
 
@@ -72,53 +53,33 @@ def places(model):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
 @pytest.mark.parametrize(("name", "fuse"), exhaustive_but(FUSED[:2], FUSED))
-def test_captured_steps_give_stock_tokens(graphs, together, mode, name, fuse):
+def test_captured_steps_give_stock_tokens(uncaptured, together, name, fuse):
     model = tiny_model(name, **SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     stock, where = seeded(lambda: model.generate(**call)), places(model)
-    with fd.enabled(model, mode=mode, backend="triton", fuse_projections=fuse):
+    with fd.enabled(model, mode="graph", backend="triton", fuse_projections=fuse):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert state_of(model).captures.count == 1
         assert places(model) == where
-    assert bool(graphs) == (mode == "compile")
     assert together[:2] == ([3, 2] if fuse else [])
 
 
 @on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_auto_fuses_up_to_a_number_of_rows(graphs, together, monkeypatch, mode):
-    """In compiled layers without another compilation: the first size compiles, and the second with dynamic shapes."""
-    monkeypatch.setattr(modes, "_FUSED_ROWS", {False: 4, True: 4})
+def test_auto_fuses_up_to_a_number_of_rows(uncaptured, together, monkeypatch):
+    monkeypatch.setattr(modes, "_FUSED_ROWS", 4)
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING
-    fused, compiled = [], []
-    with fd.enabled(model, mode=mode, backend="triton"):
+    fused = []
+    with fd.enabled(model, mode="graph", backend="triton"):
         for samples in (2, 4, 8, 3):
             together.clear()
             stock = seeded(lambda samples=samples: model.generate(**call | {"num_return_sequences": samples}))
             fused.append(bool(together))
-            compiled.append(len(graphs))
             with fd.enabled(model, mode="eager"):
                 expected = seeded(lambda samples=samples: model.generate(**call | {"num_return_sequences": samples}))
             assert torch.equal(stock, expected)
     assert fused == [True, True, False, True]
-    assert compiled[1:] == compiled[1:2] * 3
-
-
-@on_the_cpu
-def test_fusing_captures_at_once(graphs, together):
-    """Before steps pay for a capture; compiled once they pay for a compilation."""
-    model = tiny_model("llama-gqa", **SMALL)
-    with fd.enabled(model, backend="triton", fuse_projections=True):
-        for steps, mode in ((0, "graph"), (10_000, "compile")):
-            together.clear()
-            state_of(model).captures.steps_asked = steps
-            model.generate(**ragged_prompts(41), **SAMPLING)
-            assert fd.explain(model).last_call.mode == mode
-            assert together
-    assert graphs
 
 
 @pytest.mark.parametrize(
@@ -127,7 +88,6 @@ def test_fusing_captures_at_once(graphs, together):
         ("llama-gqa", {"mode": "eager"}, "fuse_projections=True cannot run with mode='eager'"),
         ("llama-gqa", {}, "fuse_projections=True cannot run: .* got cpu; use fuse_projections='auto'"),
         ("gpt2", {"uncaptured": True}, "fuse_projections=True cannot run: GPT2LMHeadModel has no projections"),
-        ("gpt2", {"uncaptured": True, "mode": "compile"}, "fuse_projections=True cannot run: GPT2LMHeadModel has no"),
     ],
 )
 def test_fusing_runs_or_raises(name, options, message, monkeypatch):
@@ -147,7 +107,7 @@ def test_other_values_are_refused(model, given):
 
 
 @on_the_cpu
-def test_weights_changed_in_place_are_multiplied(graphs):
+def test_weights_changed_in_place_are_multiplied(uncaptured):
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING
     with fd.enabled(model, mode="graph", backend="triton"):
@@ -161,7 +121,7 @@ def test_weights_changed_in_place_are_multiplied(graphs):
 
 
 @on_the_cpu
-def test_replaced_weights_are_freed_one_by_one(graphs):
+def test_replaced_weights_are_freed_one_by_one(uncaptured):
     """As by quantization, FSDP2, and merged adapters, which replace some weights of one input, or their data."""
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING
@@ -179,7 +139,7 @@ def test_replaced_weights_are_freed_one_by_one(graphs):
 
 
 @on_the_cpu
-def test_saving_copies_no_weights(graphs, monkeypatch, tmp_path):
+def test_saving_copies_no_weights(uncaptured, monkeypatch, tmp_path):
     """transformers clones those that share a storage before it saves them."""
     model = tiny_model("llama-gqa", **SMALL)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
@@ -194,7 +154,7 @@ def test_saving_copies_no_weights(graphs, monkeypatch, tmp_path):
 
 
 @on_the_cpu
-def test_disable_needs_no_memory_and_hides_no_error(graphs, monkeypatch):
+def test_disable_needs_no_memory_and_hides_no_error(uncaptured, monkeypatch):
     model = tiny_model("llama-gqa", **SMALL)
     stock = places(model)
 
@@ -213,8 +173,7 @@ def test_disable_needs_no_memory_and_hides_no_error(graphs, monkeypatch):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("mode", ["graph", "compile"])
-def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode):
+def test_other_threads_train_while_a_step_is_captured(uncaptured, monkeypatch):
     """A pass of another thread in the middle of a captured one: stock's modules, outputs and gradients."""
     model = tiny_model("llama-gqa", **SMALL)
     call = ragged_prompts(41) | SAMPLING
@@ -227,10 +186,9 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
         attention = model.model.layers[0].self_attn
         kinds = type(attention.q_proj), places(model) == where, "forward" in vars(model.model.layers[0])
         same = captured_state(model, Structure(model).configs) == state
-        before = len(graphs)
         logits = model(ids).logits
         logits.sum().backward()
-        seen.append((kinds, same, len(graphs) - before, logits, attention.q_proj.weight.grad is not None))
+        seen.append((kinds, same, logits, attention.q_proj.weight.grad is not None))
 
     def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
         if not seen:
@@ -240,19 +198,18 @@ def test_other_threads_train_while_a_step_is_captured(graphs, monkeypatch, mode)
         return stock(*args, **kwargs)
 
     monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
-    with fd.enabled(model, mode=mode, backend="triton"):
+    with fd.enabled(model, mode="graph", backend="triton"):
         state = captured_state(model, Structure(model).configs)
         model.generate(**call)
-    kinds, same, compilations, logits, trained = seen[0]
+    kinds, same, logits, trained = seen[0]
     assert kinds == (nn.Linear, True, False)
     assert same
-    assert compilations == 0
     assert torch.equal(logits, expected)
     assert trained
 
 
 @on_the_cpu
-def test_weights_can_be_trained_after_a_call_in_inference_mode(graphs):
+def test_weights_can_be_trained_after_a_call_in_inference_mode(uncaptured):
     model = tiny_model("llama-gqa", **SMALL)
     with fd.enabled(model, mode="graph", backend="triton"):
         with torch.inference_mode():
@@ -260,31 +217,6 @@ def test_weights_can_be_trained_after_a_call_in_inference_mode(graphs):
         assert not any(parameter.is_inference() for parameter in model.parameters())
         model(torch.tensor([[5, 6]])).logits.sum().backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
-
-
-@on_the_cpu
-def test_nothing_stays_when_a_layer_cannot_be_compiled(graphs, monkeypatch):
-    model = tiny_model("llama-gqa", **SMALL)
-    call = ragged_prompts(41) | SAMPLING
-    stock, keys = seeded(lambda: model.generate(**call)), set(model.state_dict())
-    monkeypatch.setattr(CompiledLayers, "_compile", lambda self, kind, fused_rows: 1 / 0)
-    with fd.enabled(model, mode="compile", backend="triton"):
-        with pytest.raises(ZeroDivisionError):
-            model.generate(**call)
-        assert model.config._attn_implementation != "hf_fastdecode"
-        assert set(model.state_dict()) == keys
-        assert "_compiled_call_impl" not in vars(model.model.layers[0])
-    assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-
-
-def test_a_layer_that_the_user_has_compiled_is_so_again():
-    model = tiny_model("llama-gqa", **SMALL)
-    layer = model.model.layers[0]
-    layer.compile(backend="eager")
-    before = layer._compiled_call_impl
-    with CompiledLayers(backend="eager").installed(model):
-        assert layer._compiled_call_impl is not before
-    assert layer._compiled_call_impl is before
 
 
 def test_which_projections_are_fused(together):

@@ -367,8 +367,3 @@ def test_states_cannot_go_back(model):
             model(ids[:, :1] + 1000, **{CACHE: cache})
         with pytest.raises(ValueError, match="has left rows of this cache without their states"):
             model(ids[:, :1], **{CACHE: cache})
-
-
-def test_layers_with_states_are_not_compiled(model, uncaptured):
-    with fd.enabled(model, mode="compile"), pytest.raises(ValueError, match="layers with states are not compiled"):
-        run(model, SAMPLING)

@@ -57,13 +57,6 @@ def other_seeds_on_gpus(models: Models) -> Any:
 
 
 @scenario
-def compiled(models: Models) -> Any:
-    ids = prompt(models)
-    with fd.enabled(models.split["llama"], mode="compile") as model:
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **SAMPLING).tolist()
-
-
-@scenario
 def fused(models: Models) -> Any:
     ids = prompt(models)
     with fd.enabled(models.split["llama"], fuse_projections=True) as model:
@@ -159,16 +152,6 @@ def test_rank_0_draws_for_all(seen):
         assert mode == "graph"
         assert compacted
     assert [sampler for _, _, sampler, _ in same_value(seen, "other_seeds_on_gpus")] == ["hf", "fast"]
-
-
-@pytest.mark.gpu
-def test_compiled_layers_are_refused(seen):
-    first, second = seen["compiled"]
-    assert first == second
-    assert first.error == (
-        "ValueError: mode='compile' cannot run: layers that several processes compute together are not compiled; use "
-        "mode='auto'"
-    )
 
 
 @pytest.mark.gpu

@@ -19,11 +19,10 @@ from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph, modes, runners
-from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.installed import triton_is_installed
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import ragged_prompts, seeded
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
 from .slim_models import TEXT, pair
 
@@ -184,41 +183,6 @@ def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyP
         *["2 steps of this call do not pay for a capture"] * 2,
         "3 steps of this call pay for a capture",
     ]
-
-
-@on_the_cpu
-def test_layers_are_compiled_once_all_steps_pay(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unlike captures, compiled layers serve later calls too."""
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 2)
-    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_COMPILATION", 5)
-    slim, found = pair("k+r")[1], []
-    with fd.enabled(slim, backend="triton"):
-        state_of(slim).captures.compiled = CompiledLayers(backend="eager")
-        for tokens in (2, 2, 2, 1):
-            slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": tokens})
-            found.append(fd.explain(slim).last_call.mode)
-    assert found == ["graph", "graph", "compile", "eager"]
-
-
-@on_the_cpu
-@pytest.mark.parametrize("plan", ["k", pytest.param((("k+r", 8),) * 3, marks=pytest.mark.exhaustive)])
-def test_compiled_layers(plan: Any, uncaptured: None) -> None:
-    """All layers share a compilation, and so do calls of as many rows, whatever their lengths."""
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters["stats"]
-    model = tiny_model("llama-mha", num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2)
-    slim, graphs = to_slim(model, TEXT, plan=plan), []
-    with fd.enabled(slim, mode="compile", backend="triton"):
-        state_of(slim).captures.compiled = CompiledLayers(backend="eager")
-        for shared in (17, 30):
-            prompts = ragged_prompts(35, 31, shared=shared)
-            before = counters["unique_graphs"]
-            stock = seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLES))
-            assert torch.equal(seeded(lambda prompts=prompts: slim.generate(**prompts, **SAMPLES)), stock)
-            assert fd.explain(slim).last_call.mode == "compile"
-            graphs.append(counters["unique_graphs"] - before)
-    assert 0 < graphs[0] < 8
-    assert graphs[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def latency(
     draw: DrawOptions,
     mode: Annotated[
         str,
-        typer.Option(help="How shared decode steps run: auto, eager, graph, compile; several with commas."),
+        typer.Option(help="How shared decode steps run: auto, eager, graph; several with commas."),
     ] = "auto",
     sampler: Sampler = "auto",
     calls: Annotated[
@@ -43,7 +43,7 @@ def latency(
 
         hf-fastdecode eval latency --n 1,8,32
         hf-fastdecode eval latency --model shape:7b-mha --task mbpp --n 1,16,256 \\
-            --mode graph,compile --out runs/7b
+            --mode eager,graph --out runs/7b
     """
     modes = split_values(mode)
     for one in modes:

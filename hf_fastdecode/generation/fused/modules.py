@@ -84,15 +84,6 @@ class FusedModules:
         ]
 
     @property
-    def of_every_kind(self) -> bool:
-        """Whether norms, rotary embedding and gated activations, those of experts at least, are among them.
-
-        Compiling layers then gains little.
-        """
-        kinds = {one.kind for one in self.found}
-        return {norms, rotary} <= kinds and not kinds.isdisjoint({gated, experts})
-
-    @property
     def has_experts(self) -> bool:
         """Whether mixtures of experts are among them, whose routers look for the largest numbers of short rows."""
         return any(one.kind is experts for one in self.found)

@@ -51,7 +51,7 @@ def decode(
                 if is_compiled_in_place(model):
                     call.state.log_once(
                         "model.compile() does not apply to passes with shared context, which run uncompiled; "
-                        "hf_fastdecode.enable(model, mode='compile') compiles their layers on a GPU"
+                        "on a GPU they are captured in CUDA graphs"
                     )
                 call.ranks.watch.at("decoding")
                 return _for_callers(

@@ -1,1 +1,1 @@
-"""Decode steps: eager, CUDA graph, or CUDA graph of compiled layers."""
+"""Decode steps: eager, or captured in CUDA graphs."""

@@ -25,7 +25,6 @@ from .call_lock import CallLock, LockHolder
 from .capture_memory import free_memory, free_workspaces, used_memory
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, size_for
 from .captured_rows import CapturedRows
-from .compiled_layers import CompiledLayers
 from .cuda_graph import CapturedStep, CaptureOptions, bucket
 from .prefill_ahead import PrefillAhead, Scope
 
@@ -54,13 +53,11 @@ class Captures:
     def __init__(self) -> None:
         self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
-        self.compiled = CompiledLayers()
         self.prefills = CapturedPrefills[CapturedPrefill]()
         self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS)
         self.count = 0
         self.steps_asked = 0
         self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
-        self.compile_failure: str | None = None  # why layers could not be compiled, where they can be captured
         self.pass_failures: dict[CaptureOptions, str] = {}  # why passes of other loops could not be captured
         self._failure: str | None = None
         self._used = 0  # memory in use at the start of the latest call
@@ -71,7 +68,6 @@ class Captures:
         self._pool: Any = None
         self._states: CapturedStates | None = None  # of the steps' rows, in layers with states
         self._has_workspaces = False
-        self._gains_by_compiling: bool | None = None  # None if not known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
         return Captures()  # a copy of the model has other weights
@@ -118,7 +114,7 @@ class Captures:
         with torch.inference_mode(False), torch.no_grad():
             with structure.ranks.together():
                 pool, states = self._pool_on(model.device), self._states_for(rows, cache)
-                step = kind(model, rows, cache, structure, options, self.compiled, pool, states)
+                step = kind(model, rows, cache, structure, options, pool, states)
             step.capture()
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
@@ -170,15 +166,6 @@ class Captures:
         if self._pool is None and device.type == "cuda":
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         return self._pool
-
-    def gains_by_compiling(self, structure: Structure) -> bool:
-        """Whether compiled layers are faster than captured ones: not where kernels do what compilers would fuse.
-
-        Modules are tried once for all calls, until the model changes.
-        """
-        if self._gains_by_compiling is None:
-            self._gains_by_compiling = structure.fused is None or not structure.fused.of_every_kind
-        return self._gains_by_compiling
 
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
@@ -270,7 +257,7 @@ class Captures:
 
     def retry(self) -> None:
         """Reset the recorded failures."""
-        self._failure = self._free_then = self.own_nodes_failure = self.compile_failure = None
+        self._failure = self._free_then = self.own_nodes_failure = None
         self.prefills.failures.clear()
         self.by_rows.failures.clear()
         self.pass_failures = {}
@@ -278,7 +265,7 @@ class Captures:
     def clear(self) -> None:
         """Drop all captures and their memory."""
         self.join_ahead()
-        self._steps, self._pool, self._state, self._gains_by_compiling = [], None, None, None
+        self._steps, self._pool, self._state = [], None, None
         self._known = self._states = None
         self.prefills.clear()
         self.by_rows.clear()
@@ -287,7 +274,6 @@ class Captures:
     def release(self) -> None:
         """Drop all captures and free their device memory where possible. Never raises."""
         self.clear()
-        self.compiled = CompiledLayers()
         if self._has_workspaces:
             self._has_workspaces = False
             with suppress(RuntimeError):  # reported late for an earlier failed kernel

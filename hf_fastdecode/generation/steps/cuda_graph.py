@@ -31,7 +31,6 @@ from ...cache.layers.expanded_steps import ExpandedTables, alike_expanded
 from ...cache.shared import SharedContextCache
 from ..forward_pass import forward_pass, takes_positions
 from ..structure import Structure
-from .compiled_layers import CompiledLayers
 from .graph_capture import CapturedGraph, pass_context
 
 
@@ -45,7 +44,6 @@ class CaptureOptions(NamedTuple):
         reordered: Whether suffixes may be reordered, see `SuffixOrigins`.
     """
 
-    compiled: bool
     fused_rows: int
     arguments: tuple[tuple[str, Any], ...]
     queries: int = 1
@@ -83,7 +81,6 @@ class CapturedStep:
         cache: SharedContextCache,
         structure: Structure,
         options: CaptureOptions,
-        compiled: CompiledLayers,
         pool: Any,
         states: CapturedStates | None = None,
     ):
@@ -121,7 +118,6 @@ class CapturedStep:
             lengths,
             rows=rows * queries,
             fused_rows=options.fused_rows,
-            compiled=compiled if options.compiled else None,
         )
         self._make_graph: Callable[[], CapturedGraph] | None = partial(
             CapturedGraph, run, ours, device, pool, structure.ranks

@@ -20,7 +20,6 @@ from ..fused.largest import LargestOfFew
 from ..fused.sums import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
-from .compiled_layers import CompiledLayers
 from .projections import FusedProjections
 
 
@@ -32,29 +31,23 @@ def pass_context(
     *,
     rows: int,
     fused_rows: int,
-    compiled: CompiledLayers | None = None,
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
-    Unless `fused_rows` is 0, products are those of `FusedProjections`, or in compiled layers concurrent ones up to
-    `fused_rows` rows, and own layers are within `fusing_products`. Layers run compiled, if given, or else with fused
-    modules.
+    Layers run with fused modules. Unless `fused_rows` is 0, products are those of `FusedProjections`, and own layers
+    are within `fusing_products`.
     """
     with ExitStack() as stack:
         stack.enter_context(structure.captured_stand_ins.installed())
         if fused_rows:
             stack.enter_context(fusing_products())
-        if compiled is not None:
-            stack.enter_context(structure.attending(lengths))
-            stack.enter_context(compiled.installed(model, fused_rows))
-        else:
-            stack.enter_context(structure.passing(lengths))
-            if fused_rows and rows <= max(fused_rows, MOST_ROWS):
-                stack.enter_context(FusedProjections(model, concurrent=rows <= fused_rows))
-            if fused_rows and structure.fused is not None and structure.fused.has_experts:
-                stack.enter_context(LargestOfFew())
-            if structure.fused is not None:
-                stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
+        stack.enter_context(structure.passing(lengths))
+        if fused_rows and rows <= max(fused_rows, MOST_ROWS):
+            stack.enter_context(FusedProjections(model, concurrent=rows <= fused_rows))
+        if fused_rows and structure.fused is not None and structure.fused.has_experts:
+            stack.enter_context(LargestOfFew())
+        if structure.fused is not None:
+            stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
         yield
 
 

@@ -217,9 +217,8 @@ class CapturedPasses:
         call, captures, agreement = self._call, self._captures, self._agreement
         queries = next(number for number in _QUERIES if number >= tokens)
         given = tuple(sorted((name, value) for name, value in extra.items() if not is_nothing(value)))
-        compiled = call.mode == "compile" and queries == 1 and not extra.get("output_hidden_states")
-        fused = fused_rows(call.options.fuse_projections, compiled=compiled)
-        options = CaptureOptions(compiled, fused, given, queries, planes, self._reorders)
+        fused = fused_rows(call.options.fuse_projections)
+        options = CaptureOptions(fused, given, queries, planes, self._reorders)
         if (reason := self._failures.get(options)) is not None:
             return None, agreement.refuse(reason)
         grows = self._must_grow(cache, queries)
@@ -228,19 +227,12 @@ class CapturedPasses:
         has_room = not grows or self._has_grown(cache, queries)
         step, reason = agreement.ask(cache, options, captures.pass_failures.get(options), has_room=has_room)
         if step is None and reason is None:
-            return self._find(cache, options, tokens, planes, extra)
+            return self._find(cache, options)
         if reason is not None and not agreement.asks_always:
             self._failures[options] = reason
         return step, reason
 
-    def _find(
-        self,
-        cache: SharedContextCache,
-        options: CaptureOptions,
-        tokens: int,
-        planes: tuple[int, ...],
-        extra: dict[str, Any],
-    ) -> tuple[CapturedPass | None, str | None]:
+    def _find(self, cache: SharedContextCache, options: CaptureOptions) -> tuple[CapturedPass | None, str | None]:
         """As `_step`, where all ranks are to find or capture the pass: it fails on all alike or ends the call."""
         call, captures = self._call, self._captures
         try:
@@ -255,18 +247,13 @@ class CapturedPasses:
                 self._changed = f"out of memory ({reason})"
                 return None, self._changed
             unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
-            only_compiled = options.compiled and call.options.mode == "auto" and not unsupported
-            if not only_compiled and (forced := call.options.needs_capture):
+            if forced := call.options.needs_capture:
                 raise cannot_run(forced, reason) from error
         else:
             assert isinstance(found, CapturedPass)
             self._agreement.keep(options, found)
             report_captured(cache, call.structure)
             return found, None
-        if only_compiled:
-            captures.compile_failure = f"the layers cannot be compiled ({reason})"
-            call.set_mode("graph", captures.compile_failure)
-            return self._step(cache, tokens, planes, extra)
         self._failures[options] = reason
         if not unsupported:
             captures.pass_failures[options] = reason

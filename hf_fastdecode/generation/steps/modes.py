@@ -1,4 +1,4 @@
-"""Choice of the decode mode: eager, CUDA graph, or CUDA graph of compiled layers."""
+"""Choice of the decode mode: eager, or captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import NamedTuple
 from weakref import ref
 
 import torch
-from transformers import PreTrainedModel
 
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
-from ..structure import Structure
 from ..support.call import step_arguments
 from .call_lock import LockHolder
 from .captures import capture_reason, reason_of_call
-from .compiled_layers import decoder_layers
 from .expansion import expand_nodes
 from .prefill_passes import PrefillPasses, RowPasses
 from .projections import has_projections
@@ -44,27 +41,24 @@ class CallPasses(NamedTuple):
     by_rows: RowPasses | None = None
 
 
-# Break-even step counts of capturing and of compiling, summed over the calls of a model (H200, 7B).
+# Break-even step count of capturing, summed over the calls of a model (H200, 7B).
 _STEPS_THAT_PAY_A_CAPTURE = 64
 # The same for captures that serve one call (H200, slim 7B, one row: 0.3 s, and steps of 6 ms where stock takes 41).
 _STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL = 16
-# Of models whose norms, rotary embedding or activations are not kernels already. Where all are, a captured step takes
-# 5.11 ms and a compiled one 5.11 (16 rows), 7.32 and 7.46 (128).
-_STEPS_THAT_PAY_A_COMPILATION = 4096
 # Rows usually end before a large max_length.
 _MOST_STEPS_EXPECTED = 1024
-# Maximum rows for which projections of the same input run concurrently by default, by whether layers are compiled.
-_FUSED_ROWS = {False: 64, True: 64}
+# Maximum rows for which projections of the same input run concurrently by default.
+_FUSED_ROWS = 64
 
 
-def fused_rows(option: str | bool, *, compiled: bool) -> int:
+def fused_rows(option: str | bool) -> int:
     """Maximum rows for which captured steps compute projections of the same input concurrently.
 
     ``auto`` does where it is faster. H200, 7B, sequential and concurrent: 7.65 and 7.37 ms per step of 16 rows, 9.07
-    and 9.12 ms of 128; compiled 5.23 and 4.83 ms of one row, 5.61 and 4.96 ms of 16, 6.58 and 6.55 ms of 128.
+    and 9.12 ms of 128.
     """
     if option == "auto":
-        return _FUSED_ROWS[compiled]
+        return _FUSED_ROWS
     return sys.maxsize if option else 0
 
 
@@ -114,8 +108,7 @@ def holding_captures(call: CallContext) -> Iterator[bool]:
 def call_passes(call: CallContext) -> Iterator[CallPasses]:
     """Context of prefill and decode steps, in the call's mode; captured ones belong to one call at a time.
 
-    Where ``auto`` chose a mode that fails, the next simpler one runs: a graph for compiled layers, eager for a graph.
-    A forced mode that cannot run raises ValueError.
+    Where a capture that ``auto`` chose fails, steps run eagerly. A forced mode that cannot run raises ValueError.
 
     Processes that compute the model together allocate a capture's memory, agree, run its first passes and capture:
     where one fails, all do, except within those passes (`PassFailedError`), in which the others wait.
@@ -147,15 +140,12 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     again: list[Callable[[SharedContextCache, CapturedSteps | None], Steps]] = []
 
     def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
-        compiled = call.mode == "compile"
-        fused = fused_rows(call.options.fuse_projections, compiled=compiled)
         try:
             with call.ranks.together():
                 refresh()
             expand(cache)
-            return CapturedSteps(
-                model, cache, arguments, captures, structure, again[0], compiled=compiled, fused_rows=fused
-            )
+            most = fused_rows(call.options.fuse_projections)
+            return CapturedSteps(model, cache, arguments, captures, structure, again[0], fused_rows=most)
         except PassFailedError:
             raise
         except Exception as error:  # out of memory, or an operation not allowed during capture
@@ -168,15 +158,9 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                     raise
                 raise torch.OutOfMemoryError(str(error)) from error
             unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
-            only_compiled = compiled and not unsupported and call.options.mode == "auto"
-            if forced and not only_compiled:
+            if forced:
                 raise cannot_run(forced, str(error)) from error
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if only_compiled:
-            captures.compile_failure = f"the layers cannot be compiled ({reason})"
-            call.state.log_once(f"decode steps of this model run as a graph: {captures.compile_failure}")
-            call.set_mode("graph", captures.compile_failure)
-            return again[0](cache, larger)
         if not unsupported:
             captures.fail(reason, model.device, of_memory=_is_memory_failure(reason))
         call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
@@ -189,7 +173,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
             if held:
                 passes = CallPasses(captured)
                 if call.ranks.count == 1:  # which sizes are captured when is not agreed on between processes
-                    fused_tokens = fused_rows(call.options.fuse_projections, compiled=False)
+                    fused_tokens = fused_rows(call.options.fuse_projections)
                     prefill = PrefillPasses(call, refresh, fused_tokens)
                     passes = passes._replace(prefill=prefill, by_rows=RowPasses(call, refresh))
                 yield passes
@@ -214,7 +198,7 @@ def _is_memory_failure(reason: str) -> bool:
     return "out of memory" in reason or "ALLOC_FAILED" in reason
 
 
-_SIMPLEST_FIRST = ("eager", "graph", "compile")
+_SIMPLEST_FIRST = ("eager", "graph")
 
 
 def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
@@ -244,10 +228,6 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         ("capture", options.backend),
         lambda: capture_reason(model, structure.layout, structure.walk, options.backend),
     ) or reason_of_call(model, step_arguments(call.arguments))
-    if options.mode == "compile" and reason is None and call.ranks.count > 1:
-        reason = "layers that several processes compute together are not compiled"
-    if options.mode == "compile" and reason is None:
-        reason = _why_not_compiled(model, structure)
     if reason is not None and (forced := options.needs_capture):
         raise cannot_run(forced, reason)
     if options.fuse_projections is True and not has_projections(model):
@@ -264,21 +244,4 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    so_far = captures.steps_asked
-    if call.ranks.count > 1:
-        return "graph", f"{steps} steps {which} pay for a capture"
-    pays_compiling = so_far >= _STEPS_THAT_PAY_A_COMPILATION and captures.gains_by_compiling(structure)
-    if pays_compiling and _why_not_compiled(model, structure) is None:
-        if captures.compile_failure is not None:
-            return "graph", captures.compile_failure
-        return "compile", f"{so_far} steps so far pay for compiling the layers"
     return "graph", f"{steps} steps {which} pay for a capture"
-
-
-def _why_not_compiled(model: PreTrainedModel, structure: Structure) -> str | None:
-    """Why no layers of a model are compiled; None if they can be."""
-    if structure.layout.states:  # whose functions are kernels, which compiled code would leave out
-        return "layers with states are not compiled"
-    if structure.layout.cross:
-        return "layers with cross-attention are not compiled"
-    return None if decoder_layers(model) else f"{type(model).__name__} has no list of decoder layers to compile"

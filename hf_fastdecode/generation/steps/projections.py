@@ -3,8 +3,7 @@
 A decode step's matrix product takes as long as reading its weights, plus some microseconds in which memory is idle.
 Query, key and value projections have the same input, and so do gate and up projections. Where `RowProducts` serves
 them they are one launch, as is each other product; otherwise they are parallel branches of the captured graph, where
-one product starts while another drains. `FusedProjections` does this for uncompiled layers; in compiled ones
-`compiled_layers` makes branches.
+one product starts while another drains.
 
 Parameters keep their memory and modules stay in place for every value of ``fuse_projections``. Only passes of the
 capturing thread are affected.

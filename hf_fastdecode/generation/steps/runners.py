@@ -21,9 +21,6 @@ from .cuda_graph import CaptureOptions, bucket
 _STEPS_OF_A_CAPTURE = 8
 """Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""
 
-_STEPS_OF_A_COMPILATION = 800
-"""The same with compilation of the layers (H200, 8B: 5 s)."""
-
 _STEPS_THAT_PAY_A_RECAPTURE = 512
 """Steps with launch parameters for own nodes that save a capture's 80 ms (H200: 0.3 to 0.7 ms each)."""
 
@@ -124,12 +121,11 @@ class CapturedSteps:
         structure: Structure,
         remake: Callable[[SharedContextCache, CapturedSteps | None], Steps],
         *,
-        compiled: bool,
         fused_rows: int,
     ):
         self.cache = cache
         self._model, self._structure, self._captures, self._remake = model, structure, captures, remake
-        self._options = CaptureOptions(compiled, fused_rows, tuple(sorted(arguments.items())))
+        self._options = CaptureOptions(fused_rows, tuple(sorted(arguments.items())))
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
         with structure.ranks.together():
@@ -204,7 +200,7 @@ class CapturedSteps:
         if self._instead is not None:
             return self._instead.should_compact(rows, steps_left)
         known = self._captures.sizes(self._options, own_dominate=self._step.tables.own_nodes_dominate)
-        pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known, compiled=self._options.compiled)
+        pay = switch_saves_time(self._step.rows, bucket(rows), steps_left, known)
         return pay and not self._oversized
 
 
@@ -219,7 +215,7 @@ def report_captured(cache: SharedContextCache, structure: Structure) -> None:
         layer.ran_for = None  # an eager step reports anew
 
 
-def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[int], *, compiled: bool) -> bool:
+def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[int]) -> bool:
     """Whether switching to a smaller captured step saves more time than its capture costs.
 
     Args:
@@ -227,10 +223,7 @@ def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[in
         smaller: Rows of the smaller one.
         steps_left: Maximum remaining steps.
         known: Sizes already captured.
-        compiled: Whether layers are compiled, which happens once for one row and once for all other numbers of rows.
     """
     if smaller >= current or smaller in known:
         return smaller < current
-    compiles = compiled and (smaller == 1 or not known - {1})
-    cost = _STEPS_OF_A_COMPILATION if compiles else _STEPS_OF_A_CAPTURE
-    return steps_left * (current - smaller) > cost * (128 + _ROWS_OF_A_STEP)
+    return steps_left * (current - smaller) > _STEPS_OF_A_CAPTURE * (128 + _ROWS_OF_A_STEP)

@@ -50,7 +50,6 @@ def test_found(name: str) -> None:
     fused = FusedModules(half(name))
     counts = Counter(type(module).__name__ for module in fused.modules)
     assert ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) == FOUND[name]
-    assert fused.of_every_kind == (len(counts) >= 3)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -17,7 +17,6 @@ from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.prompts import first_pass
 from hf_fastdecode.generation.steps import cuda_graph, loop_passes, modes
 from hf_fastdecode.generation.steps.captured_pass import CapturedPass, OutputFields
-from hf_fastdecode.generation.steps.compiled_layers import CompiledLayers
 
 from ...architectures.classes import tiny_model_of
 from ...tiny_models import VOCABULARY, ragged_prompts
@@ -28,7 +27,6 @@ from .passes import (
     both,
     check,
     enabled,
-    logits_of,
     loop,
     small,
 )
@@ -295,26 +293,6 @@ def test_passes_that_cannot_be_captured(error, monkeypatch):
             with pytest.raises(ValueError, match="mode='graph' cannot run: not permitted when capturing"):
                 model.generate(**call)
         assert state_of(model).captures.lock.holder is None
-
-
-def test_compiled_layers_are_for_passes_of_one_token():
-    torch._dynamo.reset()
-    model, compiled = small(), []
-    installed = CompiledLayers.installed
-
-    def counted(self, *args):
-        compiled.append(args)
-        return installed(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledLayers, "installed", counted)
-        patch.setattr(CompiledLayers.__init__, "__defaults__", ("eager",))
-        report = check(model, [1, 3, {"output_hidden_states": True}, 1])
-        assert report.mode == "graph"
-        assert not compiled
-        _, report = logits_of(small(), [1, 3, {"output_hidden_states": True}, 1], mode="compile")
-    assert report.mode == "compile"
-    assert len(compiled) == 2
 
 
 class WithLoss(LlamaForCausalLM):
