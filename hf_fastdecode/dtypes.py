@@ -32,9 +32,13 @@ def parse_dtype(given: object, *, auto: bool = True, known: Collection[str] = FL
     name = _SHORT.get(name, name)
     if name in known or (auto and name == "auto"):
         return name
-    short = {full: f"{full} ({one})" for one, full in _SHORT.items()}
-    names = ["auto"] * auto + [short.get(full, full) for full in known]
+    names = ["auto"] * auto + [one if short_dtype(one) == one else f"{one} ({short_dtype(one)})" for one in known]
     raise InputError(f"`{argument}` must be one of {', '.join(names)}, got {given!r}; choose one")
+
+
+def short_dtype(name: str) -> str:
+    """The short name of a dtype, such as ``fp16``, or its own where it has none."""
+    return next((short for short, full in _SHORT.items() if full == name), name)
 
 
 def torch_dtype(given: object, known: Collection[str] = FLOATS) -> torch.dtype:

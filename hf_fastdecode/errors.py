@@ -11,7 +11,7 @@ class InputError(ValueError):
     """Something that the caller can set right, in one line: the value, the bound and the remedy.
 
     Messages name arguments in backticks, with a value or without: `dtype`, `dtype="bfloat16"`. The command line shows
-    its options in their place (`cli.arguments`).
+    its options in their place (`cli.console`).
     """
 
 

@@ -19,9 +19,7 @@ from .evaluation import app as evaluations
 from .generate import generate
 from .inspection import inspect
 from .options import HELP_NAMES
-from .programs import PASS_ON, lm_eval
-from .run import WORDS, run
-from .serve import serve
+from .programs import PASS_ON, WORDS, lm_eval, run, serve
 from .tables import prints_tables
 
 app = typer.Typer(

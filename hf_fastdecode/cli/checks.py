@@ -27,25 +27,14 @@ def check_choice(option: str, given: Iterable[str], known: Collection[str]) -> l
     return values
 
 
-def check_enable_options(
-    *,
-    mode: str = "auto",
-    backend: str = "auto",
-    sampler: str = "auto",
-    fuse_projections: str | bool = "auto",
-    max_rows: int | None = None,
-) -> None:
+def check_enable_options(**given: Any) -> None:
     """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment."""
-    given: dict[str, Any] = {
-        "mode": mode,
-        "backend": backend,
-        "sampler": sampler,
-        "fuse_projections": fuse_projections,
-    }
     try:
-        Options(**given, max_rows=max_rows)
+        Options(**given)
     except ValueError as error:
-        text = str(error).replace("fuse_projections", "fuse-projections").replace("max_rows", "max-rows")
+        text = str(error)
+        for name in given:
+            text = text.replace(name, name.replace("_", "-"))
         raise InputError(text if text.startswith("$") else f"--{text}") from error
 
 

@@ -21,7 +21,7 @@ from ..measurement import calls as measurement
 from ..measurement.calls import Drawn, continuation, count_before_end, end_tokens_of, memory_and_logit_errors
 from ..model_names import max_positions
 from .console import bytes_text
-from .sampling import Sampling
+from .options import Sampling
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
@@ -83,14 +83,9 @@ def draw(
     Stop strings need the tokenizer. `on_step` is called at each step with the number of tokens drawn before it. An
     InputError where rows do not fit into memory, or logits are not finite.
     """
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": not sampling.greedy}
     if not sampling.greedy:
-        options = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
+        options |= {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
     rows = len(inputs["input_ids"]) * sampling.n

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import InputError, one_line
-from .arguments import in_options
 from .interrupts import INTERRUPTED, exit_on_interrupt
 
 TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
@@ -27,6 +27,18 @@ TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
 _READER_GONE: Final = 141
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+# The library's errors name arguments in backticks, with or without a value: `dtype`, `dtype="bfloat16"`, `chat=False`.
+_ARGUMENT: Final = re.compile(r"`(\w+)(?:=([^`]*))?`")
+_NAMES: Final = (
+    "cache_dtype calibration chat data device dtype format limit max_shard_size n new_tokens out plan plot point "
+    "points rank resume rope rows sandbox shard shots split task task_ids tokens tolerance tree verify"
+)
+_OPTIONS: Final = {name: f"--{name.replace('_', '-')}" for name in _NAMES.split()} | {
+    "allow_unsafe": "--allow-unsafe-code",
+    "prompt_format": "--format",
+}
+"""The option of each argument that messages name."""
 
 
 class FailedCheck(Exception):  # noqa: N818 - an outcome of a command, in one line, with exit code 1
@@ -73,6 +85,21 @@ class ManyValues(TyperCommand):
                 option = word if word in ("--context", "--n", "--batch") else ""
             spread.append(word)
         return super().parse_args(ctx, spread)
+
+
+def in_options(message: str) -> str:
+    """The message with options for arguments: ``--dtype bfloat16`` for `dtype="bfloat16"`, ``--no-chat`` for
+    `chat=False`. What is no argument there stays as it is."""
+    return _ARGUMENT.sub(_option, message)
+
+
+def _option(match: re.Match[str]) -> str:
+    name, value = match.groups()
+    if (option := _OPTIONS.get(name)) is None:
+        return match[0]
+    if value in ("True", "False"):
+        return option if value == "True" else f"--no-{option[2:]}"
+    return option if value is None else f"{option} {value.strip(chr(34) + chr(39))}"
 
 
 def moved(before: str, now: str) -> InputError:

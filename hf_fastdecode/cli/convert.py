@@ -6,8 +6,11 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
@@ -16,20 +19,19 @@ from ..errors import InputError, one_line
 from .checks import check_choice
 from .console import FailedCheck, note, quiet_libraries
 from .interrupts import exit_on_interrupt
-from .options import MODEL
+from .options import MODEL, expand_option_groups
 from .tables import show_tables
+
+if TYPE_CHECKING:
+    from ..patches.slim_layers import Rope
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def convert_checkpoint(
-    source: Annotated[str, typer.Argument(help=MODEL)],
-    target: Annotated[
-        Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
-    ] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="`slim`; or `full`: back from a slim checkpoint to an ordinary one.")
-    ] = "slim",
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """What the layers of a slim checkpoint cache, and what that is measured on."""
+
     plan: Annotated[
         str,
         typer.Option(
@@ -39,20 +41,20 @@ def convert_checkpoint(
             "for self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
             "inputs instead of keys; lists alternate self-attention and cross-attention of each layer."
         ),
-    ] = "auto",
+    ] = "auto"
     rank: Annotated[
         int | None,
         typer.Option(
             help="V-coordinates beside the keys, in every layer, instead of --plan.", show_default="as planned"
         ),
-    ] = None,
+    ] = None
     tolerance: Annotated[
         float,
         typer.Option(
             help="Largest error of a layer's output, as a multiple of the error with keys and values in the model's "
             "dtype (for 8-bit caches: in int8). Applies to `auto`, and to 8-bit caches of any plan."
         ),
-    ] = 2.0,
+    ] = 2.0
     cache_dtype: Annotated[
         str,
         typer.Option(
@@ -60,14 +62,14 @@ def convert_checkpoint(
             "one; layers whose keys come near the end of its range keep keys and values. `int8`, `fp8`, with a scale "
             "per token and head: in layers that stay within --tolerance; others as with `auto`."
         ),
-    ] = "auto",
+    ] = "auto"
     rope: Annotated[
         str,
         typer.Option(
             help="`raw`: cache keys before RoPE, and rotate them when they are read. `unrotate`: cache them after "
             "RoPE, with their positions, for arbitrary position_ids; slower."
         ),
-    ] = "raw",
+    ] = "raw"
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -75,14 +77,36 @@ def convert_checkpoint(
             "are used. For Whisper a .safetensors file with input_features, [1, bands, frames], beside --transcript.",
             show_default="built-in English and Python; synthetic features",
         ),
-    ] = None,
+    ] = None
     transcript: Annotated[
         Path | None,
         typer.Option(
             help="UTF-8 text of what is said in the features of --calibration, which Whisper's decoder reads.",
             show_default="built-in English and Python",
         ),
+    ] = None
+
+    def refuse_for_full(self, *, verify: bool) -> None:
+        """Refuse options that do nothing on the way back to an ordinary checkpoint."""
+        for field in fields(self):
+            is_verified = field.name in ("tolerance", "calibration", "transcript")
+            if getattr(self, field.name) != field.default and not (is_verified and verify):
+                needs = " without --verify" if is_verified else ""
+                option = field.name.replace("_", "-")
+                raise InputError(f"--{option} does nothing with --format full{needs}; leave it out")
+
+
+@expand_option_groups
+def convert_checkpoint(
+    source: Annotated[str, typer.Argument(help=MODEL)],
+    target: Annotated[
+        Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
     ] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="`slim`; or `full`: back from a slim checkpoint to an ordinary one.")
+    ] = "slim",
+    *,
+    caches: CacheOptions,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's own.")] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; write nothing.")] = False,
     verify: Annotated[
@@ -133,74 +157,46 @@ def convert_checkpoint(
             f"--dry-run writes nothing that --{'resume' if resume else 'verify'} could read; leave one out"
         )
     if form == "full":
-        unused = {"--plan": plan != "auto", "--rank": rank is not None, "--cache-dtype": cache_dtype != "auto"}
-        unused |= {"--rope": rope != "raw", "--tolerance": tolerance != 2 and not verify}
-        unused |= {"--calibration": calibration is not None and not verify}
-        unused |= {"--transcript": transcript is not None and not verify}
-        if name := next(filter(unused.get, unused), None):
-            needs = " without --verify" if name in ("--tolerance", "--calibration", "--transcript") else ""
-            raise InputError(f"{name} does nothing with --format full{needs}; leave it out")
+        caches.refuse_for_full(verify=verify)
     shard_bytes = _size(max_shard_size)
     with quiet_libraries():
         with exit_on_interrupt():
             import torch
             from tqdm import tqdm
 
-            from hf_fastdecode.conversion.checkpoint import convert
-            from hf_fastdecode.conversion.checkpoint.shards import unfinished
-            from hf_fastdecode.conversion.checkpoint.verify import VerificationError
-            from hf_fastdecode.conversion.layers.plan_choice import NAMED, PlanChoice, read_plan_file
-            from hf_fastdecode.patches.slim_layers import Rope
-
+            from ..conversion.checkpoint import convert
+            from ..conversion.checkpoint.shards import unfinished
+            from ..conversion.layers.plan_choice import NAMED, PlanChoice, read_plan_file
             from .convert_table import conversion_text
-        staging: Path | None = None
-        bar = tqdm(desc="convert", unit="layer", disable=None, leave=False)
 
-        def on_group(done: int, groups: int) -> None:
-            bar.total = groups
-            bar.update(done - bar.n)
-
-        try:
-            chosen = plan if plan in NAMED else read_plan_file(Path(plan))
+        with _one_line_errors(target):
+            plan = caches.plan if caches.plan in NAMED else read_plan_file(Path(caches.plan))
             settings = convert.Settings(
                 source=source,
                 target=None if dry_run else target,
                 format="full" if form == "full" else "slim",
-                choice=PlanChoice(chosen, rank, tolerance, cache_dtype, cast(Rope, rope)),
+                choice=PlanChoice(plan, caches.rank, caches.tolerance, caches.cache_dtype, cast("Rope", caches.rope)),
                 dtype=None if dtype == "auto" else getattr(torch, dtype),
-                calibration=calibration,
-                transcript=transcript,
+                calibration=caches.calibration,
+                transcript=caches.transcript,
                 verify=verify,
                 resume=resume,
                 shard_bytes=shard_bytes,
             )
-            if settings.target is not None:
-                if settings.target.expanduser().exists():
-                    raise InputError(f"{target} exists; name another folder, or remove it first")
-                staging = unfinished(settings.target.expanduser())
-            if resume and staging is not None and not os.path.lexists(staging):
+        staging = None
+        if settings.target is not None:
+            if settings.target.expanduser().exists():
+                raise InputError(f"{target} exists; name another folder, or remove it first")
+            staging = unfinished(settings.target.expanduser())
+            if resume and not os.path.lexists(staging):
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
+        with _one_line_errors(target, staging), tqdm(desc="convert", unit="layer", disable=None, leave=False) as bar:
+
+            def on_group(done: int, groups: int) -> None:
+                bar.total = groups
+                bar.update(done - bar.n)
+
             report = convert.convert_checkpoint(settings, on_group)
-        except VerificationError as error:
-            raise FailedCheck(
-                f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify; "
-                f"else delete {staging}"
-            ) from error
-        except ValueError as error:
-            raise InputError(one_line(error)) from error
-        except OSError as error:
-            if staging is None or not staging.exists():
-                raise
-            raise InputError(
-                f"cannot write {error.filename or target}: {error.strerror or error}; fix that and continue with "
-                f"--resume, or delete {staging}, which holds what is converted"
-            ) from error
-        except KeyboardInterrupt:
-            if staging is not None and staging.exists():
-                note(f"hf-fastdecode: interrupted; --resume continues from what is converted, in {staging}")
-            raise
-        finally:
-            bar.close()
     if as_json:
         print(json.dumps(report))
     else:
@@ -213,6 +209,33 @@ def convert_checkpoint(
     if not dry_run:
         note(f"hf-fastdecode: wrote {target}")
     sys.stdout.flush()
+
+
+@contextmanager
+def _one_line_errors(target: Path | None, staging: Path | None = None) -> Iterator[None]:
+    """Within, errors of a conversion say how to go on with what is in the folder beside the target."""
+    from ..conversion.checkpoint.verify import VerificationError
+
+    try:
+        yield
+    except VerificationError as error:
+        raise FailedCheck(
+            f"{one_line(error)}; {target} was not written: to accept the result, give --resume without --verify; "
+            f"else delete {staging}"
+        ) from error
+    except ValueError as error:
+        raise InputError(one_line(error)) from error
+    except OSError as error:
+        if staging is None or not staging.exists():
+            raise
+        raise InputError(
+            f"cannot write {error.filename or target}: {error.strerror or error}; fix that and continue with "
+            f"--resume, or delete {staging}, which holds what is converted"
+        ) from error
+    except KeyboardInterrupt:
+        if staging is not None and staging.exists():
+            note(f"hf-fastdecode: interrupted; --resume continues from what is converted, in {staging}")
+        raise
 
 
 def _size(text: str) -> int:

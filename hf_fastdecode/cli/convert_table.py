@@ -8,16 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..dtypes import short_dtype
 from .console import bytes_text
 
 _EIGHT_BITS: Final = ("int8", "float8_e4m3fn")
-SHORT_DTYPES: Final = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "fp8",
-    "int8": "int8",
-}
 
 
 def conversion_text(report: dict[str, Any]) -> RenderableType:
@@ -38,7 +32,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         table.add_row(
             _place(report, index),
             cache_name(layer),
-            SHORT_DTYPES[layer["dtype"]],
+            short_dtype(layer["dtype"]),
             _number(measured["condition"]),
             _number(measured["largest_key_to_value"]),
             f"{layer['bytes_per_token'] / ordinary['bytes_per_token']:.1%}",
@@ -126,7 +120,7 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
         best = min(tried, key=lambda one: one["output_error"])
         ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
         closing.append(
-            f"\nLayer {_place(report, index)}: not in {SHORT_DTYPES[best['dtype']]}, which has at best {ratio} the "
+            f"\nLayer {_place(report, index)}: not in {short_dtype(best['dtype'])}, which has at best {ratio} the "
             f"error of int8 keys and values ({cache_name(best)}).",
             style="yellow",
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,7 +26,7 @@ from hf_fastdecode.evals.tasks import load_tasks
 from ..measurement.calls import Drawn, end_tokens_of
 from .completions import Completion, check_memory, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
-from .sampling import Sampling
+from .options import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
 
@@ -137,31 +136,23 @@ def _counted(
     model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]
 ) -> tuple[Drawn, int]:
     """A call, and the tokens that went through the embedding layer until its first logits."""
-    until_first: list[int] = []
-    with _embedded_tokens(model) as count:
-
-        def step(drawn: int) -> None:
-            if not until_first:
-                until_first.append(count())
-            on_step(drawn)
-
-        drawn = draw(model, inputs, sampling, on_step=step)
-    return drawn, until_first[0]
-
-
-@contextmanager
-def _embedded_tokens(model: Any) -> Iterator[Callable[[], int]]:
-    total = 0
+    embedded, until_first = 0, 0
 
     def hook(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal total
-        total += arguments[0].numel()
+        nonlocal embedded
+        embedded += arguments[0].numel()
+
+    def step(drawn: int) -> None:
+        nonlocal until_first
+        until_first = until_first or embedded
+        on_step(drawn)
 
     handle = model.get_input_embeddings().register_forward_hook(hook)
     try:
-        yield lambda: total
+        drawn = draw(model, inputs, sampling, on_step=step)
     finally:
         handle.remove()
+    return drawn, until_first
 
 
 def _side(path: str, reason: str, prompt_tokens: int, drawn: Drawn) -> Side:
@@ -205,24 +196,20 @@ def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableT
     )
     if demo.shared.path != "shared":
         closing.append(f"\nhf_fastdecode ran this call stock: {demo.shared.reason}.", style="yellow")
+    distinct = sum(candidate.passed for candidate in demo.candidates)
     heading = Text.assemble(
         "\n",
         (f"Task {demo.task['task_id']}", "bold"),
         f": {demo.task['text']}\n",
         *(f"  {test}\n" for test in demo.task["test_list"]),
         "\n",
-        (f"The tests were not run: {demo.not_tested}.\n", "yellow") if demo.not_tested else _passing(demo),
+        (f"The tests were not run: {demo.not_tested}.\n", "yellow")
+        if demo.not_tested
+        else f"{demo.passing} of {demo.samples} completions pass its tests, {distinct} of the {len(demo.candidates)} "
+        "distinct ones. ",
         "The best by mean log-probability:",
     )
     return Group(_sides(demo, title), closing, heading, _candidates(demo.candidates[:best]))
-
-
-def _passing(demo: Demo) -> str:
-    distinct = sum(candidate.passed for candidate in demo.candidates)
-    return (
-        f"{demo.passing} of {demo.samples} completions pass its tests, {distinct} of the {len(demo.candidates)} "
-        "distinct ones. "
-    )
 
 
 def _sides(demo: Demo, title: str) -> Table:

@@ -20,8 +20,7 @@ from .checks import check_device, pick_device, pick_tasks
 from .console import forced_options, note, progress_bar, quiet_libraries
 from .demo import SHOTS
 from .interrupts import exit_on_interrupt
-from .options import Device, EnableOptions, Model, expand_option_groups
-from .sampling import SamplingOptions
+from .options import Device, EnableOptions, Model, SamplingOptions, expand_option_groups
 
 
 @expand_option_groups
@@ -75,9 +74,12 @@ def generate(
     Multimodal models are given the text alone; an encoder-decoder encodes the prompt and draws what follows. A LoRA
     adapter's folder is loaded into its base model, which needs `pip install peft`.
 
-    Completions go to stdout, everything else to stderr. Prompts are taken as they are, without a chat template. Only
+    Completions go to stdout, everything else to stderr. For a file of prompts, `hf-fastdecode eval generate --task
+    prompts.jsonl` writes samples into a folder, goes on after an interruption, and by `--shard` in several processes
+    (lines such as `{"prompt": "..."}`). Prompts are taken as they are, without a chat template. Only
     the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
-    `--mode`, `--backend`, `--sampler`, `--fuse-projections` and `--max-rows` are arguments of `hf_fastdecode.enable`.
+    `--mode`, `--backend`, `--sampler`, `--fuse-projections`, `--max-rows` and `--min-saved-tokens` are arguments of
+    `hf_fastdecode.enable`.
 
     Examples:
 

@@ -1,10 +1,12 @@
 """Prompt formats: what a model reads of a task, and what of its text is the completion.
 
 - ``mbxp``: the model continues a task's signature and docstring (Athiwaratkun et al. 2022, section 4).
+- ``plain``: a prompt as it is; the completion is all that follows.
 - ``austin``: MBPP's few-shot prompt (Austin et al. 2021, section 3.1).
 - ``bigcode``: the zero-shot prompts of bigcode-evaluation-harness with its stop words. A completion is cut at the
   first stop word and not repaired, as there, so that verdicts can be compared.
-- ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
+- ``chat``: a user's message through the tokenizer's chat template. To a prompt without tests the completion is the
+  answer. Otherwise the code block of the answer is begun with the
   task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
 - ``chat-thinking``: the same message to a model that thinks first. It answers in its own format; the program is the
   first code block after its thoughts.
@@ -21,7 +23,7 @@ from typing import Any, Final
 from ..assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
 from ..errors import InputError
 from .records import Task
-from .stop_rules import BraceEnd, PythonFunctionEnd, StopRule, StopWords, longest_parsing_prefix, parses
+from .stop_rules import BraceEnd, PythonFunctionEnd, StopRule, StopWords, Unbounded, longest_parsing_prefix, parses
 from .tasks import TaskSet
 
 
@@ -66,7 +68,10 @@ def thoughts_of(template: str, prompt: str) -> Thoughts | None:
 
 
 class ThoughtfulAnswer(StopRule):
-    """Ends after the first code block of the answer, or where no block was begun, with the text."""
+    """Ends after the first code block of the answer, or where no block was begun, with the text.
+
+    To a prompt without tests, all after the thoughts is the answer.
+    """
 
     def __init__(self, task: Task, thoughts: Thoughts):
         super().__init__()
@@ -83,6 +88,8 @@ class ThoughtfulAnswer(StopRule):
 
     def completion(self, text: str) -> str:
         start = self.answer_start(text)
+        if start is not None and not self._task.tests:
+            return text[start:]
         block = None if start is None else _BLOCK.search(text[start:])
         if block is None:
             return ""  # cut off, or an answer without a program
@@ -98,7 +105,7 @@ class ThoughtfulAnswer(StopRule):
         pass
 
     def _find(self, text: str) -> int | None:
-        start = self.answer_start(text)
+        start = self.answer_start(text) if self._task.tests else None
         block = None if start is None else _BLOCK.search(text[start:])
         return start + block.end() if start is not None and block and block["end"] else None
 
@@ -162,6 +169,11 @@ def _stem(task: Task) -> str:
             'needs; use `prompt_format="austin"` or `prompt_format="bigcode"`'
         )
     return task.stem
+
+
+def plain_format() -> PromptFormat:
+    """``plain``: the stem is the prompt; the completion ends with the model's end token."""
+    return PromptFormat("plain", _stem, lambda _: Unbounded())
 
 
 def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
@@ -254,8 +266,8 @@ def chat_format(tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType(
         )
     return PromptFormat(
         "chat",
-        lambda task: f"{asked(_message(task))}```{task.language}\n{task.stem}",
-        BlockEnd,
+        lambda task: asked(_message(task)) + (f"```{task.language}\n{task.stem}" if task.tests else ""),
+        lambda task: BlockEnd(task) if task.tests else Unbounded(),
         special_tokens=False,
     )
 
@@ -264,6 +276,8 @@ _MARK: Final = "the message"
 
 
 def _message(task: Task) -> str:
+    if not task.tests:
+        return task.stem
     language = _NAMES[task.language]
     if task.stem:
         return f"Complete this {language} function, in one code block.\n\n```{task.language}\n{task.stem.strip()}\n```"
@@ -291,15 +305,19 @@ def prompt_format(
 ) -> PromptFormat:
     """The format in which tasks are put to a model; an InputError where it does not suit them.
 
-    Without a name, `mbxp` where tasks begin with a signature, else `austin`, with `shots` of the tasks' solved
-    examples. The template of a chat model's tokenizer, with its arguments, takes the place of a named format.
+    Without a name, `plain` for prompts without tests, `mbxp` where tasks begin with a signature, else `austin`, with
+    `shots` of the tasks' solved examples. The template of a chat model's tokenizer, with its arguments, takes the
+    place of a named format.
     """
     if chat_tokenizer is not None:
         if name is not None:
             raise InputError(f'`chat` and `prompt_format="{name}"` were both given; leave one out')
         return chat_format(chat_tokenizer, template_arguments or {})
-    chosen = name or ("mbxp" if tasks.tasks[0].stem else "austin")
-    if chosen == "mbxp":
+    first = tasks.tasks[0]
+    chosen = name or ("plain" if not first.tests else "mbxp" if first.stem else "austin")
+    if chosen == "plain":
+        found = plain_format()
+    elif chosen == "mbxp":
         found = stem_format()
     elif chosen == "austin":
         found = few_shot_format(tasks.examples, shots)
@@ -307,5 +325,5 @@ def prompt_format(
         found = docstring_format()
     else:
         raise InputError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
-    found.prompt(tasks.tasks[0])  # a format that does not suit the tasks says so now
+    found.prompt(first)  # a format that does not suit the tasks says so now
     return found

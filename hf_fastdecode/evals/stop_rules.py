@@ -206,6 +206,16 @@ class StopRule(ABC):
         """The end, given a text that begins with that of the call before."""
 
 
+class Unbounded(StopRule):
+    """Ends nowhere."""
+
+    def _restart(self) -> None:
+        pass
+
+    def _find(self, text: str) -> int | None:
+        return None
+
+
 class StopWords(StopRule):
     """Ends before the first of some words.
 

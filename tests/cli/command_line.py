@@ -24,6 +24,13 @@ def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, catch_exceptions=False)
 
 
+def ran(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    """A command that succeeds."""
+    done = run(*arguments, stdin=stdin)
+    assert done.exit_code == 0, done.output
+    return done
+
+
 def python(code: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
     """A fresh interpreter with this checkout on its path."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"

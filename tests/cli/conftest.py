@@ -1,4 +1,4 @@
-"""A tiny checkpoint for the commands."""
+"""Checkpoints for the commands."""
 
 from __future__ import annotations
 
@@ -6,19 +6,57 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.cli.models import load_model
 
-from .checkpoint import save_checkpoint
+from ..conversion.checkpoint.checkpoints import save_multi_head
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder."""
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    """The folder of a tiny random model with the embedded tokenizer; its sampling defaults must not be used."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, repetition_penalty=1.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint: Path):
     """Its model and tokenizer."""
     return load_model(str(checkpoint), "float32", torch.device("cpu"))
+
+
+@pytest.fixture
+def embedded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the place of the embedded model."""
+    monkeypatch.setattr("hf_fastdecode.assets.MODEL_PATH", checkpoint)
+    monkeypatch.setattr("hf_fastdecode.model_names.MODEL_PATH", checkpoint)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that has a slim form."""
+    return save_multi_head(tmp_path_factory.mktemp("multi-head"))

@@ -10,7 +10,7 @@ from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.bench import BenchCase, StockBesideEnabled
 from hf_fastdecode.measurement.calls import seeded
 
-from .command_line import run
+from .command_line import ran, run
 
 CPU = torch.device("cpu")
 QUICK = ("--new-tokens", 3, "--repeats", 1, "--device", "cpu", "--dtype", "float32")
@@ -22,8 +22,7 @@ def words(checkpoint, tmp_path):
 
 
 def test_rows_a_table_and_a_picture(words, tmp_path, checkpoint):
-    done = run(*words, "--point", "90x4", "--point", "80x2", "--plot")
-    assert done.exit_code == 0, done.stderr
+    done = ran(*words, "--point", "90x4", "--point", "80x2", "--plot")
     rows = read_rows(tmp_path / "rows.csv")
     assert [(row["context"], row["way"], row["status"]) for row in rows] == [
         *(("90", "stock", "ok"), ("90", "shared", "ok"), ("80", "stock", "ok"), ("80", "shared", "ok"))
@@ -71,8 +70,7 @@ def test_memory_that_stock_does_not_have(words, monkeypatch):
         return inner(self, case, way)
 
     monkeypatch.setattr(StockBesideEnabled, "_measured", measured)
-    done = run(*words, "--point", "90x4", "--plot")
-    assert done.exit_code == 0, done.stderr
+    done = ran(*words, "--point", "90x4", "--plot")
     assert "| 90 | 4 | stock | out of memory |" in done.stdout
     assert "stock / enabled" not in done.stdout
 

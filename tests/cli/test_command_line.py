@@ -15,7 +15,7 @@ import hf_fastdecode
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.cli.app import app
 
-from .command_line import ROOT, python, refusal, run
+from .command_line import ROOT, python, ran, refusal, run
 from .help_texts import check_examples, check_width, commands
 
 MAIN = "from hf_fastdecode.__main__ import main; main()"
@@ -26,8 +26,7 @@ MAIN = "from hf_fastdecode.__main__ import main; main()"
 
 def test_help_lists_the_commands():
     for arguments in ((), ("--help",), ("-h",)):
-        result = run(*arguments)
-        assert result.exit_code == 0
+        result = ran(*arguments)
         for command in ("demo", "generate", "inspect"):
             assert command in result.stdout
 
@@ -72,8 +71,7 @@ def test_two_dashes_before_the_command():
 
 
 def test_version():
-    result = run("--version")
-    assert result.exit_code == 0
+    result = ran("--version")
     assert result.stdout.startswith(f"hf-fastdecode {hf_fastdecode.__version__} (transformers ")
 
 
@@ -153,6 +151,7 @@ def test_public_names_load_when_used():
         ("generate --prompt x --backend cuda", "--backend must be one of auto, triton,"),
         ("generate --prompt x --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
         ("generate --prompt x --stock --sampler hf", "--sampler hf is for hf_fastdecode"),
+        ("generate --prompt x --min-saved-tokens few", "--min-saved-tokens must be an integer of at least 0, or "),
         ("generate --prompt x --fuse-projections no", "--fuse-projections must be one of auto, True, False, got 'no'"),
         ("generate --prompt x --fuse-projections true --mode eager", "--fuse-projections=True cannot run with mode="),
         ("generate --prompt x --fuse-projections true --device cpu", "fuse_projections=True cannot run: "),
@@ -190,21 +189,16 @@ def test_public_names_load_when_used():
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
-    result = run(*arguments.split())
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("hf-fastdecode: ")
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
+    line = refusal(*arguments.split())
+    assert line.startswith("hf-fastdecode: ")
+    assert message in line
 
 
 @pytest.mark.parametrize("command", ["generate --prompt x", "demo", "inspect embedded", "bench"])
 def test_a_backend_of_the_environment_that_there_is_not(command, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
-    result = run(*command.split())
-    assert result.exit_code == 2
-    assert result.stderr.startswith("hf-fastdecode: $HF_FASTDECODE_BACKEND must be one of auto, triton,")
-    assert result.stderr.count("\n") == 1
+    line = refusal(*command.split())
+    assert line.startswith("hf-fastdecode: $HF_FASTDECODE_BACKEND must be one of auto, triton,")
 
 
 @pytest.mark.parametrize("forced", ["option", "environment"])
@@ -212,21 +206,19 @@ def test_a_backend_that_cannot_run(forced, checkpoint, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "triton" if forced == "environment" else "plain")
     option = ["--backend", "triton"] if forced == "option" else []
-    result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "a b c " * 60, "--n", 4, *option)
-    assert result.exit_code == 2
+    line = refusal("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "a b c " * 60, "--n", 4, *option)
     remedy = "'plain', or 'auto' with $HF_FASTDECODE_BACKEND unset" if forced == "environment" else "'auto' or 'plain'"
-    assert f"'triton' cannot run: it runs on CUDA devices, got 'cpu'; use backend={remedy}" in result.stderr
+    assert f"'triton' cannot run: it runs on CUDA devices, got 'cpu'; use backend={remedy}" in line
 
 
 def test_stock_needs_no_backend(checkpoint, monkeypatch):
     monkeypatch.setenv("HF_FASTDECODE_BACKEND", "bogus")
-    assert run("generate", "--model", checkpoint, "--prompt", "a b", "--stock", "--max-new-tokens", 2).exit_code == 0
+    ran("generate", "--model", checkpoint, "--prompt", "a b", "--stock", "--max-new-tokens", 2)
 
 
 def test_a_prompt_longer_than_the_model(checkpoint):
-    result = run("generate", "--model", checkpoint, "--prompt", "x", "--max-new-tokens", 1024)
-    assert result.exit_code == 2
-    assert "more than the 1024 positions" in result.stderr
+    words = ("generate", "--model", checkpoint, "--prompt", "x", "--max-new-tokens", 1024)
+    assert "more than the 1024 positions" in refusal(*words)
 
 
 def test_ctrl_c(monkeypatch):
@@ -314,20 +306,17 @@ def test_any_encoding(checkpoint):
 
 
 def test_more_completions_than_memory_holds(checkpoint, monkeypatch):
+    words = ("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n")
     for n in (10**9, 10**23):
-        result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n", n)
-        assert result.exit_code == 2
-        assert result.stderr.count("\n") == 1
-        assert f"{n:,} completions of up to 128 tokens need up to" in result.stderr
-        assert "lower --n or --max-new-tokens" in result.stderr
+        line = refusal(*words, n)
+        assert f"{n:,} completions of up to 128 tokens need up to" in line
+        assert "lower --n or --max-new-tokens" in line
 
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
-    result = run("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--n", 2)
-    assert result.exit_code == 2
-    assert result.stderr == (
+    assert refusal(*words, 2) == (
         "hf-fastdecode: 2 completions of up to 128 tokens do not fit in the memory of cpu; lower --n or "
         "--max-new-tokens\n"
     )

@@ -18,14 +18,9 @@ from transformers import AutoModelForCausalLM
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 
 from ..conversion.checkpoint.checkpoints import contents, save_multi_head
-from .command_line import needs_weights, refusal, run
+from .command_line import needs_weights, ran, refusal, run
 
 refused = partial(refusal, "convert-checkpoint")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_multi_head(tmp_path_factory.mktemp("multi-head"))
 
 
 def words_of_verification(printed: str) -> str:
@@ -35,23 +30,19 @@ def words_of_verification(printed: str) -> str:
 
 def test_there_and_back(source: Path, tmp_path: Path) -> None:
     slim, full = tmp_path / "slim", tmp_path / "full"
-    done = run("convert-checkpoint", source, slim, "--max-shard-size", "100KB", "--verify")
-    assert done.exit_code == 0, done.output
+    done = ran("convert-checkpoint", source, slim, "--max-shard-size", "100KB", "--verify")
     assert "saved" in done.stdout
     assert "Verified" in done.stdout
     assert f"wrote {slim}" in done.stderr
     assert (slim / "slim_report.png").stat().st_size > 1000
     verified = words_of_verification(done.stdout)
-    done = run("convert-checkpoint", slim, full, "--format", "full", "--verify")
-    assert done.exit_code == 0, done.output
+    done = ran("convert-checkpoint", slim, full, "--format", "full", "--verify")
     assert "error of W_V" in done.stdout
     assert words_of_verification(done.stdout) == verified
     assert type(AutoModelForCausalLM.from_pretrained(full)).__name__ == "LlamaForCausalLM"
-    done = run("inspect", slim)
-    assert done.exit_code == 0, done.output
+    done = ran("inspect", slim)
     assert "what its layers cache" in " ".join(done.stdout.split())  # a long path moves the words to other lines
-    done = run("generate", "--model", slim, "--prompt", "def f(x):", "--max-new-tokens", 4, "--greedy")
-    assert done.exit_code == 0, done.output
+    ran("generate", "--model", slim, "--prompt", "def f(x):", "--max-new-tokens", 4, "--greedy")
 
 
 @needs_weights
@@ -67,19 +58,17 @@ def test_dry_run_of_the_embedded_model(tmp_path: Path) -> None:
 def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
     """In the report, in the table and in the config; verified beside int8 keys and values."""
     arguments = ("--cache-dtype", "int8", "--dtype", "bfloat16")
-    done = run("convert-checkpoint", source, tmp_path / "slim", *arguments, "--verify")
-    assert done.exit_code == 0, done.output
+    done = ran("convert-checkpoint", source, tmp_path / "slim", *arguments, "--verify")
     assert "int8" in done.stdout
     report = json.loads((tmp_path / "slim" / "slim_report.json").read_text())
-    plain = json.loads(run("convert-checkpoint", source, "--dry-run", "--dtype", "bfloat16", "--json").stdout)
+    plain = json.loads(ran("convert-checkpoint", source, "--dry-run", "--dtype", "bfloat16", "--json").stdout)
     assert (report["cache_dtype"], plain["cache_dtype"]) == ("int8", "auto")
     assert {layer["dtype"] for layer in report["layers"]} == {"int8"}
     assert {layer["dtype"] for layer in plain["layers"]} <= {"float16", "bfloat16"}
     assert report["bytes_per_token"] < plain["bytes_per_token"]
     config = json.loads((tmp_path / "slim" / "config.json").read_text())
     assert {layer["cache_dtype"] for layer in config["slim_layers"]} == {"int8"}
-    done = run("convert-checkpoint", tmp_path / "slim", tmp_path / "full", "--format", "full")
-    assert done.exit_code == 0, done.output
+    ran("convert-checkpoint", tmp_path / "slim", tmp_path / "full", "--format", "full")
     done = run("convert-checkpoint", source, "--dry-run", *arguments, "--plan", "k")
     assert "Layer 0: not in int8, which has at best" in " ".join(done.stdout.split())
     assert "for layers in 8 bits" not in done.stdout
@@ -88,15 +77,14 @@ def test_cache_dtypes(source: Path, tmp_path: Path) -> None:
 def test_both_spellings_of_a_cache_dtype(source: Path) -> None:
     words = ("convert-checkpoint", source, "--dry-run", "--json", "--cache-dtype")
     for short, name in (("fp16", "float16"), ("bf16", "bfloat16"), ("fp8", "float8_e4m3fn")):
-        reports = [json.loads(run(*words, spelling).stdout) for spelling in (short, name)]
+        reports = [json.loads(ran(*words, spelling).stdout) for spelling in (short, name)]
         assert reports[0] == reports[1]
         assert reports[0]["cache_dtype"] == name
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_rope(source: Path, tmp_path: Path) -> None:
-    done = run("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")
-    assert done.exit_code == 0, done.output
+    done = ran("convert-checkpoint", source, tmp_path / "slim", "--rope", "unrotate", "--verify")
     assert "Verified" in done.stdout
     assert json.loads((tmp_path / "slim" / "slim_report.json").read_text())["rope"] == "unrotate"
     assert json.loads((tmp_path / "slim" / "config.json").read_text())["slim_rope"] == "unrotate"
@@ -133,13 +121,12 @@ def test_a_plan_file_nested_too_deeply(source: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_report_that_cannot_be_read_is_as_none(source: Path, tmp_path: Path) -> None:
     """It tells of the conversion: what is recovered does not need it, but how exactly depends on it."""
-    assert run("convert-checkpoint", source, tmp_path / "slim", "--plan", "k").exit_code == 0
+    ran("convert-checkpoint", source, tmp_path / "slim", "--plan", "k")
     for index, content in enumerate(("3", '{"layers": 3}', '{"layers": [{"plan": "k"}]}', '{"layers": []}')):
         (tmp_path / "slim" / "slim_report.json").write_text(content)
         back = ("convert-checkpoint", tmp_path / "slim", tmp_path / f"full-{index}", "--format", "full")
         assert "--verify needs the layers' errors in" in refused(*back[1:], "--verify")
-        done = run(*back)
-        assert done.exit_code == 0, done.output
+        ran(*back)
 
 
 def test_help_teaches() -> None:
@@ -256,8 +243,7 @@ def test_singular_keys(tmp_path: Path) -> None:
         folder, tmp_path / "slim", "--plan", "k"
     )
     assert [one.name for one in tmp_path.iterdir()] == ["singular"]
-    done = run("convert-checkpoint", folder, tmp_path / "slim")
-    assert done.exit_code == 0
+    done = ran("convert-checkpoint", folder, tmp_path / "slim")
     assert "Layer 1: the smallest singular value" in " ".join(done.stdout.split())
 
 
@@ -348,7 +334,7 @@ def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert f"shard-00001.safetensors: {reason.partition(' (')[0]}; fix that and continue with" in message
         assert not target.exists()
     assert ". exists; name another folder" in refused(source, ".")
-    assert run("convert-checkpoint", source, target, "--resume").exit_code == 0
+    ran("convert-checkpoint", source, target, "--resume")
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.float32
 
 

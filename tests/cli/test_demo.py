@@ -1,5 +1,7 @@
 """The demo on a tiny random model."""
 
+from __future__ import annotations
+
 from io import StringIO
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from hf_fastdecode.cli.completions import Completion
 from hf_fastdecode.cli.console import FailedCheck
 from hf_fastdecode.cli.demo import DEFAULT_TASK, _next_steps
 from hf_fastdecode.cli.demo_run import _rank, check_same, demo_text, run_demo
-from hf_fastdecode.cli.sampling import Sampling
+from hf_fastdecode.cli.options import Sampling
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.sandbox import SandboxError
+
+from .command_line import needs_weights, ran, run
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, float32
 
@@ -120,3 +124,25 @@ def test_tasks_and_shots():
     for shots in (-1, 1000):
         with pytest.raises(InputError, match=f"--shots must be between 0 and .* got {shots}"):
             pick_tasks([DEFAULT_TASK], shots)
+
+
+def test_demo(embedded):
+    result = ran("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4, "--best", 2)
+    assert result.stderr == ""
+    for text in ("3 completions of one prompt", "prompt tokens prefilled", "KV cache", "0 of 3 completions pass"):
+        assert text in result.stdout
+
+
+def test_demo_with_different_tokens(embedded, monkeypatch):
+    monkeypatch.setattr("hf_fastdecode.cli.demo_run.torch.equal", lambda *tensors: False)
+    result = run("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 2)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("hf-fastdecode: stock and shared drew different tokens")
+    assert result.stderr.count("\n") == 1
+
+
+@needs_weights
+def test_demo_of_the_embedded_model():
+    result = ran("demo", "--n", 2, "--shots", 1, "--max-new-tokens", 4)
+    assert "Both calls drew the same" in " ".join(result.stdout.split())

@@ -1,4 +1,6 @@
-"""Models and devices of the command line."""
+"""Every model that transformers loads, on the command line, and those that cannot be loaded."""
+
+from __future__ import annotations
 
 import json
 import math
@@ -8,15 +10,28 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+)
 
-from hf_fastdecode import model_names
+from hf_fastdecode import model_loading, model_names
+from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.cli.checks import pick_device
 from hf_fastdecode.cli.completions import run_generate
 from hf_fastdecode.cli.console import quiet_libraries
 from hf_fastdecode.cli.models import load_model
-from hf_fastdecode.cli.sampling import Sampling
+from hf_fastdecode.cli.options import Sampling
 from hf_fastdecode.errors import InputError
+
+from .command_line import PROMPT, ran, refusal, run
 
 
 def test_no_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,3 +152,125 @@ def test_devices():
     for name in ("nonsense", "cuda:77", "meta"):
         with pytest.raises(InputError, match=f"'{name}'.*try auto or cpu"):
             pick_device(name)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEW = ("--n", 4, "--max-new-tokens", 3)
+
+
+def save_multimodal(model_type: str, folder: Path) -> Path:
+    """A tiny model of text and images."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    text = {**SMALL, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    if model_type == "mistral3":
+        text |= {"model_type": "mistral"}
+        vision = {**SMALL, "model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    else:
+        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+        vision = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
+        vision |= {"deepstack_visual_indexes": [0]}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, checkpoint: Path) -> Path:
+    """The folder of an adapter without a tokenizer, as far as its config goes."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(checkpoint)}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
+def test_text_of_multimodal_models(model_type, tmp_path):
+    folder = save_multimodal(model_type, tmp_path)
+    done = ran("generate", "--model", folder, "--prompt", PROMPT, *NEW, "--explain")
+    assert "4 completions, 12 tokens" in done.stderr
+    assert "; shared (" in done.stderr
+    assert "can share     yes" in run("inspect", folder, "--context", 64, "--n", 4, "--batch", 1).stdout
+
+
+def test_encoder_decoders_complete_what_they_encode(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    torch.manual_seed(0)
+    config = T5Config(
+        **{"vocab_size": len(tokenizer), "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    # Of two lengths, so that one is padded.
+    ours = ran("generate", "--model", tmp_path, "--prompt", PROMPT, "--prompt", "a b", "--greedy", "--json")
+    found = [json.loads(line) for line in ours.stdout.splitlines()]
+    for text, one in zip((PROMPT, "a b"), found, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        stock = model.generate(ids, max_new_tokens=128, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        assert one["text"] == tokenizer.decode(stock[0, 1:], skip_special_tokens=True)
+    message = refusal("eval", "generate", "--model", tmp_path, "--limit", 1, "--n", 1, "--out", tmp_path / "run")
+    assert "is an encoder-decoder (t5), and this command takes decoder-only models" in message
+
+
+def test_speech_is_no_text(tmp_path):
+    WhisperConfig(**{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}).save_pretrained(tmp_path)
+    assert "(whisper) is given audio" in refusal("generate", "--model", tmp_path, "--prompt", "x")
+
+
+def test_an_adapter_is_counted_as_its_model(adapter, checkpoint):
+    words = ("--context", 64, "--n", 4, "--batch", 1, "--json")
+    ours, base = (json.loads(ran("inspect", folder, *words).stdout) for folder in (adapter, checkpoint))
+    assert ours | {"model": base["model"]} == base
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x --model", "eval generate --limit 1 --n 1 --model"])
+def test_an_adapter_without_peft(command, adapter, checkpoint, monkeypatch):
+    monkeypatch.setattr(model_loading, "find_spec", lambda name: None)
+    assert f"is an adapter of {checkpoint}, which needs PEFT; pip install peft" in refusal(*command.split(), adapter)
+
+
+def test_an_adapter_is_not_converted(adapter, tmp_path):
+    assert "merge it into that model first" in refusal("convert-checkpoint", adapter, tmp_path / "slim")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "must name a model as base_model_name_or_path, got None; write its name there"),
+        ({"base_model_name_or_path": "./nosuch"}, "is an adapter of ./nosuch: there is no file or folder ./nosuch"),
+        ({"base_model_name_or_path": "."}, "is an adapter too; merge that one into its model"),
+        ("{", "is not a JSON file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate --prompt x --model", "inspect"])
+def test_adapters_without_a_model(command, content, message, adapter, monkeypatch):
+    monkeypatch.chdir(adapter)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (adapter / "adapter_config.json").write_text(text)
+    assert message in refusal(*command.split(), adapter)
+
+
+def test_a_tokenizer_of_python(tmp_path):
+    tokenizer = ByT5Tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SMALL, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, max_position_embeddings=8192
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    words = ("--model", tmp_path, "--limit", 1, "--n", 2, "--max-new-tokens", 8, "--out", tmp_path / "run")
+    ran("eval", "generate", *words)
+    again = run("eval", "generate", *words)
+    assert "0 samples drawn" in again.stderr, "the same tokenizer has the same digest"
+    ran("generate", "--model", tmp_path, "--prompt", "é b", "--n", 2, "--max-new-tokens", 4)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")]
+)
+def test_both_spellings_of_a_dtype(spelling, name, checkpoint):
+    words = ("--model", checkpoint, "--prompt", "a b", "--n", 1, "--max-new-tokens", 1)
+    assert f"; {name}, " in run("generate", *words, "--dtype", spelling).stderr
+    shown = json.loads(ran("inspect", checkpoint, "--context", 8, "--n", 2, "--dtype", spelling, "--json").stdout)
+    assert shown["dtype"] == name

@@ -42,7 +42,7 @@ def test_every_command_that_draws_takes_an_adapter(tmp_path):
 
 
 def test_lm_eval_takes_an_adapter_and_a_multimodal_model(tmp_path):
-    from ..cli.test_loading import save_multimodal
+    from ..cli.test_models import save_multimodal
 
     adapter, _ = save_adapter(tmp_path)
     ids = torch.randint(5, 400, (1, 20))

@@ -20,7 +20,7 @@ from transformers.cli.transformers import app
 
 import hf_fastdecode as fd
 from hf_fastdecode import api
-from hf_fastdecode.cli.serve import run_server
+from hf_fastdecode.cli.programs import run_server
 from hf_fastdecode.errors import InputError
 
 from .programs import Work, save_adapter, saved_model
@@ -120,6 +120,7 @@ def test_the_name_that_was_given_is_the_models_name(asked):
         for name in ({"model": "embedded"}, {}):
             answer = client.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 2, **name})
             assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == "embedded"
 
     asked(["embedded"], ask)
 

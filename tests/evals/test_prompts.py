@@ -157,6 +157,17 @@ def test_a_prompt_ends_where_the_template_ends_it(
     assert found.prompt(MBPP).endswith(end)
 
 
+@pytest.mark.parametrize(("template", "opened", "thoughts"), [(_ASKED, "", ""), (QWEN_3_5, "<think>\n", "a</think>")])
+def test_the_answer_to_a_prompt_without_tests_is_all_of_the_text(
+    tokenizer: Any, template: str, opened: str, thoughts: str
+) -> None:
+    task = Task("1", "python", "", "Why?", ())
+    form = form_of(tokenizer, template, task)
+    assert form.prompt(task) == f"<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{opened}"
+    rule, answer = form.stop_rule(task), "b\n```\nc\n```\nd"
+    assert (rule.finished(thoughts + answer), rule.completion(thoughts + answer)) == (False, answer)
+
+
 OPEN = Thoughts("<think>", "</think>", opened=True)
 CLOSED = Thoughts("<think>", "</think>")
 PROGRAM = "def double(x):\n    return 2 * x\n"

@@ -95,6 +95,14 @@ def test_mbxp_humaneval_and_apps(write: Any) -> None:
     assert (apps.task_id, apps.description, apps.reference, apps.tests) == ("7", "Add.", "print(1)", ())
 
 
+def test_prompts_alone(write: Any) -> None:
+    given = load_tasks(str(write(lines({"prompt": "Once"}, {"prompt": "x", "task_id": "a", "answer": 1}))))
+    assert [(task.task_id, task.stem, task.tests) for task in given.tasks] == [("1", "Once", ()), ("a", "x", ())]
+    form = prompt_format(given)
+    assert (form.name, form.prompt(given.tasks[0])) == ("plain", "Once")
+    assert form.stop_rule(given.tasks[0]).completion("\n```\n\ndef f(") == "\n```\n\ndef f("
+
+
 def test_embedded_tasks_need_no_file_and_no_torch() -> None:
     found = load_tasks()
     assert found.name == "embedded" and found.origin == "the package" and not found.note
@@ -148,7 +156,7 @@ def test_other_data_is_told_and_not_refused(write: Any, monkeypatch: pytest.Monk
 
 
 def test_every_name_but_the_files_own_has_a_published_file() -> None:
-    assert {file.task_name for file in FILES} == set(TASK_NAMES) - {"embedded", "apps"}
+    assert {file.task_name for file in FILES} == set(TASK_NAMES) - {"embedded", "apps", "prompts"}
     assert all(len(file.sha256) == 64 and file.problems > 100 for file in FILES)
 
 
@@ -203,7 +211,7 @@ def test_wrong_files(write: Any, name: str, content: str, message: str) -> None:
         ({"split": "dev"}, "there is no split 'dev'; choose one of prompt, test, validation, train or all"),
         ({"task_ids": ["7"]}, "there is no task 7; the 160 tasks have ids from 101 to 260"),
         ({"task_ids": []}, "`task_ids` names no task"),
-        ({"name": "apps"}, "need a file in APPS' format; pass `data=FILE`"),
+        ({"name": "prompts"}, "the tasks prompts need a file in their form; pass `data=FILE`"),
         ({"name": "mbpp", "data": Path("nowhere.jsonl")}, "cannot read nowhere.jsonl: No such file"),
         ({"name": "mbpp", "data": Path(__file__).parent}, "is a folder; name a file of JSON lines"),
     ],

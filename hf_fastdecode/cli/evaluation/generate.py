@@ -73,11 +73,7 @@ class Prepared:
 
 @expand_option_groups
 def generate(
-    tasks: TaskOptions,
-    model: ModelOptions,
-    prompts: PromptOptions,
-    draw: DrawOptions,
-    decoding: DecodingOptions,
+    options: Options,
     shard: Shard = False,
     out: Out = None,
 ) -> None:
@@ -92,6 +88,7 @@ def generate(
     Examples:
 
         hf-fastdecode eval generate --limit 20 --n 8
+        hf-fastdecode eval generate --model MODEL --task prompts.jsonl --n 16
         hf-fastdecode eval generate --model MODEL --task mbpp --n 64 --out runs/mbpp
         accelerate launch -m hf_fastdecode eval generate --model MODEL \\
             --task humaneval
@@ -100,9 +97,8 @@ def generate(
         CUDA_VISIBLE_DEVICES=1 hf-fastdecode eval generate --shard --model MODEL \\
             --task humaneval
     """
-    _, processes = launched(model.device)
-    folder = run_folder(out, tasks.task, model.model)
-    options = Options(tasks, model, prompts, draw, decoding)
+    _, processes = launched(options.model.device)
+    folder = run_folder(out, options.tasks.task, options.model.model)
     chosen = load_suitable_tasks(options)
     with quiet_libraries(warnings=True):
         draw_samples(prepare(options, chosen), folder, shared=shard or processes > 1)

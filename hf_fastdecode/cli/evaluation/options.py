@@ -80,8 +80,8 @@ class TaskOptions:
     task: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(name for name in TASK_NAMES if name != 'apps')}; or a .jsonl file of your own tasks, in "
-            "the form of any of them."
+            help=f"{', '.join(name for name in TASK_NAMES if name not in ('apps', 'prompts'))}; or a .jsonl file of "
+            "your own tasks, in the form of any of them, or of prompts alone, which are sampled and not scored."
         ),
     ] = "embedded"
     data: TaskFile = None
@@ -150,7 +150,7 @@ class PromptOptions:
         str | None,
         typer.Option(
             help=f"Format of the prompts: {', '.join(FORMAT_NAMES)}.",
-            show_default="mbxp where tasks give a signature, else austin",
+            show_default="mbxp where tasks give a signature, plain where they are prompts alone, else austin",
         ),
     ] = None
     shots: Annotated[int, typer.Option(help="Solved examples in prompts of the format austin.")] = SHOTS
@@ -313,6 +313,11 @@ class SandboxOptions:
         """A sandbox for these tasks' languages."""
         from ...evals.scoring import LANGUAGES
 
+        if untested := next((task for task in tasks if not task.tests), None):
+            raise InputError(
+                f"task {untested.task_id} is a prompt without tests, which cannot be scored; draw its samples with "
+                "`hf-fastdecode eval generate`"
+            )
         try:
             for language in sorted({task.language for task in tasks}):
                 if missing := LANGUAGES[language].missing():

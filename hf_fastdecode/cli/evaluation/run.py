@@ -16,27 +16,13 @@ from ..options import expand_option_groups
 from ..tables import prints_tables, show_tables
 from .generate import Options, draw_samples, launched, load_suitable_tasks, prepare
 from .latency import time_samples
-from .options import (
-    DecodingOptions,
-    DrawOptions,
-    ModelOptions,
-    Out,
-    PromptOptions,
-    ReportOptions,
-    SandboxOptions,
-    TaskOptions,
-    run_folder,
-)
-from .score import check_references, judge_samples
+from .options import Out, ReportOptions, SandboxOptions, run_folder
+from .stored import check_references, judge_samples
 
 
 @expand_option_groups
 def run(
-    tasks: TaskOptions,
-    model: ModelOptions,
-    prompts: PromptOptions,
-    draw: DrawOptions,
-    decoding: DecodingOptions,
+    options: Options,
     sandbox: SandboxOptions,
     reporting: ReportOptions,
     latency: Annotated[
@@ -60,13 +46,12 @@ def run(
             --n 1,64
     """
     reporting.check()
-    options = Options(tasks, model, prompts, draw, decoding)
     chosen = load_suitable_tasks(options)
     place = sandbox.make(chosen.tasks)
-    rank, processes = launched(model.device)
-    folder = run_folder(out, tasks.task, model.model)
+    rank, processes = launched(options.model.device)
+    folder = run_folder(out, options.tasks.task, options.model.model)
     if rank == 0:
-        note(_scoring(chosen, draw.check()[-1], place, folder))
+        note(_scoring(chosen, options.draw.check()[-1], place, folder))
         verdicts = check_references(chosen.tasks, place, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
@@ -84,7 +69,7 @@ def run(
         if rank > 0:
             return
         if latency:
-            time_samples(prepared, folder, latency, [decoding.mode])
+            time_samples(prepared, folder, latency, [options.decoding.mode])
     from ...evals.run_folder import merged_samples
 
     samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])

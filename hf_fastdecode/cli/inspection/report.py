@@ -1,14 +1,17 @@
-"""All that `inspect` counts for one model."""
+"""All that `inspect` counts for one model: bytes of keys and values, with and without sharing, and of slim caches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_fastdecode.api import enabled, prefill
+from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
 from hf_fastdecode.conversion.families import is_slim, ordinary_config
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.conversion.sizes.model_caches import (
@@ -20,11 +23,162 @@ from hf_fastdecode.conversion.sizes.model_caches import (
     refusal,
 )
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
+from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.generation.options import Options
+from hf_fastdecode.generation.support.model import rope_limit
 
 from ...dtypes import parse_dtype
 from ...errors import InputError, one_line
 from ...model_names import max_positions
-from .sharing import Sharing, count_sharing
+
+_CONTEXTS: Final = (512, 2048, 8192, 32768, 131072)
+_PROBE: Final = 8  # tokens of a forward pass that only tells whether it can be made
+_HEADS: Final = ("query_heads", "kv_heads", "head_dim", "group_size", "attention")
+_SHOWN: Final = 3  # of these, the longest that the model takes; the shortest where it sets no bound
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One context length and number of samples."""
+
+    context: int  # tokens that the samples share
+    samples: int
+    kv_bytes: StockShared  # at the end, when every row has its new tokens
+    step_elements: StockShared | None  # of K in a layer without a window, halfway: Bifurcated attention, eqs. 5 and 6
+    step_bytes: StockShared  # of keys and values that all layers read in that step
+    stock_reason: str | None  # why such a call runs stock
+    note: str | None  # what else is to be known of it
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Sizes with and without sharing, of one model."""
+
+    model: str
+    model_type: str
+    sizes: KVSizes
+    dtype: str
+    bytes_per_token: int  # of keys and values, in all layers
+    max_positions: int | None  # most tokens in a row
+    new_tokens: int  # of each row
+    can_share: bool | None  # None when that could not be found out
+    reason: str  # why it cannot, or why that is unknown
+    rows: list[Measurement]  # for each context, each number of samples
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, with bytes as integers and ratios beside them."""
+        fields = asdict(self)
+        del fields["sizes"]
+        for row, own in zip(fields["rows"], self.rows, strict=True):
+            for name in ("kv_bytes", "step_elements", "step_bytes"):
+                pair: StockShared | None = getattr(own, name)
+                row[name] = None if pair is None else {**pair._asdict(), "ratio": round(pair.ratio, 4)}
+        return {**fields, **self._shape()}
+
+    def _shape(self) -> dict[str, Any]:
+        """Layers and heads; where layers differ in heads, each kind of layer beside nulls."""
+        sizes = self.sizes
+        alike = sizes.alike
+        heads = {name: alike and getattr(alike, name) for name in _HEADS}
+        windows = {"local_layers": sizes.local_layers, "window": sizes.window, "chunked": sizes.chunked}
+        differ = {} if alike else {"kinds": [asdict(one) | {"layers": n} for one, n in Counter(sizes.stores).items()]}
+        return {"layers": sizes.layers} | heads | windows | differ
+
+
+def count_sharing(
+    name: str,
+    config: Any,
+    model: PreTrainedModel | str,
+    contexts: Sequence[int],
+    samples: Sequence[int],
+    *,
+    new_tokens: int,
+    dtype: torch.dtype,
+) -> Sharing:
+    """Count for a decoder-only model, whose config may not be countable (a ValueError).
+
+    Without contexts, up to three lengths that the model takes. The model is on the meta device, or the reason why it
+    could not be built.
+    """
+    sizes = KVSizes.from_config(config)
+    alike = sizes.alike
+    can_share, reason = _can_share(model)
+    limit = max_positions(config)
+    rows = []
+    for context in contexts or _default_contexts(limit, new_tokens):
+        for count in samples:
+            halfway = new_tokens // 2
+            elements = None if alike is None else memory_io(alike.kv_heads, alike.head_dim, count, context, halfway)
+            rows.append(
+                Measurement(
+                    context=context,
+                    samples=count,
+                    kv_bytes=sizes.kv_bytes(count, context, new_tokens, dtype.itemsize),
+                    step_elements=elements,
+                    step_bytes=sizes.step_bytes(count, context, halfway, dtype.itemsize),
+                    stock_reason=reason
+                    if can_share is False
+                    else _stock_reason(config, sizes, context, new_tokens, count),
+                    note=_note(limit, context + new_tokens),
+                )
+            )
+    return Sharing(
+        model=name,
+        model_type=config.model_type,
+        sizes=sizes,
+        dtype=dtype_name(dtype),
+        bytes_per_token=sizes.bytes_per_token(dtype.itemsize),
+        max_positions=limit,
+        new_tokens=new_tokens,
+        can_share=can_share,
+        reason=reason,
+        rows=rows,
+    )
+
+
+def _can_share(model: PreTrainedModel | str) -> tuple[bool | None, str]:
+    """Whether the model can share, and why not.
+
+    What `generate` finds out in the first forward pass is found out by one, whose numbers nothing can be read from.
+    """
+    if isinstance(model, str):
+        return None, model
+    with enabled(model):
+        try:
+            prefill(model, torch.zeros(1, _PROBE, dtype=torch.long))
+        except Exception as error:  # operators that need numbers, behind the checks of the model, masks and layers
+            if isinstance(error.__cause__, Unsupported):
+                return False, str(error.__cause__)
+    return True, ""
+
+
+def _default_contexts(limit: int | None, new_tokens: int) -> Sequence[int]:
+    if limit is None:
+        return _CONTEXTS[:_SHOWN]
+    return [context for context in _CONTEXTS if context + new_tokens <= limit][-_SHOWN:] or [
+        max(1, limit - new_tokens)
+    ]
+
+
+def _stock_reason(config: Any, sizes: KVSizes, context: int, new_tokens: int, samples: int) -> str | None:
+    """Why a call of this size runs stock although the model can share, or None."""
+    longest = context + new_tokens
+    rope = rope_limit(config.get_text_config(decoder=True))
+    least = Options().fewest_saved
+    if rope is not None and longest > rope:
+        return f"its position embedding changes beyond {rope} tokens"
+    if sizes.chunked and sizes.window is not None and longest > sizes.window:
+        return f"chunks of {sizes.window} tokens are shorter than {longest}"
+    if (saved := context * (samples - 1)) < least:
+        return f"sharing would save {saved} tokens, fewer than {least}"
+    return None
+
+
+def _note(limit: int | None, longest: int) -> str | None:
+    if limit is None or longest <= limit:
+        return None
+    return f"{longest} tokens are more than max_position_embeddings, {limit}: longer than the model was made for"
+
 
 _UNLIMITED: Final = 512  # tokens, where a config sets no bound
 

@@ -17,10 +17,10 @@ from hf_fastdecode.cache.layout.stores import Kind
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
 
+from ...dtypes import short_dtype
 from ..console import bytes_text
-from ..convert_table import SHORT_DTYPES, cache_name
-from .report import ContextCaches, ModelReport
-from .sharing import Sharing
+from ..convert_table import cache_name
+from .report import ContextCaches, ModelReport, Sharing
 
 _CAPTION: Final = (
     "Bytes are of one row. Reads, per token: a row's cache once, and its share of the weight matrices. At most: the "
@@ -83,7 +83,7 @@ def _layers(report: ModelReport, layers: Sequence[LayerCache]) -> Table:
 
 
 def _dtype(cache: LayerCache) -> str:
-    return "-" if cache.layer.plan == "e" else SHORT_DTYPES[dtype_name(cache.dtype)]
+    return "-" if cache.layer.plan == "e" else short_dtype(dtype_name(cache.dtype))
 
 
 def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -> Table:
@@ -110,11 +110,12 @@ def sharing_text(found: Sharing) -> RenderableType:
     """A model's shape, then a table over contexts and numbers of samples."""
     latent = {store.kind is Kind.LATENT for store in found.sizes.stores}
     stored = "K and V" if latent == {False} else "latents" if latent == {True} else "K and V, or latents"
+    window = f"{found.sizes.local_layers} of the layers attend to {found.sizes.window or 0:,} tokens only"
     facts = Table.grid(padding=(0, 2))
     for label, value in (
         ("model", f"{found.model} ({found.model_type})"),
         *_attention_facts(found),
-        *_window_fact(found),
+        *([("window", window)] if found.sizes.window is not None else []),
         ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, {stored}, all layers)"),
         ("longest row", f"{found.max_positions:,} tokens" if found.max_positions else "no bound in the config"),
         ("can share", {True: "yes", False: f"no: {found.reason}", None: f"unknown: {found.reason}"}[found.can_share]),
@@ -160,12 +161,6 @@ def _attention_facts(found: Sharing) -> Iterator[tuple[str, str]]:
             f"{shape.attention}: {layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV heads, "
             f"p = h/g = {shape.group_size}, d = {shape.head_dim} numbers per head",
         )
-
-
-def _window_fact(found: Sharing) -> Iterator[tuple[str, str]]:
-    sizes = found.sizes
-    if sizes.window is not None:
-        yield "window", f"{sizes.local_layers} of the layers attend to {sizes.window:,} tokens only"
 
 
 def _pair(pair: StockShared, mark: str) -> tuple[Text, Text, Text]:

@@ -18,11 +18,19 @@ import hf_fastdecode.api
 import hf_fastdecode.evals.generation  # noqa: F401
 from hf_fastdecode.__main__ import main
 
+PROMPTS = ("def double(x):\n", "# The first of a list.\n", "Write a function to add two numbers.\n")
 OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
 
 
+def write_prompts(beside: Path) -> Path:
+    """A file of prompts without ids and tests, beside a folder."""
+    path = beside.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
 def run_all(killed: str, shared: str, seen: str) -> None:
-    """Kill a run of one process, share one between two, and write what these left and said to a JSON file."""
+    """Kill a run of one process, share one of prompts between two, and write what these said to a JSON file."""
     _kill_once_drawing(Path(killed))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,7 +38,10 @@ def run_all(killed: str, shared: str, seen: str) -> None:
     place["OMP_NUM_THREADS"] = "1"  # else accelerate has all cores compute, which on some CPUs rounds otherwise
     # As launchers start them; accelerate's starts a single one on a CPU.
     said = [Path(f"{seen}.{rank}") for rank in (0, 1)]
-    processes = [_start(Path(shared), said[rank], RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)]
+    task = ("--task", str(write_prompts(Path(shared))))
+    processes = [
+        _start(Path(shared), said[rank], *task, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)
+    ]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
     Path(seen).write_text(json.dumps([[status, file.read_text()] for status, file in zip(statuses, said)]))
 
@@ -47,8 +58,8 @@ def _kill_once_drawing(out: Path) -> None:
     os.waitpid(process, 0)
 
 
-def _start(out: Path, said: Path, **variables: str) -> int:
-    """The id of a process whose standard error goes to a file, with further environment variables."""
+def _start(out: Path, said: Path, *options: str, **variables: str) -> int:
+    """The id of a process whose standard error goes to a file, with further options and environment variables."""
     if process := os.fork():
         return process
     status = 1
@@ -56,7 +67,7 @@ def _start(out: Path, said: Path, **variables: str) -> int:
         os.environ |= variables
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
         torch.set_num_threads(1)
-        sys.argv = ["hf-fastdecode", "eval", "generate", *OPTIONS, "--out", str(out)]
+        sys.argv = ["hf-fastdecode", "eval", "generate", *OPTIONS, *options, "--out", str(out)]
         main()
     except SystemExit as leaving:
         status = int(leaving.code or 0)

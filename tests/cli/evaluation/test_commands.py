@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from hf_fastdecode.cli.app import app
 from hf_fastdecode.evals.sandbox import SandboxError, choose
+
+from .. import command_line
 
 MBPP = [
     {
@@ -32,8 +33,7 @@ MBPP = [
 ]
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
+run, ran, refusal = (partial(one, "eval") for one in (command_line.run, command_line.ran, command_line.refusal))
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -59,8 +59,7 @@ def mbpp(tmp_path: Path) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory, sandboxed: None) -> Path:
     """A run with all of its steps."""
     place = tmp_path_factory.mktemp("runs") / "small"
-    done = run("run", "--limit", 3, "--n", "1,4", "--shots", 1, "--latency", 1, "--max-new-tokens", 40, "--out", place)
-    assert done.exit_code == 0, done.output
+    done = ran("run", "--limit", 3, "--n", "1,4", "--shots", 1, "--latency", 1, "--max-new-tokens", 40, "--out", place)
     assert "12 samples drawn" in done.stderr
     return place
 
@@ -79,10 +78,9 @@ def test_a_run_draws_times_scores_and_reports(folder: Path) -> None:
 
 def test_the_same_command_again_keeps_everything(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".jsonl", ".csv", ".json")}
-    again = run(
+    again = ran(
         *("run", "--limit", 3, "--n", "1,4", "--shots", 1, "--latency", 1, "--max-new-tokens", 40, "--out", folder)
     )
-    assert again.exit_code == 0
     assert "0 samples drawn" in again.stderr
     assert "4 of 4 rows are those of an earlier run" in again.stderr
     after = {name: (folder / name).read_bytes() for name in before}
@@ -90,30 +88,25 @@ def test_the_same_command_again_keeps_everything(folder: Path) -> None:
 
 
 def test_another_run_in_its_folder_is_refused(folder: Path) -> None:
-    refused = run("generate", "--limit", 2, "--n", 4, "--shots", 1, "--max-new-tokens", 40, "--out", folder)
-    assert refused.exit_code == 2
-    assert "holds a run with another digest of the tasks and prompts" in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    words = ("--limit", 2, "--n", 4, "--shots", 1, "--max-new-tokens", 40, "--out", folder)
+    assert "holds a run with another digest of the tasks and prompts" in refusal("generate", *words)
 
 
 def test_latency_of_something_else_is_not_mixed_in(folder: Path) -> None:
     before = (folder / "latency.csv").read_bytes()
-    refused = run("latency", "--n", 1, "--shots", 1, "--max-new-tokens", 41, "--prompts", 1, "--out", folder)
-    assert refused.exit_code == 2
-    assert "has rows of another new tokens (40, now 41); name another --out" in refused.stderr
+    words = ("latency", "--n", 1, "--shots", 1, "--out", folder, "--max-new-tokens")
+    assert "has rows of another new tokens (40, now 41); name another --out" in refusal(*words, 41, "--prompts", 1)
     assert (folder / "latency.csv").read_bytes() == before
     kept = (folder / "latency.csv").rename(folder / "kept.csv")
-    refused = run("latency", "--n", 1, "--shots", 1, "--max-new-tokens", 40, "--temperature", 0.5, "--out", folder)
-    assert "holds a run with another temperature (0.8, now 0.5)" in refused.stderr
+    assert "holds a run with another temperature (0.8, now 0.5)" in refusal(*words, 40, "--temperature", 0.5)
     kept.rename(folder / "latency.csv")
 
 
 def test_latency_of_several_modes(tmp_path: Path) -> None:
-    done = run(
+    ran(
         *("latency", "--n", "2", "--mode", "auto,eager", "--shots", 1, "--limit", 1, "--max-new-tokens", 8),
         *("--prompts", 1, "--out", tmp_path),
     )
-    assert done.exit_code == 0
     with (tmp_path / "latency.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["way"], row["mode"], row["status"]) for row in rows] == [
@@ -135,16 +128,13 @@ def test_a_part_of_a_run_is_scored_and_said_to_be_one(folder: Path, tmp_path: Pa
     assert sorted((line["task_id"], line["index"]) for line in lines_of(copy / "verdicts.jsonl")) == [
         (task_id, index) for task_id in ("101", "102") for index in range(3)
     ]
-    refused = run("score", copy, "--limit", 1)
-    assert refused.exit_code == 2
-    assert "knows its tasks; leave out --task" in refused.stderr
+    assert "knows its tasks; leave out --task" in refusal("score", copy, "--limit", 1)
 
 
 def test_tasks_that_have_changed_are_not_scored(mbpp: Path, tmp_path: Path, sandboxed: None) -> None:
     place = tmp_path / "run"
     options = ("--task", "mbpp", "--data", mbpp, "--n", "1", "--shots", 0, "--max-new-tokens", 4)
-    drawn = run("generate", *options, "--out", place)
-    assert drawn.exit_code == 0, drawn.output
+    ran("generate", *options, "--out", place)
     mbpp.write_text(mbpp.read_text().replace("twice(2) == 4", "twice(2) == 5"))
     refused = run("score", place)
     assert refused.exit_code == 2
@@ -154,7 +144,7 @@ def test_tasks_that_have_changed_are_not_scored(mbpp: Path, tmp_path: Path, sand
 
 def test_samples_for_other_tools(folder: Path, tmp_path: Path, sandboxed: None) -> None:
     out = tmp_path / "samples.jsonl"
-    assert run("export", folder, "--form", "evalplus", "--out", out).exit_code == 0
+    ran("export", folder, "--form", "evalplus", "--out", out)
     assert {line["task_id"] for line in lines_of(out)} == {"Mbpp/101", "Mbpp/102", "Mbpp/103"}
     again = run("score", out, "--task", "embedded", "--limit", 2)
     assert "8 samples of 2 tasks" in again.stdout
@@ -165,8 +155,7 @@ def test_samples_for_other_tools(folder: Path, tmp_path: Path, sandboxed: None) 
 
 def test_processed_log_probabilities(folder: Path, tmp_path: Path) -> None:
     options = ("--limit", 3, "--n", "1,4", "--shots", 1, "--max-new-tokens", 40)
-    done = run("generate", *options, "--processed", "--out", tmp_path)
-    assert done.exit_code == 0
+    ran("generate", *options, "--processed", "--out", tmp_path)
     kept = lines_of(tmp_path / "samples.jsonl")
     assert all(line["sum_processed_logp"] <= 0 for line in kept)
     assert any(line["sum_logp"] != line["sum_processed_logp"] for line in kept)
@@ -180,8 +169,7 @@ def test_a_run_is_scored_anew_where_it_was_interrupted(folder: Path, tmp_path: P
         (copy / name).write_bytes((folder / name).read_bytes())
     whole = (folder / "verdicts.jsonl").read_bytes()
     (copy / "verdicts.jsonl").write_bytes(whole[: len(whole) // 2])
-    done = run("score", copy)
-    assert done.exit_code == 0
+    ran("score", copy)
     found = {json.dumps(json.loads(line)) for line in (copy / "verdicts.jsonl").read_text().splitlines()}
     assert found == {json.dumps(json.loads(line)) for line in whole.decode().splitlines()}
 
@@ -192,8 +180,7 @@ def test_samples_of_another_tool_are_scored(mbpp: Path, tmp_path: Path, sandboxe
     lines = [{"task_id": f"Mbpp/{number}", "solution": text} for number, text in solutions.items()]
     lines.append({"task_id": 12, "completion": "def half(x)\n    return x"})
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = run("score", samples, "--task", "mbpp", "--data", mbpp, "--out", results)
-    assert done.exit_code == 0
+    done = ran("score", samples, "--task", "mbpp", "--data", mbpp, "--out", results)
     assert "2 of 3 samples of 2 tasks pass; pass@1 75.0 %" in done.stdout
     found = [json.loads(line) for line in results.read_text().splitlines()]
     assert sorted((line["task_id"], line["index"], line["passed"], line["status"]) for line in found) == [
@@ -232,7 +219,7 @@ def test_reference_solutions_are_checked(mbpp: Path, sandboxed: None) -> None:
     assert done.exit_code == 1
     assert "12: fail" in done.stdout
     assert "1 of 2 reference solutions pass (50.0 %)" in done.stdout
-    assert run("check", "--limit", 3).exit_code == 0
+    ran("check", "--limit", 3)
 
 
 def test_tests_that_cannot_be_run_and_paths_that_cannot_be(mbpp: Path, tmp_path: Path, sandboxed: None) -> None:
@@ -248,8 +235,7 @@ def test_tests_that_cannot_be_run_and_paths_that_cannot_be(mbpp: Path, tmp_path:
 
 
 def test_a_report_without_ranks_and_with_its_own_n(folder: Path) -> None:
-    done = run("report", folder, "--no-rank", "--n", "1,3")
-    assert done.exit_code == 0
+    done = ran("report", folder, "--no-rank", "--n", "1,3")
     assert "Samples were not ranked" in done.stdout
     run("report", folder)  # as it was
 
@@ -257,7 +243,7 @@ def test_a_report_without_ranks_and_with_its_own_n(folder: Path) -> None:
 def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
     """By a file with the run's options, and by the folder, which knows them."""
     scored = tmp_path / "scored.jsonl"
-    assert run("rescore", folder / "samples.jsonl", "--shots", 1, "--out", scored).exit_code == 0
+    ran("rescore", folder / "samples.jsonl", "--shots", 1, "--out", scored)
     before = {(line["task_id"], line["index"]): line for line in lines_of(folder / "samples.jsonl")}
     after = lines_of(scored)
     assert len(after) == 12
@@ -266,11 +252,10 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
     assert len(alike) >= 8  # others were drawn as other tokens than their text has
     close = [abs(one["sum_logp"] - other["sum_logp"]) / one["tokens"] < 1e-4 for one, other in alike]
     assert sum(close) >= len(close) - 2  # as many tokens need not be the same
-    again = run("rescore", folder, "--out", tmp_path / "again.jsonl")
-    assert again.exit_code == 0
+    ran("rescore", folder, "--out", tmp_path / "again.jsonl")
     assert (tmp_path / "again.jsonl").read_bytes() == scored.read_bytes()
-    refused = run("rescore", folder, "--shots", 2, "--out", tmp_path / "other.jsonl")
-    assert "knows its prompts; leave out --format, --shots and --chat" in refused.stderr
+    refused = refusal("rescore", folder, "--shots", 2, "--out", tmp_path / "other.jsonl")
+    assert "knows its prompts; leave out --format, --shots and --chat" in refused
 
 
 @pytest.mark.parametrize(
@@ -294,6 +279,7 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be a JSON object such"),
         (["generate", "--shots", "39", "--max-new-tokens", "4000"], "positions of this model; lower --shots"),
         (["generate", "--dtype", "int3"], "int3"),
+        (["run", "--task", "prompts.jsonl"], "task 1 is a prompt without tests, which cannot be scored; draw its"),
         (["run", "--latency", "-1"], "Invalid value for '--latency'"),
         (["check", "--sandbox", "nothing"], "--sandbox must be auto, bwrap"),
         (["check", "--sandbox", "none"], "add --allow-unsafe-code to permit it"),
@@ -309,10 +295,8 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], words: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = run(*arguments)
-    assert refused.exit_code == 2
-    assert words in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}')
+    assert words in refusal(*arguments)
     assert not any(tmp_path.rglob("samples*.jsonl"))
 
 

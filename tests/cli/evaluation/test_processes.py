@@ -12,8 +12,8 @@ import torch
 
 from ...fresh_processes import run_fresh
 from ...workers import made_once
-from ..command_line import needs_weights, run
-from .forked_runs import OPTIONS
+from ..command_line import needs_weights, ran
+from .forked_runs import OPTIONS, PROMPTS, write_prompts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,10 +25,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def generate(out: Path) -> None:
+def generate(out: Path, *options: str) -> None:
     """`eval generate` here: an interpreter takes longer to start than the run does."""
-    result = run("eval", "generate", *OPTIONS, "--out", out)
-    assert result.exit_code == 0, result.output
+    ran("eval", "generate", *OPTIONS, *options, "--out", out)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +67,17 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(
 
 @needs_weights
 @pytest.mark.timeout(400)
-def test_launched_processes_share_a_run(unbroken: bytes, left: tuple[Path, Path, list[tuple[int, str]]]) -> None:
+def test_launched_processes_share_a_file_of_prompts(
+    left: tuple[Path, Path, list[tuple[int, str]]], tmp_path: Path
+) -> None:
     from hf_fastdecode.evals.run_folder import merged_samples
 
     _, shared, ended = left
     for status, said in ended:
         assert status == 0, said
     drawn = [int(re.search(r"(\d+) samples drawn into", said)[1]) for _, said in ended]  # type: ignore[index]
-    assert sum(drawn) == 12
-    merged_samples(shared, ["101", "102", "103"], 4)
-    assert (shared / "samples.jsonl").read_bytes() == unbroken
+    assert sum(drawn) == 4 * len(PROMPTS)
+    merged_samples(shared, ["1", "2", "3"], 4)
+    alone = tmp_path / "alone"
+    generate(alone, "--task", str(write_prompts(alone)))
+    assert (shared / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()

@@ -10,7 +10,7 @@ import pytest
 
 from hf_fastdecode.evals.scoring import LANGUAGES
 
-from ..command_line import refusal, run
+from ..command_line import ran, refusal, run
 
 MBPP: dict[str, Any] = {
     **{"task_id": 1, "prompt": "Write a function to tell odd numbers.", "source_file": "", "test_imports": []},
@@ -32,34 +32,31 @@ HUMANEVAL: dict[str, Any] = {
 }
 
 
+def options_of(folder: Path, record: dict[str, Any], programs: list[str], *, task: str) -> tuple[object, ...]:
+    """Options for a record as the only task, of which samples.jsonl then holds these programs."""
+    (folder / "data.jsonl").write_text(json.dumps(record) + "\n")
+    lines = [json.dumps({"task_id": record["task_id"], "completion": program}) + "\n" for program in programs]
+    (folder / "samples.jsonl").write_text("".join(lines))
+    place = ("--task", task, "--data", folder / "data.jsonl", "--split", "all")
+    return (*place, "--sandbox", "none", "--allow-unsafe-code")
+
+
 def scored(folder: Path, record: dict[str, Any], programs: list[str], *options: object, task: str) -> list[str]:
     """The statuses of programs."""
-    data, samples, out = (folder / name for name in ("data.jsonl", "samples.jsonl", "out.jsonl"))
-    data.write_text(json.dumps(record) + "\n")
-    lines = [json.dumps({"task_id": record["task_id"], "completion": program}) + "\n" for program in programs]
-    samples.write_text("".join(lines))
-    place = ("--task", task, "--data", data, "--split", "all", "--out", out, *options)
-    done = run("eval", "score", samples, *place, "--sandbox", "none", "--allow-unsafe-code")
-    assert done.exit_code == 0, done.output
-    return [json.loads(line)["status"] for line in out.read_text().splitlines()]
+    place = options_of(folder, record, programs, task=task)
+    ran("eval", "score", folder / "samples.jsonl", "--out", folder / "out.jsonl", *place, *options)
+    return [json.loads(line)["status"] for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
 def refused(folder: Path, record: dict[str, Any], *, task: str) -> str:
-    data, samples = folder / "data.jsonl", folder / "samples.jsonl"
-    data.write_text(json.dumps(record) + "\n")
-    samples.write_text(json.dumps({"task_id": record["task_id"], "completion": ""}) + "\n")
-    place = ("--task", task, "--data", data, "--split", "all", "--out", folder / "out.jsonl")
-    return refusal("eval", "score", samples, *place, "--sandbox", "none", "--allow-unsafe-code")
+    place = options_of(folder, record, [""], task=task)
+    return refusal("eval", "score", folder / "samples.jsonl", "--out", folder / "out.jsonl", *place)
 
 
 def refused_tests(folder: Path, record: dict[str, Any], *, task: str) -> str:
     """The line that `eval check` and `eval score` end with; those before it tell of the data and the machine."""
-    data, samples = folder / "data.jsonl", folder / "samples.jsonl"
-    data.write_text(json.dumps(record) + "\n")
-    samples.write_text(json.dumps({"task_id": record["task_id"], "completion": ""}) + "\n")
-    place = ("--task", task, "--data", data, "--split", "all", "--sandbox", "none", "--allow-unsafe-code")
-    lines = []
-    for command in (("check",), ("score", samples, "--out", folder / "out.jsonl")):
+    place, lines = options_of(folder, record, [""], task=task), []
+    for command in (("check",), ("score", folder / "samples.jsonl", "--out", folder / "out.jsonl")):
         done = run("eval", *command, *place)
         assert done.exit_code == 2, done.output
         lines.append(done.stderr.splitlines()[-1])
@@ -249,22 +246,10 @@ def test_limits_have_bounds(tmp_path: Path, option: str, value: float) -> None:
 
 
 def test_unjudged_samples_bound_the_rate(tmp_path: Path) -> None:
-    lines = {
-        "data.jsonl": [MBPP],
-        "samples.jsonl": [
-            {"task_id": 1, "completion": program}
-            for program in (
-                MBPP["code"],
-                "class Odd:\n    def __eq__(self, other): return True\ndef is_odd(n): return Odd()\n",
-                "def is_odd(n): return 3\n",
-                "def is_odd(n): return object()\n",
-            )
-        ],
-    }
-    for name, records in lines.items():
-        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    place = ("--task", "mbpp", "--data", tmp_path / "data.jsonl", "--sandbox", "none", "--allow-unsafe-code")
-    done = run("eval", "score", tmp_path / "samples.jsonl", *place, "--out", tmp_path / "out.jsonl")
+    equal = "class Odd:\n    def __eq__(self, other): return True\ndef is_odd(n): return Odd()\n"
+    programs = [MBPP["code"], equal, "def is_odd(n): return 3\n", "def is_odd(n): return object()\n"]
+    place = options_of(tmp_path, MBPP, programs, task="mbpp")
+    done = ran("eval", "score", tmp_path / "samples.jsonl", *place, "--out", tmp_path / "out.jsonl")
     assert "1 of 4 samples of 1 tasks pass; pass@1 25.0 %, at most 50.0 %" in done.stdout
     assert "the others: 2 fail, 1 unjudged" in done.stdout
     unjudged = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[1])
