@@ -145,14 +145,14 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     asked: set[tuple[Any, ...]] = set()
     for number, line in enumerate(lines, 2):
         row = _latency_row(path, number, line)
-        place = row.device, row.way, row.mode, row.n
-        if (line["way"], *place) in asked:
+        key = row.device, row.way, row.mode, row.n
+        if (line["way"], *key) in asked:
             raise InputError(
                 f"{path}: there are two rows of {line['way']}, {row.mode}, n = {row.n} on {row.device}; remove one"
             )
-        asked.add((line["way"], *place))
-        if row.status == "ok" or place not in rows:
-            rows[place] = row
+        asked.add((line["way"], *key))
+        if row.status == "ok" or key not in rows:
+            rows[key] = row
     for name in _ONE_OF_EACH:
         if len(values := sorted({line[name] for line in lines if line.get(name)})) > 1:
             raise InputError(f"{path}: rows are of {name} {values[0]} and {values[1]}; keep those of one in a folder")

@@ -74,8 +74,8 @@ def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str,
     """Marks of the points (n, x, y) of a line; those of its ends come first and are needed."""
     last = len(points) - 1
     marks = [
-        Mark(axis, (x, y), f"n = {n:,}" if place in (0, last) else f"{n:,}", colour, sides, place in (0, last))
-        for place, (n, x, y) in enumerate(points)
+        Mark(axis, (x, y), f"n = {n:,}" if at in (0, last) else f"{n:,}", colour, sides, at in (0, last))
+        for at, (n, x, y) in enumerate(points)
     ]
     return sorted(marks, key=lambda mark: not mark.needed)
 
@@ -83,7 +83,7 @@ def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str,
 def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
     """Write marks beside their points, where they cover neither another mark nor a line; the first ones choose first.
 
-    Marks that are not needed are left out where there is no such place, or where another point would be nearer.
+    Marks that are not needed are left out where there is no such position, or where another point would be nearer.
     Everything else must be drawn before.
     """
     figure.draw_without_rendering()  # settles the layout, from which follows where things are
@@ -93,7 +93,7 @@ def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
         frame = mark.axis.get_window_extent()
         ink = inked.setdefault(mark.axis, _ink(mark.axis))
         choices: list[tuple[int, int, Any]] = []
-        for place, side in enumerate(mark.sides):
+        for preference, side in enumerate(mark.sides):
             text = mark.axis.annotate(
                 mark.text, mark.point, **_SIDES[side], textcoords="offset points", fontsize=8, color=mark.colour
             )
@@ -101,7 +101,7 @@ def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
             covered = _count(box, ink) + _nearer(mark, box)
             if inside and not any(box.padded(4).overlaps(other) for other in taken):
-                choices.append((covered, place, text))
+                choices.append((covered, preference, text))
             else:
                 text.remove()
         best = min(choices, key=lambda choice: choice[:2], default=None)
@@ -196,9 +196,9 @@ def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: 
         axis.plot([scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined], **look)
         if line in best:
             intervals = [
-                (scale * seconds, curve.lows[place], curve.highs[place])
+                (scale * seconds, curve.lows[at], curve.highs[at])
                 for n, seconds, _ in joined
-                for place in [accuracy.ns.index(n)]
+                for at in [accuracy.ns.index(n)]
             ]
             axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
             at = [(n, scale * seconds, value) for n, seconds, value in joined]

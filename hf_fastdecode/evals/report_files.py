@@ -31,7 +31,7 @@ def accuracy_table(accuracy: Accuracy) -> Cells:
         (first, own), *others = curves.items()
         curves = {first: own, f"{first}, at most": accuracy.at_most, **dict(others)}
     head = ["n", *(label.replace(", ", ",\n") for label in curves)]
-    rows = [[f"{n:,}", *(_percent(curve, place) for curve in curves.values())] for place, n in enumerate(accuracy.ns)]
+    rows = [[f"{n:,}", *(_percent(curve, at) for curve in curves.values())] for at, n in enumerate(accuracy.ns)]
     return head, rows
 
 
@@ -79,11 +79,11 @@ def status_line(accuracy: Accuracy) -> str:
     return "verdicts: " + ", ".join(f"{count:,} {status}" for status, count in accuracy.statuses.items())
 
 
-def _percent(curve: Curve, place: int) -> str:
+def _percent(curve: Curve, at: int) -> str:
     """A value, with its interval if it is one of those set against latency, or with the error of an estimate."""
-    value, low, high = (100 * own[place] for own in (curve.values, curve.lows, curve.highs))
+    value, low, high = (100 * own[at] for own in (curve.values, curve.lows, curve.highs))
     if curve.errors is not None:
-        return f"{value:.1f}% ± {100 * curve.errors[place]:.1f}"
+        return f"{value:.1f}% ± {100 * curve.errors[at]:.1f}"
     return f"{value:.1f}%" + (f" [{low:.0f}, {high:.0f}]" if curve.ranker in SHOWN and not math.isnan(low) else "")
 
 
@@ -319,9 +319,9 @@ def _accuracy_cells(accuracy: Accuracy, n: int) -> dict[str, Any]:
         curve = accuracy.curves.get(ranker)
         if curve is not None:
             name = accuracy.short_label(ranker)
-            place = accuracy.ns.index(n) if n in accuracy.ns else None
+            at = accuracy.ns.index(n) if n in accuracy.ns else None
             for suffix, values in (("", curve.values), ("_low", curve.lows), ("_high", curve.highs)):
-                cells[name + suffix] = _cell(None if place is None else values[place])
+                cells[name + suffix] = _cell(None if at is None else values[at])
     return cells
 
 

@@ -271,7 +271,7 @@ class Unit:
         text = "\n".join([str(run_seed), str(self.first), *(task_ids[task] for task in self.tasks)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
-    def places(self, task_ids: Sequence[str]) -> list[tuple[str, int]]:
+    def keys(self, task_ids: Sequence[str]) -> list[tuple[str, int]]:
         """Task and index of each sample, in the order of the call's rows."""
         return [(task_ids[task], self.first + offset) for task in self.tasks for offset in range(self.count)]
 
@@ -298,14 +298,14 @@ def open_samples(
     when the next is asked for. Samples of a unit that an interruption left incomplete are removed first, and so are
     repeated ones. An InputError where another process writes to the file of a run that is not shared.
     """
-    places = [frozenset(unit.places(task_ids)) for unit in units]
+    keys = [frozenset(unit.keys(task_ids)) for unit in units]
     done: set[tuple[Any, Any]] = set()
     lines = Lines(lambda: sample_files(folder))
 
     def is_done(number: int) -> bool:
-        if not done >= places[number]:
+        if not done >= keys[number]:
             done.update(map(sample_key, lines.new()))
-        return done >= places[number]
+        return done >= keys[number]
 
     whole = folder / SAMPLES
     with ExitStack() as stack:
@@ -318,7 +318,7 @@ def open_samples(
             file = stack.enter_context(JsonlWriter(whole))
             numbers = (number for number in range(len(units)) if not is_done(number))
         done.update(map(sample_key, lines.new()))
-        yield file, (units[number] for number in numbers), sum(len(own & done) for own in places)
+        yield file, (units[number] for number in numbers), sum(len(own & done) for own in keys)
 
 
 def _held(path: Path) -> InputError:
@@ -332,10 +332,10 @@ def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str
     for line in lines:
         found.setdefault(sample_key(line), line)
     whole: set[tuple[Any, Any]] = set()
-    for places in (unit.places(task_ids) for unit in units):
-        if found.keys() >= set(places):
-            whole.update(places)
-    kept = [line for place, line in found.items() if place in whole]
+    for keys in (unit.keys(task_ids) for unit in units):
+        if found.keys() >= set(keys):
+            whole.update(keys)
+    kept = [line for key, line in found.items() if key in whole]
     if len(kept) < len(lines):
         write_text(path, json_lines(kept))
 

@@ -196,8 +196,8 @@ def draw_bench(rows: Sequence[Measurement], path: Path) -> Path:
     cases = _cases(rows)
     for axis, one in zip(axes, shown):
         for shift, way, name in ((-0.2, "stock", "transformers"), (0.2, "shared", "hf_fastdecode")):
-            places, heights = [at + shift for at in range(len(cases))], [one.of(ways[way]) or 0.0 for ways in cases]
-            bars = axis.bar(places, heights, 0.38, color=COLOURS[way], label=name)
+            positions, heights = [at + shift for at in range(len(cases))], [one.of(ways[way]) or 0.0 for ways in cases]
+            bars = axis.bar(positions, heights, 0.38, color=COLOURS[way], label=name)
             axis.bar_label(bars, [one.text(ways[way], "not measured") for ways in cases], fontsize=7)
         axis.set_xticks(
             range(len(cases)), [f"{ways['stock']['context']}x{ways['stock']['samples']}" for ways in cases]

@@ -84,9 +84,9 @@ def test_what_holds_between_them(columns, m, order):
     assert (pass_at_top_m(*columns, m + 1) >= top).all()
     assert (pass_at_first_m(passed, keys, m + 1) >= first - 1e-15).all()
     assert (top[:m] == every[:m]).all()  # of m samples at most, all are run
-    places = list(range(len(keys)))
-    order.shuffle(places)
-    shuffled = ([column[place] for place in places] for column in (passed, scores, keys))
+    positions = list(range(len(keys)))
+    order.shuffle(positions)
+    shuffled = ([column[position] for position in positions] for column in (passed, scores, keys))
     assert (pass_at_top_m(*shuffled, m) == top).all()
 
 

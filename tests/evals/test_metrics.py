@@ -109,7 +109,7 @@ def test_syntax_trees_as_keys(one, other, same):
 
 def test_rankers_by_name():
     ns, m = [1, 3, 4], 1
-    places = [n - 1 for n in ns]
+    positions = [n - 1 for n in ns]
     expected = {
         "oracle": pass_at_n(POOL.passed),
         "mean_logp": pass_at_top_m(POOL.passed, POOL.mean_logp, POOL.keys, m),
@@ -119,7 +119,7 @@ def test_rankers_by_name():
     assert set(RANKERS) == {*expected, "votes"}
     for ranker, values in expected.items():
         found, errors = pass_at_ranker(POOL, ranker, ns, m=m)
-        assert list(found) == list(values[places])
+        assert list(found) == list(values[positions])
         assert errors is None
     found, errors = pass_at_ranker(POOL, "votes", [4], m=1)
     assert (found[0], errors[0]) == (1.0, 0.0)

@@ -44,7 +44,7 @@ SIZES = st.integers(1, 40)
 @given(tasks=SIZES, n=SIZES, rows=SIZES)
 def test_every_sample_is_drawn_once_in_calls_that_fit(tasks, n, rows):
     units = units_of(tasks, n, rows)
-    drawn = [place for unit in units for place in unit.places([str(task) for task in range(tasks)])]
+    drawn = [key for unit in units for key in unit.keys([str(task) for task in range(tasks)])]
     assert drawn == [(str(task), index) for task in range(tasks) for index in range(n)]
     assert all(unit.count * len(unit.tasks) <= rows for unit in units)
     assert len(units) <= -(-tasks // max(1, rows // n)) * -(-n // rows)  # no call could be left out

@@ -306,14 +306,14 @@ def pass_at_votes(
         raise ValueError(f"n must be between 1 and the pool's {len(passed)} samples, got {out[0]}; draw more samples")
     generator = np.random.default_rng(seed)
     means, errors = np.empty(len(ns)), np.empty(len(ns))
-    for place, n in enumerate(ns):
+    for at, n in enumerate(ns):
         if n == 1:  # nothing is voted on
-            means[place], errors[place] = (sizes * votes * right).sum() / len(passed), 0.0
+            means[at], errors[at] = (sizes * votes * right).sum() / len(passed), 0.0
             continue
         # The method "marginals" takes memory by groups and not by samples.
         counts = generator.multivariate_hypergeometric(sizes, n, size=draws, method="marginals")
         chances = _chances(counts * votes, right, m)
-        means[place], errors[place] = chances.mean(), chances.std(ddof=1) / draws**0.5
+        means[at], errors[at] = chances.mean(), chances.std(ddof=1) / draws**0.5
     return means, errors
 
 
@@ -322,12 +322,11 @@ def _chances(counts: NDArray[np.int64], right: NDArray[np.bool_], m: int) -> NDA
     least = np.partition(counts, -m, axis=1)[:, -m] if m < counts.shape[1] else np.zeros(len(counts), dtype=np.int64)
     least = np.maximum(least, 1)[:, None]  # a group that was not drawn is no candidate
     above, tied = counts > least, counts == least
-    places = np.minimum(m - above.sum(axis=1), tied.sum(axis=1))
+    vacant = np.minimum(m - above.sum(axis=1), tied.sum(axis=1))
     tied_total, tied_right = tied.sum(axis=1), (tied & right).sum(axis=1)
     missed = np.where((above & right).any(axis=1), 0.0, 1.0)
-    for taken in range(
-        min(m, counts.shape[1])
-    ):  # the places left are filled from the tied groups, without replacement
+    # The m candidates are completed from the tied groups, without replacement.
+    for taken in range(min(m, counts.shape[1])):
         wrong, left = tied_total - tied_right - taken, tied_total - taken
-        missed *= np.where(taken < places, np.maximum(wrong, 0) / np.maximum(left, 1), 1.0)
+        missed *= np.where(taken < vacant, np.maximum(wrong, 0) / np.maximum(left, 1), 1.0)
     return 1.0 - missed

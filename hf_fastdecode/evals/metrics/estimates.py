@@ -137,10 +137,10 @@ def pass_at_top_m(
     found = np.zeros(samples, dtype=hits.dtype)  # in u
     seen: Counter[Hashable] = Counter()
     ranked = sorted(range(samples), key=lambda index: (-known[index], passed[index]))
-    for place, index in enumerate(ranked):
+    for rank, index in enumerate(ranked):
         if passed[index]:
             below_m = hits.below_m()
-            after = samples - 1 - place
+            after = samples - 1 - rank
             found[after : after + len(below_m)] += below_m
         else:
             key = keys[index]

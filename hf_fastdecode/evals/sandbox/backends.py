@@ -159,7 +159,7 @@ def _locked(path: Path) -> str:
 
 
 def sources(readable: Sequence[Path]) -> dict[Path, Path]:
-    """Where the process that makes the sandbox finds each path: its own place, or in the folder that `without_root`
+    """Where the process that makes the sandbox finds each path: where it is, or in the folder that `without_root`
     fills.
     """
     if os.geteuid() != 0:
@@ -177,13 +177,13 @@ def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
     user = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     rights = ["--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
     dropped = [tool("setpriv"), *user, *rights, "--", *command]
-    staged = {path: place for path, place in paths.items() if place != path}
+    staged = {path: target for path, target in paths.items() if target != path}
     if not staged:
         return dropped
     lines = [f"mount -t tmpfs -o size=1m,mode=755 tmpfs {mount_point('paths')}"]
-    for path, place in staged.items():
-        lines.append(f"mkdir {place}" if path.is_dir() else f": > {place}")
-        lines.append(f"mount --rbind {shlex.quote(str(path))} {place}")
+    for path, target in staged.items():
+        lines.append(f"mkdir {target}" if path.is_dir() else f": > {target}")
+        lines.append(f"mount --rbind {shlex.quote(str(path))} {target}")
     script = " && ".join([*lines, 'exec "$@"'])
     return [tool("unshare"), "--mount", "--propagation", "private", "--", "/bin/sh", "-c", script, "sh", *dropped]
 

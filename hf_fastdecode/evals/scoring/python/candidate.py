@@ -152,8 +152,8 @@ class _Service:
         return dumps([*rest, content], no_handle)
 
     def contents(self, parts: list[Any]) -> list[bytes]:
-        """The place and the content of each of some containers, which may hold others of them."""
-        return [self.dumps([place, content_of(part)], parts) for place, part in enumerate(parts)]
+        """The position and the content of each of some containers, which may hold others of them."""
+        return [self.dumps([position, content_of(part)], parts) for position, part in enumerate(parts)]
 
     def operation(self, name: str) -> Any:
         return getattr(self, name) if name in ("names", "wait", "is_kind", "has_changed") else _OPERATIONS[name]

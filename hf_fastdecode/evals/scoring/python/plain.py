@@ -195,7 +195,7 @@ def dumps(
 ) -> bytes:
     """Encode a value; objects that are not plain data travel as the number that `handle` gives them.
 
-    Builtins of `names` travel by name, and objects of `known`, which the reader has too, by their place there.
+    Builtins of `names` travel by name, and objects of `known`, which the reader has too, by their position there.
     Classes whose objects travel as their base are added to `narrowed`. A ValueError where containers are nested deeper
     than `MAX_DEPTH`, for instance because one holds itself.
     """
@@ -215,8 +215,8 @@ def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES, known: 
         value = reader.read()
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, struct.error) as error:
         raise ValueError(f"not a value: {error}") from None
-    if reader.place != len(data):
-        raise ValueError(f"{len(data) - reader.place} bytes after the value")
+    if reader.position != len(data):
+        raise ValueError(f"{len(data) - reader.position} bytes after the value")
     return value
 
 
@@ -357,19 +357,19 @@ def _way_of_base(kind: type) -> _Way | None:
 
 class _Reader:
     def __init__(self, data: bytes, handle: Take, names: frozenset[str], known: Sequence[Any]):
-        self.data, self.place, self.handle, self.names, self.depth = data, 0, handle, names, 0
+        self.data, self.position, self.handle, self.names, self.depth = data, 0, handle, names, 0
         self.known = known
 
     def read(self) -> Any:
-        kind = self.data[self.place : self.place + 1]
-        self.place += 1
+        kind = self.data[self.position : self.position + 1]
+        self.position += 1
         return _KINDS[kind](self)
 
     def take(self, size: int) -> bytes:
-        start, self.place = self.place, self.place + size
-        if self.place > len(self.data):
-            raise ValueError(f"{self.place - len(self.data)} bytes are missing")
-        return self.data[start : self.place]
+        start, self.position = self.position, self.position + size
+        if self.position > len(self.data):
+            raise ValueError(f"{self.position - len(self.data)} bytes are missing")
+        return self.data[start : self.position]
 
     def length(self) -> int:
         return int.from_bytes(self.take(4), "little")

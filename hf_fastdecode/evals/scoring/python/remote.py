@@ -400,8 +400,8 @@ class Link:
             objects, kinds, narrowed, changed, names, said, content = loads(answer, no_handle)
             self._learn(objects, kinds, narrowed)
             for new in changed:
-                place, inside = loads(new, self._objects.__getitem__, known=known)
-                refill(known[place], inside)
+                position, inside = loads(new, self._objects.__getitem__, known=known)
+                refill(known[position], inside)
             kind, result = loads(content, self._objects.__getitem__, known=known)
             raised = None if kind == "value" else self._error(*result)
             for name, value in zip(names[::2], names[1::2]):
