@@ -5,9 +5,9 @@
 - ``austin``: MBPP's few-shot prompt (Austin et al. 2021, section 3.1).
 - ``bigcode``: the zero-shot prompts of bigcode-evaluation-harness with its stop words. A completion is cut at the
   first stop word and not repaired, as there, so that verdicts can be compared.
-- ``chat``: a user's message through the tokenizer's chat template. To a prompt without tests the completion is the
-  answer. Otherwise the code block of the answer is begun with the
-  task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block.
+- ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
+  task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block. Of
+  a prompt without tests, the completion is the whole answer.
 - ``chat-thinking``: the same message to a model that thinks first. It answers in its own format; the program is the
   first code block after its thoughts.
 """

@@ -96,8 +96,8 @@ def test_what_the_panels_show(tmp_path, monkeypatch):
     lines = {line.get_label(): list(line.get_ydata()) for line in throughput.axes[1].lines}
     assert lines == {
         "transformers": [16 * 50.0],
-        "hf_fastdecode, compile": [16 * 125.0, 128 * 125.0],
-        "hf_fastdecode, compile: ceiling, no attention": [16 * 250.0, 128 * 250.0],
+        "hf_fastdecode, graph": [16 * 125.0, 128 * 125.0],
+        "hf_fastdecode, graph: ceiling, no attention": [16 * 250.0, 128 * 250.0],
     }
     assert throughput.axes[0].get_xlabel() == "n, samples"
     assert throughput.axes[0].get_ylabel() == "tokens a second"
@@ -191,7 +191,7 @@ def test_digest_of_operators():
 
 def test_table_of_generate():
     lines = generate.generate_table(list(generate_rows())).splitlines()
-    assert lines[0].endswith("| n | new tokens | stock | compile | compile-no-attention | compile, of ceiling |")
+    assert lines[0].endswith("| n | new tokens | stock | graph | graph-no-attention | graph, of ceiling |")
     assert lines[2] == "| 7b-mha | 2,048 | 16 | 65 | 20.00 | 8.00 | 4.00 | 50% |"
     assert lines[5] == "| 7b-mha | 8,192 | 128 | 65 | out of memory | 8.00 | 4.00 | 50% |"
     assert lines[-1].endswith("; ms/step, medians.")

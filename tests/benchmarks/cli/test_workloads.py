@@ -176,7 +176,7 @@ def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
         ("hier --shots 99", "--shots must be between 0 and "),
         ("hier --model shape:9b", "there is no shape '9b'; choose one of 7b-mha,"),
         ("hier --model shape:tiny --device cpu", "shape tiny has 512 tokens, fewer than the 1536 of the embedded"),
-        ("hier --mode fast", "--mode must be one of auto, eager, graph, compile, got 'fast'"),
+        ("hier --mode fast", "--mode must be one of auto, eager, graph, got 'fast'"),
         ("hier --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
         (
             "hier --dtype float8",
