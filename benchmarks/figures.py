@@ -16,8 +16,7 @@ from hf_fastdecode.measurement.figures import (
     save,
     style_axis,
 )
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.runner import failed
+from hf_fastdecode.measurement.rows import Measurement, failed
 
 from .generate.table import CEILING, where_measured
 from .ops.table import is_part, one_node

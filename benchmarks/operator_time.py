@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_fastdecode.measurement.timing import Times, percentiles
+from hf_fastdecode.measurement.calls import Times, percentiles
 
 Output = TypeVar("Output")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, markdown
+from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
 from .generate.cases import PromptTree
 from .generate.table import cases_of, timed, where_measured

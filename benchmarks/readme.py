@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hf_fastdecode.measurement.figures import new_figure, plain_numbers, powers_of_two, save
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import Measurement, markdown
 
 from .generate.table import cases_of, stock_kv_bytes, timed, where_measured
 from .page_tables import cell

@@ -19,7 +19,7 @@ from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Sandbox, choose
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import markdown
 
 from .pages import DOCS, replace_table
 

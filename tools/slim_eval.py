@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hf_fastdecode.conversion.checkpoint.source import REPORT
 from hf_fastdecode.evals.metrics import Ranker, build_pools, pass_at_ranker
 from hf_fastdecode.evals.records import read_samples, read_verdicts
-from hf_fastdecode.evals.settings import SAMPLES, SETTINGS, VERDICTS
+from hf_fastdecode.evals.run_folder import SAMPLES, SETTINGS, VERDICTS
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement.rows import Measurement
 from hf_fastdecode.model_names import EMBEDDED

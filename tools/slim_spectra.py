@@ -27,8 +27,7 @@ from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
 from hf_fastdecode.conversion.fit.weights import AttentionWeights
 from hf_fastdecode.conversion.layers.plan_choice import AUTO, pick
 from hf_fastdecode.files import read_rows, write_rows
-from hf_fastdecode.measurement.rows import Measurement, provenance
-from hf_fastdecode.measurement.tables import head, line
+from hf_fastdecode.measurement.rows import Measurement, head, line, provenance
 
 from .pages import DOCS, replace_table
 from .slim_table import FITTED, UNFITTED

@@ -17,7 +17,7 @@ from hf_fastdecode.cli.options import CsvFile, Device, Plot
 from hf_fastdecode.cli.tables import show_tables
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.runner import check_out
+from hf_fastdecode.measurement.rows import check_out
 
 from ..ops.cases import OP_SETS, OpCase, with_dtype
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS

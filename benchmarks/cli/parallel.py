@@ -18,7 +18,7 @@ from hf_fastdecode.cli.options import Repeats
 from hf_fastdecode.cli.tables import show_tables
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.runner import check_out, failed
+from hf_fastdecode.measurement.rows import check_out, failed
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..parallel.cases import (

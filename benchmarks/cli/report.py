@@ -15,8 +15,7 @@ from hf_fastdecode.cli.tables import show_tables
 from hf_fastdecode.errors import InputError
 
 if TYPE_CHECKING:
-    from hf_fastdecode.measurement.rows import Measurement
-    from hf_fastdecode.measurement.runner import Case
+    from hf_fastdecode.measurement.rows import Case, Measurement
 
 _NOISY = 1.5  # 80th percentile over the 20th
 _MOST_NAMED = 5

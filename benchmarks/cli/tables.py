@@ -14,7 +14,7 @@ from hf_fastdecode.cli.checks import check_choice, check_device, check_enable_op
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import Device, Plot, Repeats
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.runner import check_out
+from hf_fastdecode.measurement.rows import check_out
 
 from ..generate.cases import WAYS
 from ..ops.cases import OpCase

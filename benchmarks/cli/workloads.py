@@ -228,7 +228,7 @@ class _Prepared:
 @contextmanager
 def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
     """Within, the model is loaded and libraries are quiet."""
-    from hf_fastdecode.measurement.runner import check_out
+    from hf_fastdecode.measurement.rows import check_out
 
     check_out(out)
     with exit_on_interrupt():

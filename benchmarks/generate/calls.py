@@ -20,7 +20,7 @@ from hf_fastdecode.cache.layout.model import ModelLayout
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.calls import collect
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 from hf_fastdecode.measurement.shapes import SHAPES, random_model
 from hf_fastdecode.model_loading import load_weights
 from hf_fastdecode.patches.slim_layers import SlimLayer

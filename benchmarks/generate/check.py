@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_fastdecode.measurement.calls import what_ran
-from hf_fastdecode.measurement.draw import seeded
-from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.calls import seeded, what_ran
+from hf_fastdecode.measurement.rows import status_of
 
 from ..ops.accuracy import BOUND
 from .calls import load

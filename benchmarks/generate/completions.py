@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
-from hf_fastdecode.measurement.calls import begin_peak, collect, peak_over, what_ran
-from hf_fastdecode.measurement.draw import seeded
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import idle_time, synchronize
+from hf_fastdecode.measurement.calls import begin_peak, collect, idle_time, peak_over, seeded, synchronize, what_ran
+from hf_fastdecode.measurement.rows import status_of
 
 from ..ops.ceilings import measure_ceilings
 from .calls import LatestModel, caller, kv_bytes_per_token

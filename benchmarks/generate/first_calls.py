@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from hf_fastdecode.measurement.calls import what_ran
-from hf_fastdecode.measurement.draw import seeded
-from hf_fastdecode.measurement.runner import NotAvailableError, status_of
-from hf_fastdecode.measurement.timing import wall_seconds
+from hf_fastdecode.measurement.calls import seeded, wall_seconds, what_ran
+from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 
 from .calls import caller, load
 from .cases import FirstCallsCase, GenerateCase

@@ -25,13 +25,15 @@ from hf_fastdecode.measurement.calls import (
     collect,
     counted_tokens,
     peak_over,
+    percentiles,
     prefill_and_decode,
+    seeded,
     step_columns,
+    wall_samples,
+    wall_seconds,
     what_ran,
 )
-from hf_fastdecode.measurement.draw import seeded
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import percentiles, wall_samples, wall_seconds
+from hf_fastdecode.measurement.rows import status_of
 
 from .calls import LatestModel, batch_caller, caller, floor_kv_bytes
 from .cases import GenerateCase

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_fastdecode.measurement.calls import collect, prefill_and_decode, what_ran
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import percentiles, synchronize
+from hf_fastdecode.measurement.calls import collect, percentiles, prefill_and_decode, synchronize, what_ran
+from hf_fastdecode.measurement.rows import status_of
 
 from .calls import LatestModel, caller
 from .cases import KINDS, GenerateCase, ProfileCase

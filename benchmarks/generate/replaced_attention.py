@@ -19,7 +19,7 @@ from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.placeholders import SharedKV
 from hf_fastdecode.cache.handles import DecodeKV
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 from ..ops.baselines import TwoCalls, bifurcated
 from ..ops.inputs import NodeBatch

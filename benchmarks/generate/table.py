@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from hf_fastdecode.measurement.rows import Measurement
+from hf_fastdecode.measurement.rows import Measurement, by, markdown
 from hf_fastdecode.measurement.shapes import SHAPES
-from hf_fastdecode.measurement.tables import by, markdown
 
 from ..page_tables import cell
 from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree

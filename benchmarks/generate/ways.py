@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, cache_utils
 import hf_fastdecode as fd
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 from .cases import parse_way
 from .replaced_attention import REPLACEMENTS, replaced_attention

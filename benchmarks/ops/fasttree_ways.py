@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 from .cases import OpCase
 from .inputs import OpInputs

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 from .cases import NodeSpec, OpCase
 from .inputs import OpInputs

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_fastdecode.measurement.calls import collect
-from hf_fastdecode.measurement.runner import NotAvailableError
-from hf_fastdecode.measurement.timing import Times
+from hf_fastdecode.measurement.calls import Times, collect
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 from ..operator_time import in_us, time_operator
 from .accuracy import BOUND, Oracle, make_oracle

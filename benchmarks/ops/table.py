@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import geometric_mean, linear_regression
 
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, markdown
+from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
 from ..page_tables import cell
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_fastdecode.measurement.calls import begin_peak, collect
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import Times
+from hf_fastdecode.measurement.calls import Times, begin_peak, collect
+from hf_fastdecode.measurement.rows import status_of
 
 from ..operator_time import in_us
 from ..ops.accuracy import BOUND, Oracle, make_oracle

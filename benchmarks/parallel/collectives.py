@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import Times
+from hf_fastdecode.measurement.calls import Times
+from hf_fastdecode.measurement.rows import status_of
 from hf_fastdecode.parallel import collectives
 
 from ..operator_time import in_us

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.runner import status_of
+from hf_fastdecode.measurement.rows import status_of
 
 Result = TypeVar("Result")
 

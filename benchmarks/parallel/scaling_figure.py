@@ -16,7 +16,7 @@ from hf_fastdecode.measurement.figures import (
     save,
     style_axis,
 )
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import markdown
 
 from .cost_model import Cluster, Heads, Prediction
 

@@ -13,10 +13,8 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.calls import collect, step_columns, what_ran
-from hf_fastdecode.measurement.draw import seeded
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import idle_time
+from hf_fastdecode.measurement.calls import collect, idle_time, seeded, step_columns, what_ran
+from hf_fastdecode.measurement.rows import status_of
 
 from .cases import StepCase
 from .models import make_model, random_context, random_prompt, random_stock_context

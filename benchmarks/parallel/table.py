@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import by, markdown
+from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
 from ..page_tables import cell
 from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS

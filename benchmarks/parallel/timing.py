@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_fastdecode.measurement.timing import Times, idle_time, percentiles
+from hf_fastdecode.measurement.calls import Times, idle_time, percentiles
 
 from .processes import OneProcess, Processes
 

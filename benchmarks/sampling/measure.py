@@ -21,7 +21,7 @@ from transformers import (
 from hf_fastdecode.generation.decoding.processor_chain import read_chain
 from hf_fastdecode.generation.decoding.sampling import TransformersSampler
 from hf_fastdecode.kernels.sampling import limits
-from hf_fastdecode.measurement.timing import Times, percentiles, wall_samples
+from hf_fastdecode.measurement.calls import Times, percentiles, wall_samples
 
 from ..operator_time import in_us, time_operator
 from ..ops.ceilings import Ceilings, measure_ceilings

@@ -13,7 +13,7 @@ from torch.nn import functional
 from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store, stored_bytes, views
 from hf_fastdecode.kernels.failures import Kernel, forget
 from hf_fastdecode.kernels.slim_decode.inputs import RotaryTables, Scales, refusal
-from hf_fastdecode.measurement.runner import NotAvailableError, status_of
+from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 
 from ..operator_time import in_us, time_operator
 from ..ops.accuracy import BOUND

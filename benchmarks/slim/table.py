@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import Measurement, markdown
 
 
 def slim_table(rows: Sequence[Measurement]) -> str:

@@ -23,13 +23,14 @@ from hf_fastdecode.measurement.calls import (
     begin_peak,
     collect,
     peak_over,
+    percentiles,
     prefill_and_decode,
+    seeded,
     step_columns,
+    wall_samples,
     what_ran,
 )
-from hf_fastdecode.measurement.draw import seeded
-from hf_fastdecode.measurement.runner import status_of
-from hf_fastdecode.measurement.timing import percentiles, wall_samples
+from hf_fastdecode.measurement.rows import status_of
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 

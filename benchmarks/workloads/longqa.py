@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.draw import continuation, end_tokens_of
+from hf_fastdecode.measurement.calls import continuation, end_tokens_of
 from hf_fastdecode.model_names import max_positions
 
 from .calls import Batch, Measured, Timing, dtype_of, guarded, measure_calls

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hf_fastdecode.measurement.rows import Measurement
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import Measurement, markdown
 
 # As the commands show them
 

@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from ..attention.torch_operators import backend_of_environment
 from ..errors import InputError
-from ..measurement.runner import check_out
+from ..measurement.rows import check_out
 from ..measurement.shapes import MAX_POSITIONS, parameters
 from ..model_names import SHAPE, load_config, max_positions
 from .checks import check_device, check_enable_options, pick_device
@@ -24,8 +24,7 @@ from .tables import prints_tables, show_tables
 if TYPE_CHECKING:
     import torch
 
-    from ..measurement.rows import Measurement
-    from ..measurement.runner import Case
+    from ..measurement.rows import Case, Measurement
 
 C = TypeVar("C", bound="Case")
 
@@ -166,15 +165,14 @@ def measured(
     backend: str | None = None,
 ) -> list[Measurement]:
     """The rows of cases and ways: those that the file has already, and those that are measured now."""
-    from ..measurement.rows import provenance
-    from ..measurement.runner import run
+    from ..measurement.rows import provenance, run
 
     return run(cases, ways, measure, provenance=provenance(device, backend=backend), out=out)
 
 
 def refuse_red(rows: Sequence[Measurement], out: Path) -> None:
     """Raise `FailedCheck` if a check was red or something was raised."""
-    from ..measurement.runner import failed
+    from ..measurement.rows import failed
 
     if red := failed(rows):
         raise FailedCheck(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}")

@@ -17,8 +17,8 @@ from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.generation.report import Report
 
 from ..errors import InputError
-from ..measurement import draw as measurement
-from ..measurement.draw import Drawn, continuation, end_tokens_of, memory_and_logit_errors
+from ..measurement import calls as measurement
+from ..measurement.calls import Drawn, continuation, count_before_end, end_tokens_of, memory_and_logit_errors
 from ..model_names import max_positions
 from .console import bytes_text
 from .options import Sampling
@@ -131,9 +131,10 @@ def vocabulary_of(model: Any) -> int:
 
 
 def _length(tokenizer: Any, ids: list[int], end_tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, str]:
-    """Tokens up to the one that ended the completion, and what that was; behind it there is padding."""
-    length = next((index + 1 for index, token in enumerate(ids) if token in end_tokens), len(ids))
-    ended = bool(ids) and ids[length - 1] in end_tokens
+    """Tokens up to the one that ended the completion, and what that was; padding follows it."""
+    length = count_before_end(ids, end_tokens)
+    ended = length < len(ids)
+    length += ended
 
     def stopped(tokens: int) -> bool:
         text = tokenizer.decode(ids[:tokens], clean_up_tokenization_spaces=False)

@@ -23,7 +23,7 @@ from hf_fastdecode.evals.sandbox import SandboxError, choose
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
-from ..measurement.draw import Drawn, end_tokens_of
+from ..measurement.calls import Drawn, end_tokens_of
 from .completions import Completion, check_memory, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
 from .options import Sampling

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 
 from ..errors import InputError
-from ..measurement.tables import markdown
+from ..measurement.rows import markdown
 from .checks import check_choice
 
 if TYPE_CHECKING:

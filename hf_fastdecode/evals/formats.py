@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, get_args
 from hf_fastdecode.errors import InputError
 
 from ..files import Record, json_lines, parse_records, read_bytes, shown, write_text
-from .prompts.thoughts import continued
+from .prompts import continued
 from .records import Sample, Task
 from .tasks import TaskIds
 

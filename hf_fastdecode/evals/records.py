@@ -1,4 +1,4 @@
-"""What passes between the stages of an evaluation: samples, verdicts, latencies."""
+"""Records that pass between the stages of an evaluation: tasks, samples, verdicts, latencies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Task:
     reference: str | None = None  # a completion that passes the tests, if one is published
 
     def program(self, completion: str) -> str:
-        """The program that a completion makes."""
         return self.stem + completion
 
 
@@ -95,7 +94,6 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all tests passed."""
         return self.status == "pass"
 
 

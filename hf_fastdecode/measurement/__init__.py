@@ -1,4 +1,4 @@
-"""What `bench`, the evaluations and the benchmarks share: models to measure, timing, and rows written as they come."""
+"""Measuring for `bench`, evaluations and benchmarks: models, timed calls, and rows written as they come."""
 
 from typing import Any
 

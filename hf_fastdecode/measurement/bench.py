@@ -15,13 +15,19 @@ from .._compat import CACHE
 from ..api import enabled, explain
 from ..cache.shared import cache_bytes
 from . import SAMPLING
-from .calls import begin_peak, collect, peak_over, prefill_and_decode, step_columns, what_ran
-from .draw import seeded
+from .calls import (
+    begin_peak,
+    collect,
+    peak_over,
+    percentiles,
+    prefill_and_decode,
+    seeded,
+    step_columns,
+    wall_seconds,
+    what_ran,
+)
 from .figures import COLOURS, add_legend, add_title, new_figure, save, style_axis
-from .rows import Measurement
-from .runner import status_of
-from .tables import by, markdown
-from .timing import percentiles, wall_seconds
+from .rows import Measurement, by, markdown, status_of
 
 WAYS: Final = ("stock", "shared")
 """transformers' `generate`, and that of the enabled model."""
@@ -123,7 +129,6 @@ class StockBesideEnabled:
         }
 
     def _caller(self, case: BenchCase) -> Callable[..., Any]:
-        """A function that draws so many tokens for each sample."""
         generator, vocabulary = torch.Generator().manual_seed(0), self.model.config.get_text_config().vocab_size
         ids = torch.randint(_FIRST_ID, vocabulary, (1, case.context), generator=generator).to(self.model.device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "num_return_sequences": case.samples}
@@ -191,8 +196,8 @@ def draw_bench(rows: Sequence[Measurement], path: Path) -> Path:
     cases = _cases(rows)
     for axis, one in zip(axes, shown):
         for shift, way, name in ((-0.2, "stock", "transformers"), (0.2, "shared", "hf_fastdecode")):
-            places, heights = [at + shift for at in range(len(cases))], [one.of(ways[way]) or 0.0 for ways in cases]
-            bars = axis.bar(places, heights, 0.38, color=COLOURS[way], label=name)
+            positions, heights = [at + shift for at in range(len(cases))], [one.of(ways[way]) or 0.0 for ways in cases]
+            bars = axis.bar(positions, heights, 0.38, color=COLOURS[way], label=name)
             axis.bar_label(bars, [one.text(ways[way], "not measured") for ways in cases], fontsize=7)
         axis.set_xticks(
             range(len(cases)), [f"{ways['stock']['context']}x{ways['stock']['samples']}" for ways in cases]
@@ -206,7 +211,6 @@ def draw_bench(rows: Sequence[Measurement], path: Path) -> Path:
 
 
 def _cases(rows: Sequence[Measurement]) -> list[dict[str, Measurement]]:
-    """The measurements of each case by way."""
     return by(rows, "shape", "context", "samples", "new_tokens", "dtype")
 
 

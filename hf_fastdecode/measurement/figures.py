@@ -1,4 +1,4 @@
-"""What all figures of measurements have in common. matplotlib is imported when a figure is begun."""
+"""Axes, colours and files that all figures of measurements share. matplotlib is imported when a figure is begun."""
 
 from __future__ import annotations
 

@@ -1,20 +1,30 @@
-"""Measurements, the rows of CSV files: every one carries the device, the versions, the commit and the command."""
+"""Measurements: rows of CSV files, each with device, versions, commit and command; a resumable run of cases times
+ways; Markdown tables.
+"""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 import platform
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tqdm import tqdm
 
 from .. import __version__
 from ..attention.torch_operators import BACKEND_VARIABLE
+from ..errors import InputError, out_of_memory
+from ..files import partial_of, read_rows, write_rows
 
 if TYPE_CHECKING:
     import torch
+
 
 Measurement = dict[str, str]
 """A line of results: its columns by name, as a CSV file has them."""
@@ -71,7 +81,7 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """The commit measured; behind it, when files have changed since, ``+`` and a hash of the sources.
+    """The commit measured; after it, when files have changed since, ``+`` and a hash of the sources.
 
     ``$COMMIT`` when it is set, as where the files were copied from a repository.
     """
@@ -99,3 +109,177 @@ def _hash_of_sources(package: Path) -> str:
     for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
+
+
+class NotAvailableError(Exception):
+    """A way cannot run here; the message says why."""
+
+
+def status_of(error: Exception) -> str:
+    """The status of a measurement that raised: memory and refusals are results, all else has failed."""
+    if out_of_memory(error):
+        return "out of memory"
+    # A mode that is asked for by name runs or raises so.
+    if isinstance(error, NotAvailableError) or (isinstance(error, ValueError) and " cannot run: " in str(error)):
+        return f"not run: {error}"
+    return "failed: " + textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+
+
+class Case(Protocol):
+    """A case to measure."""
+
+    def columns(self) -> dict[str, Any]:
+        """Columns that identify the case."""
+
+
+def check_out(out: Path) -> None:
+    """Refuse a file that rows cannot be written to, or that holds something else, before anything is measured."""
+    try:
+        if out.is_dir():
+            raise InputError(f"`out` must be a CSV file, {str(out)!r} is a directory; name a file in it")
+        if out.exists() and not out.is_file():
+            raise InputError(f"`out` must be a CSV file, {str(out)!r} is a device or a pipe; name a file")
+        if out.exists() and out.stat().st_size and not all("way" in row for row in read_rows(out) or [{}]):
+            raise InputError(f"`out` {str(out)!r} exists and holds no measured rows; name another file")
+        partial = partial_of(out.resolve())
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise InputError(f"`out` {str(out)!r} cannot be written: {error.strerror}; name another file") from error
+    except (UnicodeError, csv.Error) as error:
+        raise InputError(f"`out` {str(out)!r} exists and is no CSV file ({error}); name another file") from error
+
+
+C = TypeVar("C", bound=Case)
+
+# A measurement is made again, unless these, the case and the way are the same.
+_SAME_RUN = ("device", "torch", "transformers", "commit", "command")
+
+_SHOWN = (
+    *("case", "shape", "context", "problems", "questions", "samples", "n", "finish", "to_token", "way", "variant"),
+    *("us_p50", "over_floor", "tb_per_s", "first_call_s", "prefill_s", "ms_per_step", "tokens_per_s", "total_s"),
+    *("ms_per_step_p50", "last_sample_s"),
+)
+
+
+def run(
+    cases: Sequence[C],
+    ways: Sequence[str],
+    measure: Callable[[C, str], dict[str, Any]],
+    *,
+    provenance: dict[str, Any],
+    out: Path,
+) -> list[Measurement]:
+    """Measure every way of every case, and write each measurement to the CSV file `out` when it is made.
+
+    Measurements that `out` already has from the same commit and command are kept and not made again. Measurements of
+    another commit, command or version are replaced when the same case, way and device is measured again (a message
+    says how many); all others are kept.
+
+    Args:
+        cases: The cases, ordered so that consecutive cases reuse expensive setup.
+        ways: Names of the ways.
+        measure: Gives the measured columns of a case and a way, ``status`` among them.
+        provenance: The columns that every measurement begins with.
+        out: The file.
+
+    Returns:
+        The measurements of these cases and ways, as `read_rows` reads them.
+    """
+    earlier = read_rows(out) if cases and out.exists() else []
+    made = {_key(measurement, cases[0]): measurement for measurement in earlier}
+    asked = [(case, way, {**provenance, **case.columns(), "way": way}) for case in cases for way in ways]
+    keys = [_key(head, case) for case, _, head in asked]
+    if others := len({key for key, (*_, head) in zip(keys, asked, strict=True) if _is_replaced(made.get(key), head)}):
+        print(
+            f"{others} of {len(asked)} rows are in {out} from another commit, command or version and are replaced; "
+            "name another file to keep them",
+            file=sys.stderr,
+        )
+    kept = 0
+    try:
+        with tqdm(total=len(asked), unit="row", dynamic_ncols=True, disable=None) as bar:
+            for key, (case, way, head) in zip(keys, asked, strict=True):
+                bar.set_postfix_str(f"{next(iter(case.columns().values()))} {way}", refresh=True)
+                if not _is_done(made.get(key), head):
+                    made[key] = _as_read(head | measure(case, way))
+                    write_rows(out, list(made.values()))
+                    tqdm.write(brief(made[key]), file=sys.stderr)
+                else:
+                    kept += 1
+                bar.update()
+    except KeyboardInterrupt:
+        if made:
+            write_rows(out, list(made.values()))  # once more, if that is what was broken off
+        done = sum(_is_done(made.get(key), head) for key, (*_, head) in zip(keys, asked, strict=True))
+        print(
+            f"interrupted: {done} of {len(asked)} rows are in {out}; run the same command again to go on",
+            file=sys.stderr,
+        )
+        raise
+    if kept:
+        print(
+            f"{kept} of {len(asked)} rows are those of an earlier run, kept in {out}; delete it to measure again",
+            file=sys.stderr,
+        )
+    return [made[key] for key in keys]
+
+
+def failed(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Measurements without numbers because a check was red or an error was raised."""
+    return [measurement for measurement in measurements if measurement["status"].startswith(("wrong", "failed"))]
+
+
+def brief(measurement: Measurement) -> str:
+    shown = [(name, measurement[name]) for name in _SHOWN if measurement.get(name)]
+    parts = [value if name in ("case", "shape", "way") else f"{name}={_short(value)}" for name, value in shown]
+    return "  ".join(parts + ([measurement["status"]] if measurement["status"] != "ok" else []))
+
+
+def _short(value: str) -> str:
+    try:
+        return f"{float(value):.4g}" if "." in value else value
+    except ValueError:
+        return value
+
+
+def _key(measurement: dict[str, Any], case: Case) -> tuple[Any, ...]:
+    return tuple(str(measurement.get(name, "")) for name in ("device", *case.columns(), "way"))
+
+
+def _is_done(measurement: Measurement | None, head: dict[str, Any]) -> bool:
+    if measurement is None or failed([measurement]):
+        return False
+    return all(measurement.get(name) == str(head[name]) for name in _SAME_RUN)
+
+
+def _is_replaced(measurement: Measurement | None, head: dict[str, Any]) -> bool:
+    """Whether a measurement of another run is lost when this one is made."""
+    return measurement is not None and not failed([measurement]) and not _is_done(measurement, head)
+
+
+def _as_read(measurement: dict[str, Any]) -> Measurement:
+    return {name: "" if value is None else str(value) for name, value in measurement.items()}
+
+
+def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+    """A Markdown table, with a note in a paragraph after it."""
+    table = "\n".join([*head(names), *map(line, rows)]) + "\n"
+    return f"{table}\n{note}\n" if note else table
+
+
+def head(names: Sequence[str]) -> list[str]:
+    return [line(names), "|" + "---|" * len(names)]
+
+
+def line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def by(rows: Iterable[Measurement], *columns: str) -> list[dict[str, Measurement]]:
+    """The measurements of each case by way, in the order given; a case is what has the same values in `columns`."""
+    cases: dict[tuple[str, ...], dict[str, Measurement]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row.get(name, "") for name in columns), {})[row["way"]] = row
+    return list(cases.values())

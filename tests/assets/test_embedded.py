@@ -19,12 +19,12 @@ from hf_fastdecode.assets import (
     load_embedded,
 )
 from hf_fastdecode.assets.prompt import SEPARATOR
-from hf_fastdecode.evals.generation.draw import draw_rows, samples_of, sharing
+from hf_fastdecode.evals.generation import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.records import Sample, Task
+from hf_fastdecode.evals.run_folder import Drawing
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError, choose
 from hf_fastdecode.evals.scoring import score
-from hf_fastdecode.evals.settings import Drawing
 from hf_fastdecode.evals.tasks import load_tasks
 from tools.embedded_model import corpus
 from tools.embedded_model.data import separator_ids

@@ -10,7 +10,7 @@ from benchmarks.operator_time import time_operator
 from benchmarks.ops import ceilings
 from benchmarks.ops.cases import shared
 from benchmarks.ops.ceilings import Ceilings, measure_ceilings
-from hf_fastdecode.measurement.timing import percentiles, wall_samples
+from hf_fastdecode.measurement.calls import percentiles, wall_samples
 
 CPU = torch.device("cpu")
 

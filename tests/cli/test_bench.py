@@ -8,7 +8,7 @@ import torch
 from benchmarks.generate.inputs.shapes import INPUT_SHAPES
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.bench import BenchCase, StockBesideEnabled
-from hf_fastdecode.measurement.draw import seeded
+from hf_fastdecode.measurement.calls import seeded
 
 from .command_line import ran, run
 

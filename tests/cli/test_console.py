@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.cli.console import in_options, progress_bar, quiet_libraries
 from hf_fastdecode.cli.tables import show_tables
-from hf_fastdecode.measurement.tables import markdown
+from hf_fastdecode.measurement.rows import markdown
 
 from .command_line import refusal, run
 

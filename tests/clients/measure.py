@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import hf_fastdecode as fd
 from benchmarks import RESULTS
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
-from hf_fastdecode.measurement.rows import provenance
-from hf_fastdecode.measurement.runner import failed, run
+from hf_fastdecode.measurement.rows import failed, provenance, run
 
 from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, pipeline_samples
 from .models import load

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
-from hf_fastdecode.measurement.calls import begin_peak, peak_over
-from hf_fastdecode.measurement.timing import idle_time
+from hf_fastdecode.measurement.calls import begin_peak, idle_time, peak_over
 
 CONTINUOUS_BATCHING = "continuous batching"
 """The path of transformers' `generate_batch`."""

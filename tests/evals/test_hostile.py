@@ -39,7 +39,7 @@ LIMITS = Limits(
 
 @dataclass(frozen=True)
 class Host:
-    """What a hostile program could harm.
+    """The parts of the host that a hostile program could harm.
 
     Attributes:
         canary: A process.

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.evals import judging
-from hf_fastdecode.evals.judging import judge
+from hf_fastdecode.evals import scoring
 from hf_fastdecode.evals.records import Sample, Task, read_verdicts
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
-from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result
+from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, judge
 from hf_fastdecode.files import read_jsonl
 
 NONE = choose("none", allow_unsafe=True)
@@ -25,7 +24,7 @@ TASKS = [Task(name, "python", "", "", ("assert f()",), "f") for name in "ba"]
 SAMPLES = [Sample(task.task_id, index, text) for task in TASKS for index, text in enumerate(("x", "y", "x"))]
 
 
-class Recorder:
+class Recorder(AbstractContextManager):
     """A runner that passes all, but for what `broken` and `ending` say.
 
     Attributes:
@@ -49,12 +48,7 @@ class Recorder:
             raise SandboxError("no sandbox")
         return Result("pass")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         pass
 
 
@@ -64,7 +58,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     Recorder.seen, Recorder.broken, Recorder.ending = [], set(), {}
     for language in ("python", "javascript"):
         monkeypatch.setitem(LANGUAGES, language, LanguageSupport(Recorder, Limits()))
-    monkeypatch.setattr(judging, "_PROGRAMS_AT_ONCE", 2)
+    monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
     return Recorder
 
 
@@ -200,7 +194,7 @@ def test_verdicts_of_another_version_are_formed_again(
 ) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
-    monkeypatch.setattr(judging, "_PROTOCOL", judging._PROTOCOL + 1)
+    monkeypatch.setattr(scoring, "_PROTOCOL", scoring._PROTOCOL + 1)
     run(path)
     assert len(recorder.seen) == 8
     newer = LanguageSupport(Recorder, Limits(), version=lambda: "3.99")

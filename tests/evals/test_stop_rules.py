@@ -1,4 +1,4 @@
-"""Stop rules: where completions end, and that it does not matter when generation stopped."""
+"""Where completions end, in whole texts and in growing ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,64 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.prompts.formats import BlockEnd, docstring_format, function_end
-from hf_fastdecode.evals.prompts.function_ends import BraceEnd
-from hf_fastdecode.evals.prompts.stop_rules import StopRule, StopWords
-from hf_fastdecode.evals.records import Task
+from hf_fastdecode.evals.prompts import BlockEnd, docstring_format, function_end
+from hf_fastdecode.evals.records import Language, Task
+from hf_fastdecode.evals.stop_rules import BraceEnd, Lexer, StopRule, StopWords, tokens
 
-from .code_texts import pieces
-from .stems import JAVA, JAVASCRIPT, MBPP, PYTHON
+from .example_tasks import CODE, JAVA, JAVASCRIPT, MBPP, PYTHON, pieces
+
+
+def texts(program: str, language: Language) -> list[str]:
+    return [token.text for token in tokens(program, language)]
+
+
+@pytest.mark.parametrize(
+    ("language", "program", "expected"),
+    [
+        ("python", "a='''x\n}''' # b", ["a", "=", "'''x\n}'''", "# b"]),
+        ("python", '\'\' \'\\\'\' """a"b"""', ["''", "'\\''", '"""a"b"""']),
+        ("java", 'c = \'{\'; s = "}\\""; // }', ["c", "=", "'{'", ";", "s", "=", '"}\\""', ";", "// }"]),
+        ("java", 't = """\n } "x" """;/* { */', ["t", "=", '"""\n } "x" """', ";", "/* { */"]),
+        ("javascript", "a = /}[/]{/g.test(b)", ["a", "=", "/}[/]{/g", ".", "test", "(", "b", ")"]),
+        ("javascript", "a / b / c", ["a", "/", "b", "/", "c"]),
+        ("javascript", "if (a) /}/.test(b)", ["if", "(", "a", ")", "/}/", ".", "test", "(", "b", ")"]),
+        ("javascript", "(a) / 2; i++ / 2", ["(", "a", ")", "/", "2", ";", "i", "++", "/", "2"]),
+        ("javascript", "`}${ {a: `{`}.a }{`", ["`}${", "{", "a", ":", "`{`", "}", ".", "a", "}{`"]),
+        ("javascript", "`\\`\\${$`+''", ["`\\`\\${$`", "+", "''"]),
+        ("javascript", "return /a/\n/b/", ["return", "/a/", "/", "b", "/"]),
+    ],
+)
+def test_tokens(language: Language, program: str, expected: list[str]) -> None:
+    assert texts(program, language) == expected
+
+
+def test_a_token_that_may_grow_waits() -> None:
+    lexer = Lexer("python")
+    assert [token.text for token in lexer.feed("ab")] == []
+    assert [token.text for token in lexer.feed("abc ''")] == ["abc"]
+    assert [token.text for token in lexer.feed("abc '''x")] == []
+    assert [token.text for token in lexer.feed("abc '''x''' ")] == ["'''x'''"]
+
+
+@pytest.mark.parametrize("language", CODE)
+@given(data=st.data())
+def test_tokens_of_a_growing_text_are_those_of_the_whole(language: Language, data: st.DataObject) -> None:
+    text = data.draw(pieces(language))
+    growing = Lexer(language)
+    read = [token for end in range(len(text) + 1) for token in growing.feed(text[:end])]
+    assert read == list(Lexer(language).feed(text))
+    assert all(text[token.start : token.end] == token.text for token in read)
+
+
+@pytest.mark.parametrize("language", CODE)
+@given(data=st.data())
+def test_tokens_and_white_space_are_the_text(language: Language, data: st.DataObject) -> None:
+    text = data.draw(pieces(language))
+    position = 0
+    for token in tokens(text, language):
+        assert not text[position : token.start].strip()
+        position = token.end
+
 
 Rule = Callable[[], StopRule]
 RULES: dict[str, tuple[Task, Rule]] = {

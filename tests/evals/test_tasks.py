@@ -14,10 +14,9 @@ import pytest
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import prompt_format
-from hf_fastdecode.evals.tasks import TASK_NAMES, TaskIds, load_tasks
-from hf_fastdecode.evals.tasks.published import FILES
+from hf_fastdecode.evals.tasks import FILES, TASK_NAMES, TaskIds, load_tasks
 
-from .stems import JAVA, MBPP
+from .example_tasks import JAVA, MBPP
 
 FULL = {
     "text": "Double.",
@@ -148,10 +147,10 @@ def test_other_data_is_told_and_not_refused(write: Any, monkeypatch: pytest.Monk
     assert "(published: mbpp.jsonl: 974 problems, sha256 " in note and "\n" not in note
     import hashlib
 
-    from hf_fastdecode.evals.tasks import published
+    from hf_fastdecode.evals import tasks
 
-    pinned = published.PublishedFile("mbpp", "a/b.jsonl", 1, hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(published, "FILES", (pinned,))
+    pinned = tasks.PublishedFile("mbpp", "a/b.jsonl", 1, hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(tasks, "FILES", (pinned,))
     assert load_tasks("mbpp", data=path).note == ""
     assert load_tasks("mbpp", data=write(many(11), "b.jsonl.gz")).note == ""  # the content counts, decompressed
 

@@ -6,9 +6,17 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.calls import begin_peak, peak_over, prefill_and_decode, step_columns, what_ran
-from hf_fastdecode.measurement.draw import draw, memory_and_logit_errors, seeded
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.calls import (
+    begin_peak,
+    draw,
+    memory_and_logit_errors,
+    peak_over,
+    prefill_and_decode,
+    seeded,
+    step_columns,
+    what_ran,
+)
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 from ..tiny_models import tiny_model
 

@@ -8,9 +8,7 @@ import pytest
 
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement import rows as rows_module
-from hf_fastdecode.measurement import runner as runner_module
-from hf_fastdecode.measurement.rows import provenance
-from hf_fastdecode.measurement.runner import brief, failed, run
+from hf_fastdecode.measurement.rows import brief, failed, provenance, run
 
 HERE = {"device": "d", "torch": "1", "transformers": "2", "commit": "abc", "command": "bench x"}
 
@@ -126,10 +124,10 @@ def test_what_failed_is_not_in_the_file(tmp_path, capsys):
 
 def test_a_row_is_not_lost_when_its_writing_is_interrupted(tmp_path, monkeypatch, capsys):
     def interrupted(*args):
-        monkeypatch.setattr(runner_module, "write_rows", write_rows)
+        monkeypatch.setattr(rows_module, "write_rows", write_rows)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner_module, "write_rows", interrupted)
+    monkeypatch.setattr(rows_module, "write_rows", interrupted)
     out = tmp_path / "rows.csv"
     with pytest.raises(KeyboardInterrupt):
         run(CASES[:1], WAYS, Measure(), provenance=HERE, out=out)

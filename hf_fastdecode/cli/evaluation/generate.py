@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ...errors import InputError
 from ...evals.prompts import PromptFormat
 from ...evals.records import read_samples, thoughts_line
-from ...evals.settings import Drawing, RunSettings, prompts_digest, sample_files
+from ...evals.run_folder import Drawing, RunSettings, prompts_digest, sample_files
 from ...evals.tasks import TaskSet
 from ...model_names import max_positions
 from ..checks import pick_device
@@ -118,8 +118,8 @@ def launched(device: str) -> tuple[int, int]:
 
 def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
-    from ...evals.generation.run import generate_samples
-    from ...evals.generation.weights import model_digest
+    from ...evals.generation import generate_samples
+    from ...evals.rescore import model_digest
     from ...measurement.rows import provenance
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import InputError
-from ...evals.settings import LATENCY, SETTINGS, read_settings
+from ...evals.run_folder import LATENCY, SETTINGS, read_settings
 from ..checks import split_values
 from ..console import forced_options, note, quiet_libraries
 from ..options import Sampler, expand_option_groups
@@ -69,9 +69,8 @@ class _Timed:
 
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
     """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
-    from ...evals.generation.latency import measure_latency
-    from ...measurement.rows import provenance
-    from ...measurement.runner import run
+    from ...evals.generation import measure_latency
+    from ...measurement.rows import provenance, run
 
     options = prepared.options
     about = {

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ...evals.run_folder import VERDICTS
 from ...evals.sandbox import Sandbox
-from ...evals.settings import VERDICTS
 from ...evals.tasks import TaskSet
 from ..checks import parse_counts
 from ..console import note, quiet_libraries
@@ -70,7 +70,7 @@ def run(
             return
         if latency:
             time_samples(prepared, folder, latency, [options.decoding.mode])
-    from ...evals.generation.samples_file import merged_samples
+    from ...evals.run_folder import merged_samples
 
     samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])
     judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox)
@@ -121,7 +121,7 @@ def write_and_show(
 ) -> None:
     """Write the report of a run and show its tables."""
     from ...evals.report import report as build
-    from ...evals.report import report_text, write_report
+    from ...evals.report_files import report_text, write_report
 
     found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
     files = write_report(found, out)

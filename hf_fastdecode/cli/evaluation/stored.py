@@ -13,8 +13,8 @@ import typer
 from ...errors import InputError
 from ...evals.formats import FORMS, Form, export_samples, import_samples
 from ...evals.records import Sample, Task, Verdict
+from ...evals.run_folder import VERDICTS, read_settings
 from ...evals.sandbox import Sandbox
-from ...evals.settings import VERDICTS, read_settings
 from ...evals.tasks import TaskSet
 from ..checks import check_choice, parse_counts, pick_device
 from ..console import note, quiet_libraries, resumed_by_same_command
@@ -86,8 +86,8 @@ def judge_samples(
     shared: bool = False,
 ) -> list[Verdict]:
     """Score, and say how many passed."""
-    from ...evals.judging import judge
     from ...evals.metrics import pass_at_k
+    from ...evals.scoring import judge
 
     limits = options.limits(tasks)
     with resumed_by_same_command(path):
@@ -182,7 +182,7 @@ def rescore(
 
         hf-fastdecode eval rescore runs/mbpp --model MODEL --out rescored.jsonl
     """
-    from ...evals.generation.rescore import rescore_samples
+    from ...evals.rescore import rescore_samples
     from ..models import load_model
 
     model.check()
@@ -222,7 +222,7 @@ def _of_file(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
 
 
 def _of_run(folder: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
-    from ...evals.generation.samples_file import merged_samples
+    from ...evals.run_folder import merged_samples
 
     settings = read_settings(folder)
     if options != TaskOptions():

@@ -1,20 +1,38 @@
 """Metrics over pools of judged samples: pass@k, pass@top-m and other rankers, intervals over problems.
 
-Plain functions of numbers, without torch. `PassAtTopK` is a metric of `evaluate`, whose import takes seconds, so it is
-imported when it is first asked for.
+Plain functions, without torch. `PassAtTopK` is a metric of `evaluate`, whose import takes seconds, so it is imported
+when it is first asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import ast
+import math
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from .estimates import bootstrap_interval, pass_at_k
-from .pool import Pool, ast_key, build_pools, text_key
-from .rankers import RANKERS, Ranker, pass_at_ranker, pass_at_votes
-from .top_m import pass_at_first_m, pass_at_n, pass_at_top_m, powers_of_two
+import numpy as np
+from numpy.typing import NDArray
+
+from ..records import Sample, Verdict
+from .estimates import (
+    bootstrap_interval,
+    check_m,
+    group_sizes,
+    pass_at_first_m,
+    pass_at_k,
+    pass_at_n,
+    pass_at_top_m,
+    powers_of_two,
+)
 
 if TYPE_CHECKING:
     from .evaluate_metric import PassAtTopK
+
 
 __all__ = [
     "RANKERS",
@@ -41,3 +59,274 @@ def __getattr__(name: str) -> Any:
 
         return PassAtTopK
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The judged samples of one task.
+
+    Attributes:
+        task_id: The task's id.
+        passed: Whether each sample passed.
+        keys: Equal for duplicates.
+        outputs: Equal for programs that answered their tests alike; None where unknown.
+        mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens, which
+            therefore ranks last.
+        sum_logp: Sum of the log-probabilities, likewise.
+    """
+
+    task_id: str
+    passed: tuple[bool, ...]
+    keys: tuple[Hashable, ...]
+    outputs: tuple[str | None, ...]
+    mean_logp: tuple[float | None, ...]
+    sum_logp: tuple[float | None, ...]
+
+    @property
+    def correct(self) -> int:
+        return sum(self.passed)
+
+    @property
+    def distinct(self) -> int:
+        """Groups of duplicates."""
+        return len(set(self.keys))
+
+    def settle(self) -> tuple[Pool, int]:
+        """Give duplicates the verdict of their majority; a tie counts as failed. Returns the new pool and the number
+        of samples whose verdict changed.
+
+        Verdicts of duplicates differ where the scorer is flaky, e.g. by timeouts on a busy machine.
+        """
+        votes: Counter[Hashable] = Counter()
+        for key, right in zip(self.keys, self.passed):
+            votes[key] += 1 if right else -1
+        passed = tuple(votes[key] > 0 for key in self.keys)
+        changed = sum(before != after for before, after in zip(self.passed, passed))
+        return replace(self, passed=passed), changed
+
+
+def build_pools(
+    samples: Iterable[Sample], verdicts: Iterable[Verdict], deduplicate: Deduplicate = "text"
+) -> tuple[list[Pool], int]:
+    """Join samples and verdicts into a pool for each task, in the order of the samples.
+
+    Samples without a verdict, or with the verdict ``sandbox_error``, are left out. ``unjudged`` ones have not passed:
+    a program could choose that status, so that leaving it out would raise the rates. Of several verdicts of a sample
+    the last counts, because a scoring may have been repeated. `deduplicate` says what makes samples duplicates.
+
+    Returns:
+        The pools, without tasks that have no judged sample, and the number of samples left out.
+
+    Raises:
+        ValueError: A sample occurs twice with different contents, or a verdict has no sample.
+    """
+    by_id: dict[tuple[str, int], Sample] = {}
+    for sample in samples:
+        at = (sample.task_id, sample.index)
+        if by_id.setdefault(at, sample) != sample:
+            raise ValueError(
+                f"sample {sample.index} of task {sample.task_id!r} is there twice with different contents; keep "
+                "the file of one run"
+            )
+    judged: dict[tuple[str, int], Verdict] = {}
+    for verdict in verdicts:
+        at = (verdict.task_id, verdict.index)
+        if at not in by_id:
+            raise ValueError(
+                f"a verdict names sample {verdict.index} of task {verdict.task_id!r}, which is not among the samples; "
+                "the files are of different runs: remove the verdicts, and score the samples again"
+            )
+        judged[at] = verdict
+    by_task: dict[str, list[tuple[Sample, Verdict]]] = {}
+    left_out = 0
+    for at, sample in by_id.items():
+        found = judged.get(at)
+        if found is None or found.status == "sandbox_error":
+            left_out += 1
+        else:
+            by_task.setdefault(sample.task_id, []).append((sample, found))
+    key = KEYS[deduplicate]
+    pools = [
+        Pool(
+            task_id,
+            tuple(verdict.passed for _, verdict in rows),
+            tuple(key(sample.completion) for sample, _ in rows),
+            tuple(verdict.outputs or None for _, verdict in rows),
+            tuple(_ranked_last(sample, sample.mean_logp) for sample, _ in rows),
+            tuple(_ranked_last(sample, sample.sum_logp) for sample, _ in rows),
+        )
+        for task_id, rows in by_task.items()
+    ]
+    return pools, left_out
+
+
+def _ranked_last(sample: Sample, score: float | None) -> float | None:
+    return -math.inf if sample.sum_logp is not None and sample.tokens == 0 else score
+
+
+Deduplicate = Literal["text", "ast"]
+"""By equal texts, or by equal Python syntax trees."""
+
+
+def text_key(completion: str) -> str:
+    return completion
+
+
+def ast_key(completion: str) -> tuple[str, ...]:
+    """The Python syntax tree: comments, blank lines, quotes and parentheses make no difference; docstrings do.
+
+    A completion that is not a program by itself is parsed as the body of a function, as it continues a signature;
+    bodies of different indentation differ. What cannot be parsed either way is compared as text.
+    """
+    body = completion.lstrip("\r\n")
+    indentation = body[: len(body) - len(body.lstrip(" \t"))]
+    for program, more in ((completion, ()), (f"def _():\n{completion}", (indentation,))):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of invalid escapes, for each completion that has them
+                return "ast", ast.dump(ast.parse(program)), *more
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: a null byte
+            continue
+    return "text", completion
+
+
+KEYS: Final[dict[Deduplicate, Callable[[str], str | tuple[str, ...]]]] = {"text": text_key, "ast": ast_key}
+"""Functions from a completion to a key that is equal for duplicates."""
+
+
+Ranker = Literal["oracle", "mean_logp", "sum_logp", "random", "votes"]
+"""Who chooses the m candidates that are run among n samples.
+
+- ``oracle``: all n are run, which is pass@n.
+- ``mean_logp``, ``sum_logp``: the highest mean, or sum, of the log-probabilities of the tokens; exact.
+- ``random``: the first distinct ones in the order drawn; exact.
+- ``votes``: programs whose outputs most samples agree on; a sample without outputs agrees with those of its text, so
+  that where none are known, the most frequent texts win. Monte Carlo.
+"""
+
+RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
+
+
+def pass_at_ranker(
+    pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """The probability that one of a ranker's m candidates among n samples passes.
+
+    Args:
+        pool: The judged samples of one task.
+        ranker: How samples are ranked.
+        ns: Numbers of samples, each between 1 and the pool's size.
+        m: Candidates that are run; the oracle runs all.
+        draws: Random subsets per n, for ``votes``.
+        seed: For the random subsets; combined with the task's id.
+
+    Returns:
+        Probabilities and, where they are estimates, standard errors, both [len(ns)].
+
+    Raises:
+        ValueError: A number is out of bounds, a log-probability is missing, or equal samples differ in `passed`.
+    """
+    if out := [n for n in ns if not 1 <= n <= len(pool.passed)]:
+        raise ValueError(
+            f"n must be between 1 and the {len(pool.passed)} samples of task {pool.task_id!r}, got {out[0]}; draw "
+            "more samples or leave this n out"
+        )
+    if ranker == "votes":
+        task_seed = zlib.crc32(f"{seed} {pool.task_id}".encode(errors="replace"))
+        return pass_at_votes(pool.passed, _answers(pool), ns, m=m, draws=draws, seed=task_seed)
+    try:
+        return _exact(pool, ranker, m)[[n - 1 for n in ns]], None
+    except ValueError as error:
+        raise ValueError(f"task {pool.task_id!r}: {error}") from error
+
+
+def _answers(pool: Pool) -> Sequence[Hashable]:
+    """The vote of each sample: its outputs, or its text where these are unknown.
+
+    Every sample votes: the ranking must not depend on knowing which samples are right.
+    """
+    # Outputs that pass once and fail once, as by what a program printed, are two.
+    return [
+        ("text", key) if output is None else ("outputs", output, right)
+        for key, output, right in zip(pool.keys, pool.outputs, pool.passed)
+    ]
+
+
+def _exact(pool: Pool, ranker: Ranker, m: int) -> NDArray[np.float64]:
+    match ranker:
+        case "oracle":
+            return pass_at_n(pool.passed)
+        case "random":
+            return pass_at_first_m(pool.passed, pool.keys, m)
+        case "mean_logp" | "sum_logp":
+            scores = pool.mean_logp if ranker == "mean_logp" else pool.sum_logp
+            return pass_at_top_m(pool.passed, scores, pool.keys, m)
+    raise ValueError(f"the ranker must be one of {', '.join(RANKERS)}, got {ranker!r}")
+
+
+def pass_at_votes(
+    passed: Sequence[bool],
+    outputs: Sequence[Hashable | None],
+    ns: Sequence[int],
+    *,
+    m: int = 1,
+    draws: int = 1000,
+    seed: int = 0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The probability that one of the m most frequent outputs of n samples is right, estimated by Monte Carlo.
+
+    Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples gives the probability
+    over a uniformly random order of tied outputs; the result is their mean and its standard error. An exact count
+    would be too expensive for a thousand samples.
+
+    Args:
+        passed: The verdicts of one task's N samples.
+        outputs: What each sample's program returned, or its text; None, as for a program that crashed, has no vote.
+        ns: Numbers of samples, each between 1 and N.
+        m: Outputs that are run or handed in, at least 1.
+        draws: Random subsets for each n, at least 2.
+        seed: For the random subsets.
+
+    Returns:
+        Means and standard errors, both [len(ns)].
+
+    Raises:
+        ValueError: A number is out of bounds, the pool is empty, or equal outputs differ in `passed`.
+    """
+    check_m(m)
+    if draws < 2:
+        raise ValueError(f"draws must be at least 2 for a standard error, got {draws}; use 1000")
+    # Samples without an output are a group of each its own, which never counts.
+    keys = [("none", index) if output is None else ("output", output) for index, output in enumerate(outputs)]
+    passing, failing = group_sizes(passed, keys)
+    sizes = np.array([*passing.values(), *failing.values()])
+    right = np.arange(len(sizes)) < len(passing)
+    votes = np.array([key[0] == "output" for key in (*passing, *failing)])  # type: ignore[index]
+    if out := [n for n in ns if not 1 <= n <= len(passed)]:
+        raise ValueError(f"n must be between 1 and the pool's {len(passed)} samples, got {out[0]}; draw more samples")
+    generator = np.random.default_rng(seed)
+    means, errors = np.empty(len(ns)), np.empty(len(ns))
+    for at, n in enumerate(ns):
+        if n == 1:  # nothing is voted on
+            means[at], errors[at] = (sizes * votes * right).sum() / len(passed), 0.0
+            continue
+        # The method "marginals" takes memory by groups and not by samples.
+        counts = generator.multivariate_hypergeometric(sizes, n, size=draws, method="marginals")
+        chances = _chances(counts * votes, right, m)
+        means[at], errors[at] = chances.mean(), chances.std(ddof=1) / draws**0.5
+    return means, errors
+
+
+def _chances(counts: NDArray[np.int64], right: NDArray[np.bool_], m: int) -> NDArray[np.float64]:
+    """The chance that one of the m largest groups is right, over random orders of ties; counts: [draws, groups]."""
+    least = np.partition(counts, -m, axis=1)[:, -m] if m < counts.shape[1] else np.zeros(len(counts), dtype=np.int64)
+    least = np.maximum(least, 1)[:, None]  # a group that was not drawn is no candidate
+    above, tied = counts > least, counts == least
+    vacant = np.minimum(m - above.sum(axis=1), tied.sum(axis=1))
+    tied_total, tied_right = tied.sum(axis=1), (tied & right).sum(axis=1)
+    missed = np.where((above & right).any(axis=1), 0.0, 1.0)
+    # The m candidates are completed from the tied groups, without replacement.
+    for taken in range(min(m, counts.shape[1])):
+        wrong, left = tied_total - tied_right - taken, tied_total - taken
+        missed *= np.where(taken < vacant, np.maximum(wrong, 0) / np.maximum(left, 1), 1.0)
+    return 1.0 - missed

@@ -1,8 +1,13 @@
-"""pass@k of one problem, and confidence intervals over problems."""
+"""Exact pass@k, pass@n and pass@top-m of one problem, for every n at once, and confidence intervals over problems."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable, Sequence, Sized
+from functools import lru_cache
+from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,3 +78,202 @@ def bootstrap_interval(
     tail = (1 - level) / 2
     low, high = np.quantile(means, [tail, 1 - tail], axis=0)
     return low, high
+
+
+def pass_at_n(passed: Sequence[bool]) -> NDArray[np.float64]:
+    """pass@n for n = 1..N: at least one of n samples passes (the oracle; `pass_at_k` with k = n).
+
+    Args:
+        passed: The verdicts of one task's N samples.
+
+    Returns:
+        [N] probabilities; entry n - 1 is the mean over all subsets of n samples.
+
+    Raises:
+        ValueError: There are no samples.
+    """
+    check_pool(passed, passed)
+    samples, wrong = len(passed), sum(not right for right in passed)
+    all_of, none_of = binomials(samples), binomials(wrong)
+    missed = [none_of[n] if n <= wrong else 0 for n in range(1, samples + 1)]
+    return np.array([(every - miss) / every for every, miss in zip(all_of[1:], missed)])
+
+
+def pass_at_top_m(
+    passed: Sequence[bool], scores: Sequence[float | None], keys: Sequence[Hashable], m: int
+) -> NDArray[np.float64]:
+    """pass@top-m for n = 1..N, exactly: the mean over all subsets of n samples of a pool of N.
+
+    Among n samples, those with equal keys are one candidate, ranked by the best score among its samples *in the
+    subset*; the m best candidates are run, and the subset counts if one of them passes (Bifurcated attention, section
+    5.4: deduplicate, rank by mean log-probability, run three). Where scores tie, failing samples rank before passing
+    ones, so that ties never help the ranking and the order of the pool does not matter.
+
+    A subset counts if fewer than m groups of failing duplicates rank before its best passing sample. The sum goes over
+    that sample: passing samples before it are left out, samples after it are free, and `HitCounter` counts the
+    failing ones before it. All integers, with one correctly rounded division each at the end; cost O(m N^2).
+
+    Args:
+        passed: The verdicts of one task's N samples.
+        scores: Higher is better, such as the mean log-probability of a token; -inf is a score, None is a missing one.
+        keys: Equal for duplicates, such as the text.
+        m: Candidates that are run, at least 1.
+
+    Returns:
+        [N] probabilities; entry n - 1 is for n samples.
+
+    Raises:
+        ValueError: m is below 1, the pool is empty or its columns differ in length, a score is missing, or equal keys
+            differ in `passed`.
+    """
+    check_m(m)
+    check_pool(passed, keys)
+    known = checked_scores(scores, len(passed))
+    failing = group_sizes(passed, keys)[1]
+    if m > len(failing):
+        return pass_at_n(passed)
+    samples = len(passed)
+    hits = HitCounter(samples, len(failing), m)
+    found = np.zeros(samples, dtype=hits.dtype)  # in u
+    seen: Counter[Hashable] = Counter()
+    ranked = sorted(range(samples), key=lambda index: (-known[index], passed[index]))
+    for rank, index in enumerate(ranked):
+        if passed[index]:
+            below_m = hits.below_m()
+            after = samples - 1 - rank
+            found[after : after + len(below_m)] += below_m
+        else:
+            key = keys[index]
+            hits.grow(seen[key], seen[key] + 1)
+            seen[key] += 1
+    return np.array([count / every for count, every in zip(by_size(found), binomials(samples)[1:])])
+
+
+def pass_at_first_m(passed: Sequence[bool], keys: Sequence[Hashable], m: int) -> NDArray[np.float64]:
+    """pass@m of a ranking without information, for n = 1..N: the first m distinct samples in the order drawn.
+
+    The mean over all orders of drawing n of the pool's N samples. Let A(t) be the number of subsets of t failing
+    samples in fewer than m groups, and c the number of passing samples: draw t + 1 is the first to pass, in time, with
+    probability ``A(t) / C(N, t) * c / (N - t)``; the result is the sum over t. Arguments and errors as
+    `pass_at_top_m`.
+
+    Returns:
+        [N] probabilities; entry n - 1 is for n samples.
+    """
+    check_m(m)
+    failing = group_sizes(passed, keys)[1]
+    if m > len(failing):
+        return pass_at_n(passed)
+    samples, wrong = len(passed), failing.total()
+    hits = HitCounter(samples, len(failing), m)
+    for size in failing.values():
+        hits.grow(0, size)
+    prefixes = by_size(hits.below_m())
+    every = binomials(samples)
+    right = samples - wrong
+    first = [count * right / (every[drawn] * (samples - drawn)) for drawn, count in enumerate(prefixes) if right]
+    return np.cumsum(np.array([*first, *[0.0] * samples])[:samples])
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4 and so on up to a number of samples, and that number."""
+    return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
+
+
+@lru_cache(maxsize=64)
+def binomials(samples: int) -> tuple[int, ...]:
+    """C(samples, n) for n = 0..samples."""
+    row = [1]
+    for n in range(samples):
+        row.append(row[-1] * (samples - n) // (n + 1))
+    return tuple(row)
+
+
+class HitCounter:
+    """Counts the subsets of growing groups that hit fewer than m groups.
+
+    The generating function of the subsets of a group of size s, by size (x) and by whether the group is hit (y), is
+    ``1 + y ((1 + x)^s - 1)``. Its product over groups is kept as polynomials in ``u = 1 + x``, one for each power of y
+    below m: growing a group then costs shifts and sums. All numbers are exact integers.
+
+    Args:
+        samples: Size of the pool: bounds the sum of the groups' sizes, and the number of counts that are summed.
+        groups: An upper bound of the number of groups.
+        m: Counts of m hits and more are not distinguished; at least 1.
+    """
+
+    def __init__(self, samples: int, groups: int, m: int):
+        # The absolute coefficients of y^j sum to 2^j C(groups, j) at most; sums over them have `samples` terms.
+        bound = 4 * (samples + 1) * sum(comb(groups, hits) << hits for hits in range(m))
+        self.dtype: Any = np.int64 if bound < 2**62 else object
+        self._degree = 0
+        self._by_hits = np.zeros((m, samples + 1), dtype=self.dtype)
+        self._by_hits[0, 0] = 1
+
+    def grow(self, size: int, to: int) -> None:
+        """Let a group of `size` samples (0 for a new one) have `to` samples."""
+        self._degree += to - size
+        width = self._degree + 1
+        rest = self._by_hits[0].copy()  # y^j of the product over the other groups
+        for hits in range(1, len(self._by_hits)):
+            own = self._by_hits[hits]
+            before = own.copy()
+            own[to:width] += rest[: width - to]
+            own[size:width] -= rest[: width - size]
+            if size:
+                before[size:width] -= rest[: width - size]
+                before[:width] += rest[:width]
+            rest = before
+
+    def below_m(self) -> Any:
+        """Coefficients in u of the count of subsets that hit fewer than m groups."""
+        return self._by_hits[:, : self._degree + 1].sum(axis=0)
+
+
+def by_size(in_u: Any) -> list[int]:
+    """The coefficients in x of a polynomial in ``u = 1 + x``: counts of subsets by size (a Taylor shift)."""
+    shifted = np.array([int(value) for value in in_u], dtype=object)
+    for first in range(len(shifted) - 1):
+        shifted[first:] = np.add.accumulate(shifted[first:][::-1])[::-1]
+    return [int(value) for value in shifted]
+
+
+def group_sizes(passed: Sequence[bool], keys: Sequence[Hashable]) -> tuple[Counter[Hashable], Counter[Hashable]]:
+    """Sizes of the groups that pass, and of those that fail; samples of one key must agree."""
+    check_pool(passed, keys)
+    passing = Counter(key for key, right in zip(keys, passed) if right)
+    failing = Counter(key for key, right in zip(keys, passed) if not right)
+    for key in passing:
+        if key in failing:
+            raise ValueError(
+                f"equal samples must have equal verdicts, got {passing[key]} passed and {failing[key]} failed of key "
+                f"{str(key)[:40]!r}; the scorer is flaky: score them again, or take the majority with `settle`"
+            )
+    return passing, failing
+
+
+def check_pool(passed: Sized, keys: Sized) -> None:
+    """Refuse an empty pool, and one whose columns differ in length, with a ValueError."""
+    if not len(passed):
+        raise ValueError("a pool must hold at least one sample, got none; leave the task out")
+    if len(keys) != len(passed):
+        raise ValueError(f"there must be one key a sample, got {len(keys)} keys for {len(passed)} samples")
+
+
+def checked_scores(scores: Sequence[float | None], samples: int) -> list[float]:
+    """The scores, one per sample, none of them missing or NaN; else a ValueError."""
+    if len(scores) != samples:
+        raise ValueError(f"there must be one score a sample, got {len(scores)} scores for {samples} samples")
+    known = [score for score in scores if score is not None and not math.isnan(score)]
+    if len(known) < samples:
+        raise ValueError(
+            f"every sample needs a log-probability to be ranked by, got none for {samples - len(known)} of {samples} "
+            "samples; score the samples with the model again, or rank without log-probabilities"
+        )
+    return known
+
+
+def check_m(m: int) -> None:
+    """Refuse a number of candidates below 1 with a ValueError."""
+    if m < 1:
+        raise ValueError(f"m must be at least 1, got {m}; it counts the candidates that are run")

@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Features, Value
 from datasets import Sequence as ListOf
 
-from .top_m import pass_at_n, pass_at_top_m, powers_of_two
+from .estimates import pass_at_n, pass_at_top_m, powers_of_two
 
 _DESCRIPTION: Final = """\
 pass@n (some of n samples passes its tests) and pass@top-k (one of the k best-ranked distinct samples among n passes),
@@ -75,10 +75,10 @@ class PassAtTopK(evaluate.Metric):
         ns = powers_of_two(smallest) if ns is None else list(ns)
         if out := [n for n in ns if not 1 <= n <= smallest]:
             raise ValueError(f"n must be between 1 and the smallest pool's {smallest} samples, got {out[0]}")
-        places = [n - 1 for n in ns]
-        every = np.mean([pass_at_n(passed)[places] for passed in references], axis=0)
+        positions = [n - 1 for n in ns]
+        every = np.mean([pass_at_n(passed)[positions] for passed in references], axis=0)
         ranked = [
-            pass_at_top_m(passed, score, keys, k)[places]
+            pass_at_top_m(passed, score, keys, k)[positions]
             for passed, score, keys in zip(references, scores, predictions, strict=True)
         ]
         found: dict[str, float] = {f"pass@{n}": float(value) for n, value in zip(ns, every)}

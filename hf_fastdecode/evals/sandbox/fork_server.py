@@ -18,10 +18,8 @@ from pathlib import Path
 from types import CodeType
 from typing import IO, Final, Self
 
-from .command import SETUP_SECONDS, Command, Ended, kill_first_process, wait_for
-from .launch import Backend, SandboxError, python_command, view_of
-from .limits import Limits
-from .process import SandboxedProcess
+from .launch import Backend, Limits, SandboxError, python_command, view_of
+from .process import SETUP_SECONDS, Command, Ended, SandboxedProcess, kill_first_process, wait_for
 
 _LOOP: Final = Path(__file__).with_name("fork_loop.py")
 _LONGEST_REPORT: Final = 4096
@@ -29,7 +27,7 @@ _LONGEST_REPORT: Final = 4096
 
 @dataclass(frozen=True)
 class ForkedPython:
-    """What each forked process begins with.
+    """The initial state of each forked process.
 
     Attributes:
         imports: Names of modules of the standard library.
@@ -154,11 +152,9 @@ class _Fork:
             raise
 
     def has_ended(self) -> bool:
-        """Whether all its processes have ended."""
         return wait_for(self._first, 0)
 
     def close(self) -> None:
-        """Close all descriptors."""
         for one in (self.stdin, self.stdout, self.stderr, self._report):
             one.close()
 
@@ -172,7 +168,6 @@ class _Fork:
         return self._end
 
     def kill(self) -> Ended | None:
-        """Kill all its processes and wait until they are gone; nothing happens where that was done."""
         if self._first >= 0:
             first, self._first = self._first, -1
             kill_first_process(first)

@@ -14,7 +14,7 @@ _NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER: sched.h
 
 
 def main() -> None:
-    """Read what to try as a line of JSON, write what succeeded as another, and leave a file and a process behind.
+    """Read what to try as a line of JSON, write what succeeded as another, and leave a file and a process.
 
     That process is a grandchild in a session of its own, which never ends by itself.
     """
@@ -77,7 +77,6 @@ def _left(job: dict[str, Any]) -> bool:
 
 
 def _fill(job: dict[str, Any]) -> bool:
-    """Write more than the writable folder may hold."""
     names = [f"fill-{number}" for number in range(4)]
     try:
         for name in names:
@@ -129,7 +128,6 @@ def _namespaces(job: dict[str, Any]) -> bool:
 
 
 def _forks(job: dict[str, Any]) -> bool:
-    """Start more processes than allowed."""
     children = []
     try:
         for _ in range(job["processes"] + 1):

@@ -1,6 +1,309 @@
-"""Scoring: what became of samples when they were run on their tasks' tests."""
+"""Scoring samples on their tasks' tests: equal programs once, several at a time, and again alone where a busy machine
+may be the cause; and scoring into a file, which an interrupted scoring resumes.
+"""
 
-from .runner import LanguageSupport, Result, Runner
-from .score import LANGUAGES, score, usable_cpus
+from __future__ import annotations
 
-__all__ = ["LANGUAGES", "LanguageSupport", "Result", "Runner", "score", "usable_cpus"]
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tqdm import tqdm
+
+from ...errors import InputError
+from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from ..records import Language, Sample, Task, Verdict
+from ..run_folder import Lines, Queue, own_part, part_files, sample_key
+from ..sandbox import Limits, Sandbox, SandboxError
+from .java_and_javascript import JAVA, JAVASCRIPT
+from .python import PYTHON
+from .runner import BrokenServerError, LanguageSupport, Result, Runner
+
+__all__ = ["LANGUAGES", "LanguageSupport", "Result", "Runner", "judge", "score", "usable_cpus"]
+
+LANGUAGES: Final[dict[Language, LanguageSupport]] = {"python": PYTHON, "java": JAVA, "javascript": JAVASCRIPT}
+
+_PATIENCE: Final = 4  # times the limit on wall-clock time, when running alone
+
+_Key = tuple[str, str]  # task id, completion
+
+
+def score(
+    tasks: Mapping[str, Task],
+    samples: Sequence[Sample],
+    *,
+    sandbox: Sandbox,
+    limits: Limits | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> list[Verdict]:
+    """Run samples on the tests of their tasks, which are given by id; returns a verdict per sample, in their order.
+
+    Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
+    runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
+    the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
+    Otherwise the status ``sandbox_error`` remains: it says nothing about the program.
+
+    Raises:
+        ValueError: A sample's task is not among the tasks, or has tests that cannot be run.
+        SandboxError: Programs of a language cannot be checked on this machine.
+    """
+    programs = dict.fromkeys((sample.task_id, sample.completion) for sample in samples)
+    if unknown := sorted({task_id for task_id, _ in programs} - tasks.keys()):
+        raise ValueError(
+            f"{len(unknown)} samples' tasks are unknown, such as {unknown[0]!r}; give the tasks they were drawn for"
+        )
+    for language in sorted({tasks[task_id].language for task_id, _ in programs}):
+        if missing := LANGUAGES[language].missing():
+            raise SandboxError(missing)
+    for task_id in sorted({task_id for task_id, _ in programs}):
+        LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
+    board = _Board(tasks, sandbox, limits)
+    with tqdm(total=len(programs), desc="score", unit="program", disable=None if progress else True) as bar:
+        results = board.check(list(programs), workers or usable_cpus(), bar.update)
+    doubtful = [key for key, result in results.items() if result.load or result.status == "sandbox_error"]
+    results |= board.check_alone(doubtful)
+    results |= board.check_alone([key for key, result in results.items() if result.status == "sandbox_error"])
+    results |= _settle_sandbox_errors(board, tasks, results)
+    keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
+    return [
+        Verdict(one.task_id, one.index, results[key].status, results[key].detail, results[key].outputs)
+        for one, key in keys
+    ]
+
+
+def _settle_sandbox_errors(
+    board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Result]
+) -> dict[_Key, Result]:
+    """The results of programs that are the cause of a ``sandbox_error``.
+
+    Else a program could leave its task's pool by returning what the tests' process breaks down at. That the process
+    does not break down by itself is shown by a program of the same task that passes: another sample, or the reference
+    solution. A task without one is believed where a busy machine cannot be the cause either.
+    """
+    suspects = {key: result for key, result in results.items() if result.status_if_at_fault is not None}
+    passing = {task_id for (task_id, _), result in results.items() if result.status == "pass"}
+    references = {task_id: tasks[task_id].reference for task_id, _ in suspects if task_id not in passing}
+    asked = [(task_id, text) for task_id, text in references.items() if text is not None]
+    found = {**board.check_alone([key for key in asked if key not in results]), **results}
+    passing |= {key[0] for key in asked if found[key].status == "pass"}
+    broken = {key[0] for key in asked if found[key].status == "sandbox_error"}
+    return {
+        key: Result(result.status_if_at_fault, result.detail)
+        for key, result in suspects.items()
+        if result.status_if_at_fault is not None and (key[0] in passing or (key[0] not in broken and not result.load))
+    }
+
+
+class _Board:
+    """Hands programs out to worker threads, each with runners of its own."""
+
+    def __init__(self, tasks: Mapping[str, Task], sandbox: Sandbox, limits: Limits | None):
+        self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
+
+    def check_alone(self, keys: Sequence[_Key]) -> dict[_Key, Result]:
+        """The results of programs, one at a time, with patience and each with processes that no other has used."""
+        return {key: result for one in keys for key, result in self.check([one], 1, patience=_PATIENCE).items()}
+
+    def check(
+        self, keys: Sequence[_Key], workers: int, on_done: Callable[[], object] = lambda: None, patience: int = 1
+    ) -> dict[_Key, Result]:
+        """The results of programs; an exception in one worker ends all after their current program."""
+        waiting, lock, stopped = iter(keys), threading.Lock(), threading.Event()
+        results: dict[_Key, Result] = {}
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            with ExitStack() as stack:
+                runners: dict[Language, Runner] = {}
+                while not stopped.is_set():
+                    with lock:
+                        key = next(waiting, None)
+                    if key is None:
+                        return
+                    task = self._tasks[key[0]]
+                    if task.language not in runners:
+                        runners[task.language] = stack.enter_context(self._runner(task.language, patience))
+                    try:
+                        results[key] = runners[task.language].check(task, key[1])
+                    except BrokenServerError as error:
+                        own = error.result
+                        results[key] = Result("sandbox_error", str(error), own.load, status_if_at_fault=own.status)
+                    except SandboxError as error:
+                        results[key] = Result("sandbox_error", str(error))
+                    with lock:
+                        on_done()
+
+        def guarded_work() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+                stopped.set()
+
+        # Daemons: after Ctrl-C nobody waits for them, and their sandboxes die with them.
+        threads = [threading.Thread(target=guarded_work, daemon=True) for _ in range(min(workers, len(keys)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            stopped.set()
+        if errors:
+            raise errors[0]
+        return results
+
+    def _runner(self, language: Language, patience: int) -> Runner:
+        support = LANGUAGES[language]
+        limits = self._limits or support.limits
+        return support.runner(self._sandbox, replace(limits, wall_seconds=patience * limits.wall_seconds))
+
+
+def usable_cpus() -> int:
+    """The number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_PROGRAMS_AT_ONCE: Final = 128
+"""For each worker, programs between two writes."""
+
+_PROTOCOL: Final = 4
+"""Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
+
+
+def judge(
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    path: Path,
+    *,
+    sandbox: Sandbox,
+    limits: Limits | None = None,
+    workers: int | None = None,
+    shared: bool = False,
+) -> list[Verdict]:
+    """Score samples and write a line for each: a `Verdict`'s fields, ``passed``, and a hash of what decided it.
+
+    Existing lines are kept where program, tests, limits, the language's version and the meaning of verdicts are the
+    same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
+    each of these samples, in their order, and then one for each other sample that it had.
+
+    Returns:
+        A verdict per sample, in their order.
+
+    Raises:
+        InputError: The file holds something other than results, or another process scores into it.
+    """
+    workers = workers or usable_cpus()
+    by_id = {task.task_id: task for task in tasks}
+    programs = {sample: _digest(by_id[sample.task_id], sample, limits) for sample in samples}
+    # Equal programs stand together, so that they run once.
+    order = {program: at for at, program in enumerate(dict.fromkeys(programs.values()))}
+    lines = Lines(lambda: [*filter(Path.exists, [path]), *part_files(path)])
+    known: dict[tuple[Any, ...], Verdict] = {}
+
+    def left(part: Sequence[Sample]) -> list[Sample]:
+        """The samples without a verdict in the files."""
+        if not all(_identity(sample, programs[sample]) in known for sample in part):
+            known.update(_known(path, lines.new()))
+        return [sample for sample in part if _identity(sample, programs[sample]) not in known]
+
+    def scored(part: list[Sample]) -> Iterator[dict[str, Any]]:
+        verdicts = score(by_id, part, sandbox=sandbox, limits=limits, workers=workers, progress=False)
+        for sample, verdict in zip(part, verdicts, strict=True):
+            known[_identity(sample, programs[sample])] = verdict
+            yield _line(verdict, programs[sample])
+
+    chosen: Iterator[list[Sample]]
+    with ExitStack() as stack:
+        in_order = sorted(samples, key=lambda sample: order[programs[sample]])
+        if shared:
+            file = stack.enter_context(own_part(path))
+            parts = list(_parts(in_order, programs, _PROGRAMS_AT_ONCE))
+            queue = stack.enter_context(Queue(path.with_name(f".{path.name}.claims"), len(parts)))
+            chosen = (parts[number] for number in queue.numbers(lambda number: not left(parts[number])))
+        else:
+            held = InputError(f"another process scores into {path}; wait for it, or name another `out`")
+            stack.enter_context(exclusive(path, held))
+            file = stack.enter_context(JsonlWriter(path))
+            chosen = _parts(left(in_order), programs, _PROGRAMS_AT_ONCE * workers)
+        there = len(samples) - len(left(in_order))
+        bar = stack.enter_context(tqdm(total=len(samples), initial=there, desc="score", unit="sample", disable=None))
+        for part in chosen:
+            todo = left(part) if shared else part
+            file.write(scored(todo))
+            bar.update(len(todo))
+        known.update(_known(path, lines.new()))  # what others have scored
+        found = [known[_identity(sample, programs[sample])] for sample in samples]
+        results = [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)]
+        with exclusive(path, None) if shared else nullcontext():
+            _compact(path, results)
+            for part_file in part_files(path) if shared else ():
+                part_file.unlink(missing_ok=True)
+        return found
+
+
+def _line(verdict: Verdict, program: str) -> dict[str, Any]:
+    return {**asdict(verdict), "passed": verdict.passed, "program": program}
+
+
+def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Have a file hold these lines, followed by the latest line of each other sample.
+
+    An interruption leaves the old lines, of which the last of a sample counts.
+    """
+    found = list(read_jsonl(path)) if path.exists() else []
+    others = {sample_key(line): line for line in found if {"task_id", "index"} <= line.keys()}
+    for line in lines:
+        others.pop(sample_key(line), None)
+    wanted = [*lines, *others.values()]
+    if found != wanted:
+        write_text(path, json_lines(wanted))
+
+
+def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
+    """The samples in parts of `count` different programs; equal programs are in one part."""
+    part: list[Sample] = []
+    seen: set[str] = set()
+    for sample in left:
+        if programs[sample] not in seen and len(seen) == count:
+            yield part
+            part, seen = [], set()
+        seen.add(programs[sample])
+        part.append(sample)
+    if part:
+        yield part
+
+
+def _known(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
+    """Verdicts among the lines of result files that need not be formed again."""
+    for line in lines:
+        if "status" not in line:
+            raise InputError(f"{path} holds lines that are no results; name another `out`")
+        if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
+            own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
+            verdict = Verdict(*own)
+            yield (verdict.task_id, verdict.index, line["program"]), verdict
+
+
+def _identity(sample: Sample, program: str) -> tuple[Any, ...]:
+    return sample.task_id, sample.index, program
+
+
+def _digest(task: Task, sample: Sample, limits: Limits | None) -> str:
+    """A hash of all that decides a sample's verdict."""
+    language = LANGUAGES[task.language]
+    content = asdict(task) | {
+        "completion": sample.completion,
+        "limits": asdict(limits or language.limits),
+        "protocol": _PROTOCOL,
+        "version": language.version(),
+    }
+    del content["description"], content["reference"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

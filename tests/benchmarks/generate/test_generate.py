@@ -18,7 +18,7 @@ from benchmarks.generate.replaced_attention import no_attention, replaced_attent
 from benchmarks.generate.ways import find_way, using
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 from hf_fastdecode.measurement.shapes import SHAPES, parameters, random_model
 
 from .tiny_case import CASE, CPU, PER_TOKEN

@@ -24,7 +24,7 @@ from benchmarks.ops.flashinfer_ways import (
 from benchmarks.ops.inputs import make_inputs
 from benchmarks.ops.measure import OpBench
 from benchmarks.ops.ways import OP_WAYS, OpWay
-from hf_fastdecode.measurement.runner import NotAvailableError
+from hf_fastdecode.measurement.rows import NotAvailableError
 
 CPU = torch.device("cpu")
 CASES = [

@@ -15,7 +15,7 @@ import torch
 from transformers.models.llama import modeling_llama  # noqa: F401  # of the embedded model
 
 import hf_fastdecode.api
-import hf_fastdecode.evals.generation.run  # noqa: F401
+import hf_fastdecode.evals.generation  # noqa: F401
 from hf_fastdecode.__main__ import main
 
 PROMPTS = ("def double(x):\n", "# The first of a list.\n", "Write a function to add two numbers.\n")

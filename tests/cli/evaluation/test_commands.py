@@ -306,10 +306,10 @@ def test_ctrl_c_says_that_the_same_command_goes_on(step: str, folder: Path, tmp_
         raise KeyboardInterrupt
 
     if step == "generate":
-        monkeypatch.setattr("hf_fastdecode.evals.generation.run.generate_samples", interrupt)
+        monkeypatch.setattr("hf_fastdecode.evals.generation.generate_samples", interrupt)
         words, place = ("generate", "--limit", 1, "--n", 1, "--out", tmp_path), tmp_path
     else:
-        monkeypatch.setattr("hf_fastdecode.evals.judging.judge", interrupt)
+        monkeypatch.setattr("hf_fastdecode.evals.scoring.judge", interrupt)
         words, place = ("score", folder, "--out", tmp_path / "verdicts.jsonl"), tmp_path / "verdicts.jsonl"
     done = run(*words)
     assert done.exit_code == 130
@@ -322,7 +322,7 @@ def test_a_run_says_first_what_it_scores_with(tmp_path: Path, sandboxed: None, m
     def stop(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_fastdecode.evals.generation.run.generate_samples", stop)
+    monkeypatch.setattr("hf_fastdecode.evals.generation.generate_samples", stop)
     done = run("run", "--limit", 2, "--n", "1,4", "--out", tmp_path / "run")
     first = done.stderr.splitlines()[0]
     assert first == (

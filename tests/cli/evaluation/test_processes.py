@@ -70,7 +70,7 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(
 def test_launched_processes_share_a_file_of_prompts(
     left: tuple[Path, Path, list[tuple[int, str]]], tmp_path: Path
 ) -> None:
-    from hf_fastdecode.evals.generation.samples_file import merged_samples
+    from hf_fastdecode.evals.run_folder import merged_samples
 
     _, shared, ended = left
     for status, said in ended:

@@ -11,15 +11,14 @@ from typing import ClassVar, Final
 
 from ...records import Task
 from ...sandbox import ForkedPython, ForkServer, Limits, Sandbox, SandboxedProcess, SandboxError, python_command
-from ..pairs import PairRunner, Role
-from ..runner import LanguageSupport, Result
+from ..runner import LanguageSupport, PairRunner, Result, Role
 from .job import job_of
 from .plain import dumps, no_handle
 
 _PACKAGE: Final = "hf_fastdecode_scoring"
 _MODULES: Final[dict[Role, tuple[str, ...]]] = {
-    "server": ("messages", "classes", "plain", "describe", "canonical", "stand_ins", "remote", "referee"),
-    "candidate": ("messages", "classes", "plain", "describe", "candidate"),
+    "server": ("plain", "remote", "referee"),
+    "candidate": ("plain", "candidate"),
 }
 
 # What programs and tests import most. None that imports a submodule of another package, as `typing` and `decimal` do
@@ -61,7 +60,6 @@ class PythonRunner(PairRunner):
         self._fork_servers: dict[Role, ForkServer] = {}
 
     def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests; see `Runner`."""
         try:
             result = super().check(task, completion)
         except SandboxError:
@@ -72,7 +70,7 @@ class PythonRunner(PairRunner):
         return result
 
     def _check(self, task: Task, completion: str) -> Result:
-        """Of a task whose tests are valid Python; another raises ValueError."""
+        """A ValueError where the task's tests are not valid Python."""
         program = task.program(completion).encode("utf-8", "surrogatepass")
         return self._tested([program], [dumps(job_of(task), no_handle)])
 
@@ -111,7 +109,7 @@ class PythonRunner(PairRunner):
 def _start(role: Role) -> str:
     """Statements that run the last of a role's modules, and leave out the costly end of an interpreter."""
     main = f'sys.modules["{_PACKAGE}.{_MODULES[role][-1]}"].main'
-    return f'{main}(sys.modules["{_PACKAGE}.messages"].Messages()); os._exit(0)'
+    return f'{main}(sys.modules["{_PACKAGE}.plain"].Messages()); os._exit(0)'
 
 
 @cache

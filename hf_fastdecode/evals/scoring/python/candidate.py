@@ -9,15 +9,66 @@ from __future__ import annotations
 import io
 import sys
 
-from .classes import builtin_name, content_of, mutable_parts
-from .describe import described, may_have_plain_instances
-from .messages import Messages
-from .plain import ALL_NAMES, dumps, loads, no_handle
+from .plain import (
+    ALL_NAMES,
+    COMPARISONS,
+    SPECIALS,
+    Messages,
+    builtin_name,
+    content_of,
+    dumps,
+    is_plain,
+    loads,
+    mutable_parts,
+    no_handle,
+)
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
+
+# What follows says of the classes of the program's objects what `remote` makes classes of its own from. A description
+# decides which operations of an object are sent back to the program, and no more.
+_OWN_TESTS = ("unittest", "doctest")  # whose exceptions steer the run of tests
+
+
+def described(kind: Any, number_of: Any) -> list[Any]:
+    """A class as plain data: ``object``, its name, its own special methods, those that compare with objects of its own
+    class only, and its name among the classes of builtins.
+
+    Of exceptions ``exception``, the name, its bases by name or number, and its module if that is of the standard
+    library. `number_of` gives the number of a base, whose description must come first.
+    """
+    module = str(getattr(kind, "__module__", ""))
+    of_library = module.partition(".")[0] in sys.stdlib_module_names
+    if issubclass(kind, BaseException):
+        bases = [builtin_name(base) or number_of(base) for base in kind.__bases__ if issubclass(base, BaseException)]
+        known = of_library and module.partition(".")[0] not in _OWN_TESTS
+        return ["exception", str(kind.__qualname__), bases, module if known else ""]
+    methods = {name: own for name in SPECIALS if (own := _own_method(kind, name)) is not None}
+    builtin = "type" if issubclass(kind, type) else str(kind.__name__) if module == "builtins" else ""
+    is_method = builtin in ("method", "builtin_function_or_method")
+    narrow = [name for name in COMPARISONS if name in methods and (is_method or _is_generated(methods[name]))]
+    return ["object", str(kind.__name__), list(methods), narrow, builtin]
+
+
+def _own_method(kind: Any, name: str) -> Any:
+    own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return None if own is vars(object).get(name) else own
+
+
+def _is_generated(method: Any) -> bool:
+    """Whether `dataclasses` made a method."""
+    return getattr(getattr(method, "__code__", None), "co_filename", "") == "<string>"
+
+
+def may_have_plain_instances(kind: Any) -> bool:
+    """Whether objects that travel as plain data, without their class, can be instances of a class."""
+    return is_plain(kind) or any(
+        base.__module__ == "__main__" and "__instancecheck__" in vars(base) for base in type(kind).__mro__
+    )
+
 
 _OPERATIONS: dict[str, Any] = {
     "call": lambda function, positional, named: function(*positional, **named),
@@ -101,15 +152,15 @@ class _Service:
         return dumps([*rest, content], no_handle)
 
     def contents(self, parts: list[Any]) -> list[bytes]:
-        """The place and the content of each of some containers, which may hold others of them."""
-        return [self.dumps([place, content_of(part)], parts) for place, part in enumerate(parts)]
+        """The position and the content of each of some containers, which may hold others of them."""
+        return [self.dumps([position, content_of(part)], parts) for position, part in enumerate(parts)]
 
     def operation(self, name: str) -> Any:
         return getattr(self, name) if name in ("names", "wait", "is_kind", "has_changed") else _OPERATIONS[name]
 
     def names(self, wanted: list[str], watched: list[str], captures: bool) -> list[tuple[str, Any]]:
-        """Those of the program's variables that the tests use; from now on, changes of those that are watched and
-        what is printed go with each answer."""
+        """The program's variables that the tests use; from now on, changes of watched ones and printed text go with
+        each answer."""
         self.captures = captures
         found = [(name, self.scope[name]) for name in wanted if name in self.scope]
         plain = [name for name in watched if not callable(self.scope.get(name))]

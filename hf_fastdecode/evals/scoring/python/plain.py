@@ -1,4 +1,6 @@
-"""Plain data as bytes, for two processes that do not trust each other. Runs inside sandboxes, on builtins alone.
+"""Plain data as bytes, for two processes that do not trust each other, and messages that carry them.
+
+Runs inside sandboxes, on builtins alone.
 
 A value is a byte that names its kind and then its content; lengths are four bytes, little-endian. Kinds:
 
@@ -19,19 +21,153 @@ travels as a handle, which only the process that made it can open. Containers th
 from __future__ import annotations
 
 import builtins
+import os
 import struct
 import sys
 
-from .classes import VALUE_TYPES, builtin_name, is_named_tuple, make_value, named_tuple, value_type
-
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     Give = Callable[[Any], int]
     Take = Callable[[int], Any]
     _Way = Callable[["_Writer", Any], None]
+
+
+VALUE_TYPES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
+    "timedelta": ("datetime", lambda v: [v.days, v.seconds, v.microseconds]),
+    "timezone": ("datetime", lambda v: [v.utcoffset(None), v.tzname(None)]),
+    "datetime": (
+        "datetime",
+        lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
+    ),
+    "date": ("datetime", lambda v: [v.year, v.month, v.day]),
+    "time": ("datetime", lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo]),
+    "ZoneInfo": ("zoneinfo", lambda v: [v.key]),
+    "UUID": ("uuid", lambda v: [str(v)]),
+    "PosixPath": ("pathlib", lambda v: [str(v)]),
+    "PurePosixPath": ("pathlib", lambda v: [str(v)]),
+    "IPv4Address": ("ipaddress", lambda v: [str(v)]),
+    "IPv6Address": ("ipaddress", lambda v: [str(v)]),
+    "slice": ("builtins", lambda v: [v.start, v.stop, v.step]),
+}
+"""Immutable classes of the standard library that compare by value: module, and the arguments of the constructor."""
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
+_OTHERS = (
+    "neg pos abs invert int float complex index round trunc floor ceil len bool str repr hash format bytes call "
+    "getitem setitem delitem iter next reversed contains enter exit await aiter anext aenter aexit "
+    "lt le gt ge eq ne instancecheck subclasscheck dir fspath copy deepcopy"
+)
+SPECIALS = tuple(
+    f"__{prefix}{name}__"
+    for names, prefixes in ((_BINARY, ("", "r", "i")), (_OTHERS, ("",)))
+    for name in names.split()
+    for prefix in prefixes
+    if prefix + name != "idivmod"
+)
+"""Special methods that are sent to the program."""
+
+COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
+
+_OF_NAMED_TUPLES = frozenset(
+    f"__{name}__"
+    for name in (
+        *("new", "repr", "getnewargs", "slots", "doc", "match_args", "module", "annotations", "orig_bases", "replace"),
+        *("firstlineno", "static_attributes", "annotate_func", "annotations_cache", "classcell", "qualname"),
+    )
+)
+
+
+def builtin_name(value: Any) -> str:
+    """The name under which an object is a builtin function, class or constant; empty for all others."""
+    if value is Ellipsis or value is NotImplemented:
+        return str(value)
+    if not issubclass(type(value), (type, type(len))):  # a stand-in for a class is none, whatever its `__class__`
+        return ""
+    name = value.__name__
+    return name if vars(builtins).get(name) is value else ""
+
+
+def value_type(kind: type) -> str:
+    """The name in `VALUE_TYPES` of a class, which may be a program's; empty if it is none of them."""
+    module = VALUE_TYPES.get(kind.__name__, ("",))[0]
+    return kind.__name__ if module and getattr(sys.modules.get(module), kind.__name__, None) is kind else ""
+
+
+def make_value(name: str, arguments: list[Any]) -> Any:
+    return getattr(__import__(VALUE_TYPES[name][0]), name)(*arguments)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether a class is a named tuple without methods or operators of its own."""
+    fields = getattr(kind, "_fields", None)
+    if kind.__bases__ != (tuple,) or type(fields) is not tuple or "_make" not in vars(kind):
+        return False
+    special = {name for name in vars(kind) if name.startswith("__")}
+    return special <= _OF_NAMED_TUPLES and {name for name in vars(kind) if not name.startswith("_")} == {*fields}
+
+
+_named_tuples: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+
+def named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    """The class of this name and these fields; the same one each time. A ValueError where they are no names."""
+    if (name, fields) not in _named_tuples:
+        from collections import namedtuple
+
+        if not all(type(one) is str for one in (name, *fields)):
+            raise ValueError(f"{name!r} and {fields!r} are no names")
+        _named_tuples[name, fields] = namedtuple(name, fields)
+    return _named_tuples[name, fields]
+
+
+def mutable_parts(value: Any, most: float = float("inf")) -> list[Any]:
+    """The lists, dicts, sets and the like in a value that is a tree: in the same order for equal values.
+
+    A search that has found more than `most` ends; a value that holds itself has endlessly many.
+    """
+    found: list[Any] = []
+    series: tuple[Any, ...] = (list, tuple, *deque_class())
+    waiting: list[Any] = [value]
+    while waiting and len(found) <= most:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += dict.values(value)
+        elif isinstance(value, series):
+            waiting += value
+        if is_mutable(value):
+            found.append(value)
+    return found
+
+
+def is_mutable(value: Any) -> bool:
+    return isinstance(value, (list, dict, set, bytearray, *deque_class()))
+
+
+def content_of(part: Any) -> Any:
+    """A copy of a container of `mutable_parts`, of a builtin class; it holds the same objects."""
+    if isinstance(part, dict):
+        return dict(dict.items(part))
+    return set(part) if isinstance(part, set) else bytearray(part) if isinstance(part, bytearray) else [*part]
+
+
+def refill(part: Any, content: Any) -> None:
+    """Have a container of `mutable_parts` hold what `content_of` gave of another."""
+    part.clear()
+    if isinstance(part, (dict, set)):
+        part.update(content)
+    else:
+        part.extend(content)
+
+
+def deque_class() -> tuple[Any, ...]:
+    """`collections.deque`, if that is imported: nothing else is one, whatever its name."""
+    collections = sys.modules.get("collections")
+    return (collections.deque,) if collections else ()
+
 
 MAX_DEPTH = 100  # of nested containers: writing, reading and comparing them stays below the recursion limit
 _FLOAT = struct.Struct("<d")
@@ -59,7 +195,7 @@ def dumps(
 ) -> bytes:
     """Encode a value; objects that are not plain data travel as the number that `handle` gives them.
 
-    Builtins of `names` travel by name, and objects of `known`, which the reader has too, by their place there.
+    Builtins of `names` travel by name, and objects of `known`, which the reader has too, by their position there.
     Classes whose objects travel as their base are added to `narrowed`. A ValueError where containers are nested deeper
     than `MAX_DEPTH`, for instance because one holds itself.
     """
@@ -79,8 +215,8 @@ def loads(data: bytes, handle: Take, names: frozenset[str] = SAFE_NAMES, known: 
         value = reader.read()
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, struct.error) as error:
         raise ValueError(f"not a value: {error}") from None
-    if reader.place != len(data):
-        raise ValueError(f"{len(data) - reader.place} bytes after the value")
+    if reader.position != len(data):
+        raise ValueError(f"{len(data) - reader.position} bytes after the value")
     return value
 
 
@@ -221,19 +357,19 @@ def _way_of_base(kind: type) -> _Way | None:
 
 class _Reader:
     def __init__(self, data: bytes, handle: Take, names: frozenset[str], known: Sequence[Any]):
-        self.data, self.place, self.handle, self.names, self.depth = data, 0, handle, names, 0
+        self.data, self.position, self.handle, self.names, self.depth = data, 0, handle, names, 0
         self.known = known
 
     def read(self) -> Any:
-        kind = self.data[self.place : self.place + 1]
-        self.place += 1
+        kind = self.data[self.position : self.position + 1]
+        self.position += 1
         return _KINDS[kind](self)
 
     def take(self, size: int) -> bytes:
-        start, self.place = self.place, self.place + size
-        if self.place > len(self.data):
-            raise ValueError(f"{self.place - len(self.data)} bytes are missing")
-        return self.data[start : self.place]
+        start, self.position = self.position, self.position + size
+        if self.position > len(self.data):
+            raise ValueError(f"{self.position - len(self.data)} bytes are missing")
+        return self.data[start : self.position]
 
     def length(self) -> int:
         return int.from_bytes(self.take(4), "little")
@@ -347,3 +483,43 @@ _KINDS: dict[bytes, Callable[[_Reader], Any]] = {
     b"A": lambda reader: reader.known[reader.length()],
     b"H": lambda reader: reader.handle(reader.length()),
 }
+
+
+class Messages:
+    """Takes over standard input and output, so that nothing else in the process reads or writes them by chance.
+
+    From then on standard input is empty, and what is printed goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._in, self._out = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+
+    def receive(self) -> list[bytes]:
+        """The next message; nothing once the other side is gone."""
+        return [self._take(self._number()) for _ in range(self._number())]
+
+    def send(self, *parts: bytes) -> None:
+        rest = memoryview(b"".join(_encoded(parts)))
+        while rest:
+            rest = rest[os.write(self._out, rest) :]
+
+    def _number(self) -> int:
+        return int.from_bytes(self._take(4), "big")
+
+    def _take(self, size: int) -> bytes:
+        parts = []
+        while size and (part := os.read(self._in, min(size, 1 << 20))):
+            parts.append(part)
+            size -= len(part)
+        return b"" if size else b"".join(parts)
+
+
+def _encoded(parts: tuple[bytes, ...]) -> Iterator[bytes]:
+    yield len(parts).to_bytes(4, "big")
+    for part in parts:
+        yield len(part).to_bytes(4, "big")
+        yield part

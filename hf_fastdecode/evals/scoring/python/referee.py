@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from .classes import is_mutable, refill
-from .messages import Messages
-from .plain import loads, no_handle
-from .remote import Link
-from .stand_ins import Unjudged, Untrusted
+from .plain import Messages, is_mutable, loads, no_handle, refill
+from .remote import Link, Unjudged, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
 if TYPE_CHECKING:
@@ -183,13 +180,13 @@ def _status(error: BaseException) -> bytes:
 
 def _line(error: BaseException, sources: dict[str, str]) -> str:
     """The exception, and the line of the tests that it came from."""
-    place, trace = "", error.__traceback__
+    line, trace = "", error.__traceback__
     while trace is not None:
         if source := sources.get(name := trace.tb_frame.f_code.co_filename):
-            place = f" in {name}: {source.splitlines()[trace.tb_lineno - 1].strip()}"
+            line = f" in {name}: {source.splitlines()[trace.tb_lineno - 1].strip()}"
         trace = trace.tb_next
     kind = "" if isinstance(error, (Unjudged, Untrusted, Unrunnable)) else type(error).__name__
-    return ": ".join(filter(None, [kind, _said(error)])) + place
+    return ": ".join(filter(None, [kind, _said(error)])) + line
 
 
 def _said(error: BaseException) -> str:

@@ -1,4 +1,11 @@
-"""The requests that the tests' process sends, and what their answers bring: plain data, objects and exceptions."""
+"""The tests' side of a program in another process: requests, answers, stand-ins for objects, and a hash of answers.
+
+The program's objects stay in its process, only plain data comes here.
+
+A stand-in has a class made from what the program says of its own, with the special methods that this has; each is sent
+to the program, as calls are. What the program's objects decide about values of the tests is never asked, since they
+could equal everything, or give 0 less any number: such tests have no verdict, see `Unjudged`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,343 @@ import _thread
 import builtins
 import sys
 
-from .canonical import canonical
-from .classes import builtin_name, mutable_parts, refill
-from .plain import ALL_NAMES, dumps, loads, no_handle
-from .stand_ins import Remote, Unjudged, Untrusted, exception_class, new_exception, object_class, require
+from .plain import (
+    ALL_NAMES,
+    COMPARISONS,
+    SPECIALS,
+    VALUE_TYPES,
+    builtin_name,
+    dumps,
+    loads,
+    mutable_parts,
+    no_handle,
+    refill,
+    value_type,
+)
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+
+def canonical(value: Any) -> str:
+    """A text of a value of `loads` that equal values share: 1, 1.0 and True, a list's items, a set's in any order.
+
+    An object of the program is ``object``: to ask it for anything would run the program. The program chooses the name
+    of its class, so only names of classes in the standard library's modules count.
+    """
+    kind = type(value)
+    if isinstance(value, tuple):
+        return _in_order("tuple")(value)
+    if (way := _CANONICAL.get(kind.__name__)) and kind.__module__ in _MODULES:
+        return way(value)
+    if name := value_type(kind):
+        return _in_order(name)(VALUE_TYPES[name][1](value))
+    return f"builtin {builtin_name(value)}" if builtin_name(value) else "object"
+
+
+def _real(value: Any) -> str:
+    """Equal numbers of any class have equal hashes and are nearest to the same float; few others share both."""
+    try:
+        nearest = float(value) + 0.0  # -0.0 equals 0.0
+    except OverflowError:
+        nearest = float("inf" if value > 0 else "-inf")
+    except ValueError:  # a signalling NaN of `decimal`
+        nearest = float("nan")
+    return f"{nearest} {hash(value)}" if nearest == nearest else "nan"
+
+
+def _complex(value: complex) -> str:
+    return _real(value.real) if value.imag == 0 else f"complex({_real(value.real)},{_real(value.imag)})"
+
+
+def _text(value: str) -> str:
+    """Without addresses, as of ``<generator object f at 0x7f01>``: they are others in each run."""
+    first, *rest = value.split(" at 0x")
+    return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in rest)]))
+
+
+def _range(value: range) -> str:
+    """By its elements, which may be too many to be listed."""
+    steps = (value.step,) if value and value[0] != value[-1] else ()
+    return f"range({','.join(map(_real, (*value[:1], *value[-1:], *steps)))})"
+
+
+def _in_order(name: str) -> Callable[[Any], str]:
+    return lambda value: f"{name}({','.join(map(canonical, value))})"
+
+
+def _in_any_order(value: Any) -> str:
+    return f"set({','.join(sorted(map(canonical, value)))})"
+
+
+def _pairs(value: dict[Any, Any]) -> str:
+    return f"dict({','.join(sorted(f'{canonical(key)}:{canonical(one)}' for key, one in value.items()))})"
+
+
+def _counts(value: dict[Any, Any]) -> str:
+    """Counters are equal where they differ in elements that are counted as 0."""
+    return _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)})
+
+
+_MODULES = ("builtins", "collections", "decimal", "fractions")
+_CANONICAL: dict[str, Callable[[Any], str]] = {
+    "NoneType": repr,
+    **dict.fromkeys(("int", "bool", "float", "Decimal", "Fraction"), _real),
+    "complex": _complex,
+    "str": _text,
+    **dict.fromkeys(("bytes", "bytearray"), lambda value: repr(bytes(value))),
+    "range": _range,
+    **{name: _in_order(name) for name in ("list", "tuple", "deque", "dict_values")},
+    **dict.fromkeys(("set", "frozenset", "dict_keys", "dict_items"), _in_any_order),
+    **dict.fromkeys(("dict", "OrderedDict", "defaultdict"), _pairs),
+    "Counter": _counts,
+}
+
+
+class Untrusted(BaseException):
+    """The other process has answered nonsense, or is gone. No test can catch it with `except Exception`."""
+
+
+class Unjudged(BaseException):
+    """The tests do what two processes cannot do as one would; this says nothing about the program.
+
+    `Link.unjudged` keeps the first reason, as tests may catch it.
+    """
+
+
+def require(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise Untrusted(f"the program's answer is invalid: {type(value).__name__} in place of {kind.__name__}")
+    return value
+
+
+class Remote:
+    """An object of the program that is not plain data."""
+
+    __slots__ = ("_remote",)
+
+    def __init__(self, link: Any, number: int):
+        object.__setattr__(self, "_remote", (link, number))
+
+    def __getattr__(self, name: str) -> Any:
+        return self._remote[0].request("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._remote[0].request("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._remote[0].request("delattr", self, name)
+
+    def __str__(self) -> str:
+        return require(str, self._remote[0].request("special", self, "__str__"))
+
+    def __repr__(self) -> str:
+        return require(str, self._remote[0].request("special", self, "__repr__"))
+
+    def __format__(self, form: str) -> str:
+        return require(str, self._remote[0].request("special", self, "__format__", form))
+
+    def __dir__(self) -> Any:
+        return self._remote[0].request("special", self, "__dir__")
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise self._remote[0].no_verdict("the tests derive a class from one of the program")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._remote[0].no_verdict(f"the tests copy a {type(self).__name__} of the program")
+
+
+_RESULTS = {"__len__": int, "__bool__": bool, "__hash__": int, "__int__": int, "__float__": float, "__index__": int}
+_BUILTIN_CLASSES = {
+    "function": type(no_handle),
+    "generator": type(character for character in ""),
+    "builtin_function_or_method": type(len),
+    **{one.__name__: one for one in (type, map, filter, zip, enumerate, reversed)},
+}
+_DECIDES = {*COMPARISONS, *SPECIALS[: SPECIALS.index("__neg__")]}
+"""Methods by which a program's object may decide about a value of the tests."""
+
+
+def object_class(kinds: list[type], name: str, specials: list[str], narrow: list[str], builtin: str) -> type:
+    """The class of remote objects of a class of the program, by its description."""
+    body: dict[str, Any] = {}
+    for one in (one for one in specials if one in SPECIALS and one not in vars(Remote)):
+        if one == "__contains__" and one in narrow:
+            continue  # by iteration
+        body[one] = _between_objects(one, one in narrow) if one in _DECIDES else _special(one)
+    if "__call__" in body:
+        body["__call__"] = _called
+    if "__eq__" in body:
+        body.setdefault("__hash__", None)
+    for one in {"__exit__", "__aexit__"} & body.keys():
+        body[one] = _left_asynchronously if one == "__aexit__" else _left
+    if builtin == "type":
+        body = {"__eq__": _is_class, "__hash__": object.__hash__, "__getitem__": _of_generic, **body}
+        body["__instancecheck__"] = _has_instance
+    if "__await__" in body:
+        body |= {"__await__": _await_remotely, "send": _result_of, "throw": _ended, "close": lambda self: None}
+    body["__doc__"] = property(lambda self: self._remote[0].request("getattr", self, "__doc__"))
+    if builtin in _BUILTIN_CLASSES:
+        body["__class__"] = property(lambda self: _BUILTIN_CLASSES[builtin])
+    return type(require(str, name), (Remote,), {**body, "__slots__": (), "_remote_kind": len(kinds)})
+
+
+def _called(self: Any, *positional: Any, **named: Any) -> Any:
+    return self._remote[0].request("call", self, positional, named)
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any) -> Any:
+        found = self._remote[0].request("special", self, name, *arguments)
+        return found if name not in _RESULTS else require(_RESULTS[name], found)
+
+    return method
+
+
+def _between_objects(name: str, narrow: bool) -> Callable[..., Any]:
+    """A method that asks the program about two of its objects; a `narrow` one knows no others."""
+
+    def method(self: Any, other: Any, *more: Any) -> Any:
+        link = self._remote[0]
+        if isinstance(other, Remote) and name in ("__eq__", "__ne__"):
+            answers = link.request("equal", self, other)  # the program does not learn which of the two is wanted
+            if answers not in ((True, False), (False, True)):
+                raise link.no_verdict(
+                    f"a {type(self).__name__} of the program equals another and does not, or neither"
+                )
+            return answers[name == "__ne__"]
+        if isinstance(other, Remote):
+            return link.request("special", self, name, other, *more)
+        if narrow:
+            return NotImplemented
+        kinds = f"the program's {type(self).__name__}", f"{type(other).__name__} of the tests"
+        raise link.no_verdict(f"{name} of {kinds[0]} would decide about a {kinds[1]}")
+
+    return method
+
+
+def _left(self: Any, kind: Any, error: Any, trace: Any) -> bool:
+    """The end of a `with` statement."""
+    try:
+        answer = self._remote[0].request("special", self, "__exit__", *_sendable(kind, error), None)
+    except BaseException as raised:
+        answer = raised
+    return _goes_on(self, error, answer)
+
+
+async def _left_asynchronously(self: Any, kind: Any, error: Any, trace: Any) -> bool:
+    try:
+        answer = await self._remote[0].request("special", self, "__aexit__", *_sendable(kind, error), None)
+    except BaseException as raised:
+        answer = raised
+    return _goes_on(self, error, answer)
+
+
+def _sendable(kind: Any, error: Any) -> tuple[Any, Any]:
+    return (kind, error) if error is None or builtin_name(kind) or "_remote" in vars(error) else (Exception, None)
+
+
+def _goes_on(self: Any, error: Any, answer: Any) -> bool:
+    """False: a program that suppresses or replaces exceptions could do so with failures of the tests."""
+    if error is not None and answer and not isinstance(answer, (Untrusted, Unjudged)):
+        raise self._remote[0].no_verdict(f"a {type(self).__name__} of the program handles a {type(error).__name__}")
+    if isinstance(answer, BaseException):
+        raise answer
+    return False
+
+
+def _has_instance(self: Any, value: Any) -> bool:
+    """Whether a value is an object of a remote class."""
+    link = self._remote[0]
+    if isinstance(value, Remote):
+        return bool(require(bool, link.request("special", self, "__instancecheck__", value)))
+    if require(bool, link.request("plain base", self)):
+        raise link.no_verdict("the tests ask for the class of an object of the program that came as plain data")
+    return False
+
+
+def _of_generic(self: Any, parameters: Any) -> Any:
+    """Subscript of a remote class, such as ``Stack[int]``."""
+    return self.__class_getitem__(parameters)
+
+
+def _is_class(self: Any, other: Any) -> bool:
+    """Equality of a remote class, which also equals the `type` of its objects here."""
+    if isinstance(other, type) and issubclass(other, Remote):
+        return bool(require(bool, self._remote[0].request("is_kind", self, vars(other)["_remote_kind"])))
+    return self is other
+
+
+def _await_remotely(self: Any) -> Any:
+    yield from ()  # so that this is a generator, which ends with the result
+    return self._remote[0].request("wait", self)
+
+
+def _result_of(self: Any, value: Any) -> Any:
+    """The only step of a remote coroutine, which runs to its end in the program's process."""
+    raise StopIteration(self._remote[0].request("wait", self))
+
+
+def _ended(self: Any, *error: Any) -> Any:
+    raise self._remote[0].no_verdict("the tests throw into a coroutine of the program")
+
+
+def exception_class(kinds: list[type], name: str, bases: list[Any], module: str) -> type:
+    """The class that stands for a program's class of exceptions: one that the tests can catch and raise."""
+    top = sys.modules.get(module) if module.partition(".")[0] in sys.stdlib_module_names else None
+    known = getattr(top, name, None)
+    if isinstance(known, type) and issubclass(known, Exception) and _is_harmless(known):
+        return known
+    found = tuple(kinds[base] if isinstance(base, int) else getattr(builtins, require(str, base)) for base in bases)
+    if not all(issubclass(base, BaseException) for base in found):
+        raise ValueError(f"{bases} are no classes of exceptions")
+    body = {
+        "__init__": _made_by_tests,
+        "__getattr__": _error_attribute,
+        "__str__": _error_text,
+        "__module__": __name__,
+        "_remote_class": None,
+    }
+    return type(require(str, name).rpartition(".")[2], found, body)
+
+
+def _is_harmless(kind: type[Exception]) -> bool:
+    """Whether tests that catch it catch none of their own failures, and `unittest` runs as it would."""
+    return not issubclass(AssertionError, kind) and kind.__module__.partition(".")[0] != "unittest"
+
+
+def _made_by_tests(self: Any, *arguments: Any, **named: Any) -> None:
+    if named:
+        raise _made_here(self)
+    BaseException.__init__(self, *arguments)
+
+
+def _made_here(error: Any) -> Unjudged:
+    kind = type(error)
+    verdict: Unjudged = kind._remote_class[0].no_verdict(f"the tests make a {kind.__name__} of the program")
+    return verdict
+
+
+def _error_attribute(self: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if "_remote" not in vars(self):
+        raise _made_here(self)
+    return self._remote[0].request("getattr", self, name)
+
+
+def _error_text(self: Any) -> str:
+    own = vars(self).get("_remote_text")
+    return own if isinstance(own, str) else BaseException.__str__(self)
+
+
+def new_exception(kind: Any, link: Any, number: int) -> Any:
+    error = kind.__new__(kind)
+    error._remote = (link, number)
+    return error
 
 
 class Link:
@@ -65,8 +400,8 @@ class Link:
             objects, kinds, narrowed, changed, names, said, content = loads(answer, no_handle)
             self._learn(objects, kinds, narrowed)
             for new in changed:
-                place, inside = loads(new, self._objects.__getitem__, known=known)
-                refill(known[place], inside)
+                position, inside = loads(new, self._objects.__getitem__, known=known)
+                refill(known[position], inside)
             kind, result = loads(content, self._objects.__getitem__, known=known)
             raised = None if kind == "value" else self._error(*result)
             for name, value in zip(names[::2], names[1::2]):

@@ -1,0 +1,353 @@
+"""Samples of tasks drawn in calls of `generate`, with stop rules and log-probabilities: all of a run, or timed."""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import nan
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from tqdm import tqdm
+from transformers import StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
+
+from ..api import enabled, explain
+from ..errors import InputError, out_of_memory
+from ..generation.decoding.token_log_probs import TokenLogProbs
+from ..measurement.calls import (
+    ANCHOR,
+    Drawn,
+    begin_peak,
+    continuation,
+    count_before_end,
+    draw,
+    end_tokens_of,
+    memory_and_logit_errors,
+    peak_over,
+)
+from .prompts import PromptFormat, ThoughtfulAnswer
+from .records import Latency, Mode, Sample, Task
+from .run_folder import Drawing, RunSettings, Unit, claim_folder, open_samples, units_of
+from .stop_rules import StopRule
+
+
+class ProcessedLogProbs(TokenLogProbs):
+    """Gathers the log-probability of every drawn token after temperature and nucleus: 0 at temperature 0, greedy."""
+
+    def __init__(self, temperature: float, top_p: float):
+        super().__init__()
+        self._greedy = temperature == 0
+        self._warpers = [] if self._greedy else [TemperatureLogitsWarper(temperature)]
+        if not self._greedy and top_p < 1:
+            self._warpers.append(TopPLogitsWarper(top_p))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Note the processed logits and return the raw ones as they are: `generate` processes them by itself."""
+        processed = scores.float()
+        if self._greedy:
+            processed = processed.masked_fill(processed < processed.amax(-1, keepdim=True), float("-inf"))
+        for warper in self._warpers:
+            processed = warper(input_ids, processed)
+        super().__call__(input_ids, processed)
+        return scores
+
+
+_ROWS_OF_A_STEP = 128
+"""Rows whose tokens are decoded to text in half a millisecond."""
+
+
+class RowStopping(StoppingCriteria):
+    """Ends each row by its own stop rule, once nothing that may follow belongs to the completion.
+
+    Text is decoded after every step; with ``k * 128`` rows after every ``k``-th one, because decoding makes the host
+    wait for the device. A row then ends some tokens late, which does not change its completion. `prompts` are
+    ``[rows, width]``; `end_tokens` count for `finished_at`: when each row finished, by `time.perf_counter`. With
+    `special`, rules read the text of special tokens too. A tokenizer without a Rust backend decodes a row's whole text
+    each time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        rules: Sequence[StopRule],
+        prompts: Tensor,
+        end_tokens: Sequence[int],
+        *,
+        special: bool = False,
+    ):
+        self.finished_at: list[float | None] = [None] * len(rules)
+        self._tokenizer = tokenizer
+        self._rules, self._width = list(rules), prompts.shape[1]
+        self._anchors = prompts[:, -ANCHOR:].tolist()
+        self._special = special
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None without Rust: rows are decoded anew
+        self._streams: list[DecodeStream | None] = [
+            None if self._backend is None else DecodeStream(ids=ids, skip_special_tokens=not special)
+            for ids in self._anchors
+        ]
+        self._texts = [""] * len(rules)
+        self._end_tokens = set(end_tokens)
+        self._ended = torch.zeros(len(rules), dtype=torch.bool)
+        self._seen = 0
+        self._steps_between = max(1, len(rules) // _ROWS_OF_A_STEP)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Bool ``[rows]``: which rows have finished, given ``[rows, length]`` tokens."""
+        if input_ids.shape[1] - self._width < self._seen + self._steps_between:
+            return self._ended.to(input_ids.device)
+        drawn = input_ids[:, self._width + self._seen :].tolist()
+        self._seen = input_ids.shape[1] - self._width
+        for row in (~self._ended).nonzero().flatten().tolist():
+            if self._ends(row, drawn[row], input_ids):
+                self._ended[row] = True
+                self.finished_at[row] = time.perf_counter()
+        return self._ended.to(input_ids.device)
+
+    def _ends(self, row: int, tokens: list[int], input_ids: Tensor) -> bool:
+        if not self._end_tokens.isdisjoint(tokens):
+            return True
+        before = len(self._texts[row])
+        stream = self._streams[row]
+        if stream is not None:
+            try:
+                self._texts[row] += stream.step(self._backend, tokens) or ""
+            except Exception:  # its only kind: the text of more tokens does not begin with that of fewer
+                stream = self._streams[row] = None
+        if stream is None:
+            ids = input_ids[row, self._width :].tolist()
+            text = continuation(self._tokenizer, self._anchors[row], ids, special=self._special)
+            self._texts[row] = text.removesuffix(
+                "\N{REPLACEMENT CHARACTER}"
+            )  # a character whose last bytes may follow
+        return len(self._texts[row]) != before and self._rules[row].finished(self._texts[row])
+
+
+def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
+    """Within, calls of the model go the drawing's way."""
+    if drawing.way == "stock":
+        return nullcontext()
+    return enabled(model, mode=drawing.mode, sampler=drawing.sampler)
+
+
+@dataclass(frozen=True)
+class DrawnRows:
+    """The rows that a call drew."""
+
+    call: Drawn
+    processed: Tensor | None  # [rows, steps] float32: log-probabilities after temperature and nucleus, if asked for
+    finished_at: list[float]  # when each row finished, by `time.perf_counter`
+
+
+def draw_rows(
+    model: Any,
+    tokenizer: Any,
+    form: PromptFormat,
+    tasks: Sequence[Task],
+    count: int,
+    drawing: Drawing,
+    *,
+    seed: int,
+) -> DrawnRows:
+    """Draw `count` samples of each task in one call, within `sharing`; torch's generators are left as they were."""
+    texts = [form.prompt(task) for task in tasks]
+    batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=form.special_tokens, verbose=False)
+    prompts = batch["input_ids"].repeat_interleave(count, dim=0)
+    rules = [form.stop_rule(task) for task in tasks for _ in range(count)]
+    stopping = RowStopping(tokenizer, rules, prompts, end_tokens_of(model), special=form.thinks)
+    processed = ProcessedLogProbs(drawing.temperature, drawing.top_p) if drawing.processed else None
+    call = draw(
+        model,
+        {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
+        seed=seed,
+        processors=[] if processed is None else [processed],
+        time_every_step=True,
+        max_new_tokens=drawing.max_new_tokens,
+        num_return_sequences=count,
+        stopping_criteria=[stopping],
+        **drawing.options(),
+    )
+    return DrawnRows(
+        call,
+        None if processed is None else processed.of(call.tokens).cpu(),
+        [call.ended if at is None else at for at in stopping.finished_at],
+    )
+
+
+def samples_of(
+    drawn: DrawnRows, model: Any, tokenizer: Any, form: PromptFormat, tasks: Sequence[Task], *, first: int = 0
+) -> list[Sample]:
+    """The samples of a call, in row order: completions as the format cuts them, and log-probabilities of what is kept.
+
+    The kept tokens are the fewest whose text holds the completion: an end token, and what a stop rule cuts off, do not
+    count; thoughts do. `first` is the index of each task's first sample.
+    """
+    call = drawn.call
+    count = len(call.tokens) // len(tasks)
+    ends = set(end_tokens_of(model))
+    samples = []
+    for row, (prompt, tokens) in enumerate(zip(call.prompts.tolist(), call.tokens.tolist(), strict=True)):
+        task = tasks[row // count]
+        length = count_before_end(tokens, ends)
+        text = continuation(tokenizer, prompt, tokens[:length], special=form.thinks)
+        rule = form.stop_rule(task)
+        tokens_of = partial(_tokens_of, tokenizer, prompt, tokens[:length], form.thinks)
+        kept = tokens_of(rule.kept(text))
+        answer = rule.answer_start(text) if isinstance(rule, ThoughtfulAnswer) else 0
+        samples.append(
+            Sample(
+                task_id=task.task_id,
+                index=first + row % count,
+                completion=rule.completion(text),
+                tokens=kept,
+                sum_logp=_sum(call.log_probs, row, kept),
+                sum_processed_logp=None if drawn.processed is None else _sum(drawn.processed, row, kept),
+                thought_tokens=None if not form.thinks else kept if answer is None else tokens_of(answer),
+            )
+        )
+    return samples
+
+
+def _sum(log_probs: Tensor, row: int, kept: int) -> float:
+    return float(log_probs[row, :kept].double().sum())
+
+
+def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], special: bool, characters: int) -> int:
+    """How many of the tokens make the first `characters` characters of text."""
+    if not characters:
+        return 0
+
+    def text_length(count: int) -> int:
+        return len(continuation(tokenizer, prompt, tokens[:count], special=special))
+
+    return bisect.bisect_left(range(len(tokens) + 1), characters, key=text_length)
+
+
+def generate_samples(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    form: PromptFormat,
+    settings: RunSettings,
+    folder: Path,
+    *,
+    shared: bool = False,
+    provenance: dict[str, Any] | None = None,
+) -> int:
+    """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
+
+    Of a `shared` run, those that no other process draws; it ends when all are drawn. An interrupted run loses the unit
+    under way. Started again, it draws the same samples as an uninterrupted run on the same device and versions. An
+    InputError where the folder belongs to another run, another process draws into it and the run is not shared, or the
+    rows of a call do not fit into memory.
+    """
+    claim_folder(folder, settings, provenance or {})
+    ids = [task.task_id for task in tasks]
+    units, drawn = units_of(len(tasks), settings.n, settings.rows), 0
+    no_memory = InputError(
+        f"calls of up to {settings.rows} rows and {settings.drawing.max_new_tokens} new tokens do not fit into the "
+        f"memory of {model.device}; pass a smaller `rows`, and another `out`"
+    )
+    opened = open_samples(folder, units, ids, shared=shared)
+    with opened as (file, left, there), sharing(model, settings.drawing):
+        bar = tqdm(
+            total=_samples(units),
+            initial=there,
+            desc="samples",
+            unit="sample",
+            disable=None,
+        )
+        for unit in left:
+            chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)
+            with memory_and_logit_errors(model, lambda: no_memory):
+                rows = draw_rows(model, tokenizer, form, chosen, unit.count, settings.drawing, seed=seed)
+            file.write(samples_of(rows, model, tokenizer, form, chosen, first=unit.first))
+            drawn += _samples([unit])
+            bar.update(_samples([unit]))
+        bar.close()
+    return drawn
+
+
+def _samples(units: Sequence[Unit]) -> int:
+    return sum(unit.count * len(unit.tasks) for unit in units)
+
+
+_WARM_UP_TOKENS: Final = 8
+
+
+def measure_latency(
+    model: Any,
+    tokenizer: Any,
+    form: PromptFormat,
+    tasks: Sequence[Task],
+    n: int,
+    drawing: Drawing,
+    *,
+    device: str,
+    seed: int = 0,
+) -> Latency:
+    """Time drawing n samples of one prompt in a call, a call for each task.
+
+    Rows end by their stop rules, as when samples are drawn for scoring. On a GPU each call is made once before it is
+    timed: cuDNN's attention, which stock transformers gets from PyTorch, takes tens of milliseconds to plan for each
+    length that it has not met. The way ``shared`` is what `enable` does: calls that gain nothing from it, such as one
+    sample of one prompt, run stock. Peak memory is what a CUDA device allocated over what it held before the call.
+    """
+    asked = drawing.mode if drawing.way == "shared" and drawing.mode != "auto" else "eager"
+    row = Latency(drawing.way, cast(Mode, asked), n, device)
+    on_gpu = model.device.type == "cuda"
+    # On the CPU, eager steps only need the libraries to be initialised.
+    warm_up = drawing if on_gpu or drawing.mode not in ("eager", "auto") else _short(drawing)
+    runs: list[DrawnRows] = []
+    peaks: list[int] = []
+    try:
+        with sharing(model, drawing):
+            for number, task in enumerate(tasks):
+                if number == 0 or on_gpu:
+                    draw_rows(model, tokenizer, form, [task], n, warm_up, seed=seed)
+                before = begin_peak(model.device)
+                runs.append(draw_rows(model, tokenizer, form, [task], n, drawing, seed=seed))
+                if (peak := peak_over(model.device, before)) is not None:
+                    peaks.append(peak)
+            if drawing.way == "shared" and (call := explain(model).last_call) is not None:
+                row = replace(row, mode=cast(Mode, call.mode))
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        runs.clear()
+        gc.collect()
+        return replace(row, status="out of memory")
+    ends = [sorted(at - run.call.started for at in run.finished_at) for run in runs]
+    samples = {"first": 0, "median": (n - 1) // 2, "last": n - 1}
+    times: dict[str, Any] = {
+        f"{name}_sample_s{suffix}": _percentile([own[at] for own in ends], share)
+        for name, at in samples.items()
+        for suffix, share in (("", 50), ("_p90", 90))
+    }
+    steps = [1e3 * (after - before) for run in runs for before, after in pairwise(run.call.step_times)]
+    return replace(
+        row,
+        prefill_s=_percentile([run.call.first_token_s for run in runs], 50),
+        ms_per_step_p50=_percentile(steps, 50),
+        ms_per_step_p90=_percentile(steps, 90),
+        **times,
+        peak_bytes=max(peaks, default=None),
+        runs=len(runs),
+    )
+
+
+def _short(drawing: Drawing) -> Drawing:
+    return replace(drawing, max_new_tokens=min(_WARM_UP_TOKENS, drawing.max_new_tokens))
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return float(np.percentile(values, share)) if values else nan

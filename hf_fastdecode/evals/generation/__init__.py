@@ -1,1 +1,0 @@
-"""Drawing many samples of each task, and timing it."""

@@ -1,0 +1,424 @@
+"""The report of a run folder: accuracy over tasks, from samples and verdicts, and latency, from runs of its own.
+
+The two are measured separately and joined by n only.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import numpy as np
+
+from ..errors import InputError
+from .metrics import RANKERS, Deduplicate, Pool, Ranker, build_pools, pass_at_ranker
+from .metrics.estimates import bootstrap_interval, powers_of_two
+from .records import Latency, Mode, Way, read_samples, read_verdicts, thoughts_line
+from .run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
+
+SHOWN: Final[tuple[Ranker, ...]] = ("oracle", "mean_logp")
+"""The curves that are set against latency: pass@n and pass@top-m."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy of one ranker against n: means over tasks, one for each n of the `Accuracy`."""
+
+    ranker: Ranker  # who chooses the candidates that are run
+    values: tuple[float, ...]
+    lows: tuple[float, ...]  # of the 95 % bootstrap interval over tasks; NaN with a single task
+    highs: tuple[float, ...]
+    errors: tuple[float, ...] | None = None  # standard errors of Monte Carlo estimates; None for exact values
+
+
+@dataclass(frozen=True)
+class TaskCounts:
+    """The pool of one task: judged samples, those that passed, groups of duplicates, and groups that pass."""
+
+    task_id: str
+    samples: int
+    passed: int
+    distinct: int
+    distinct_passed: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy of the judged samples."""
+
+    m: int | None  # candidates that are run; None where samples were not ranked
+    ns: tuple[int, ...]  # numbers of samples
+    curves: dict[Ranker, Curve]  # `oracle` is pass@n
+    tasks: tuple[TaskCounts, ...]
+    statuses: dict[str, int]  # verdicts by status, of all samples
+    at_most: Curve | None = None  # pass@n if all unjudged samples were right; None where none is unjudged
+
+    def label(self, ranker: Ranker) -> str:
+        return {
+            "oracle": "pass@n",
+            "mean_logp": f"pass@top{self.m}, mean log-p",
+            "sum_logp": f"pass@top{self.m}, sum log-p",
+            "random": f"first {self.m} distinct, unranked",
+            "votes": f"majority vote, top {self.m}",
+        }[ranker]
+
+    def short_label(self, ranker: Ranker) -> str:
+        """The name of a curve of `SHOWN`, as the paper has it."""
+        return "pass@n" if ranker == "oracle" else f"pass@top{self.m}"
+
+    def value(self, ranker: Ranker, n: int) -> float:
+        return self.curves[ranker].values[self.ns.index(n)]
+
+
+def measure_accuracy(
+    pools: Sequence[Pool],
+    rankers: Sequence[Ranker],
+    ns: Sequence[int],
+    *,
+    m: int | None,
+    statuses: Counter[str],
+    seed: int = 0,
+    best: Sequence[Pool] | None = None,
+) -> Accuracy:
+    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one; of `best` pools, in which
+    unjudged samples have passed, that of pass@n.
+    """
+
+    def curve(ranker: Ranker, pools: Sequence[Pool]) -> Curve:
+        found = [pass_at_ranker(pool, ranker, ns, m=m or 1, seed=seed) for pool in pools]
+        values = np.array([value for value, _ in found])  # [tasks, ns]
+        lows, highs = bootstrap_interval(values, seed=seed)
+        squares = [error**2 for _, error in found if error is not None]
+        errors = np.sqrt(np.sum(squares, axis=0)) / len(pools) if squares else None
+        return Curve(
+            ranker,
+            tuple(values.mean(axis=0).tolist()),
+            tuple(lows.tolist()),
+            tuple(highs.tolist()),
+            None if errors is None else tuple(errors.tolist()),
+        )
+
+    counts = tuple(
+        TaskCounts(
+            pool.task_id,
+            len(pool.passed),
+            pool.correct,
+            pool.distinct,
+            len({key for key, right in zip(pool.keys, pool.passed) if right}),
+        )
+        for pool in pools
+    )
+    curves = {ranker: curve(ranker, pools) for ranker in rankers}
+    at_most = None if best is None else curve("oracle", best)
+    return Accuracy(m, tuple(ns), curves, counts, dict(statuses.most_common()), at_most)
+
+
+_COUNTS: Final = ("n", "peak_bytes", "runs")
+_SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
+_REQUIRED: Final = ("way", "mode", "n", "device", "last_sample_s")
+_ONE_OF_EACH: Final = ("model", "dtype", "task", "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
+"""Further columns, in which all rows that have them must agree: a folder is about one model and one task."""
+
+
+def read_latency(path: Path) -> tuple[Latency, ...]:
+    """The rows of ``latency.csv``, sorted by device, way, mode and n.
+
+    The column ``way`` is ``stock``, ``shared``, or ``shared:MODE`` where a mode was asked for by name. Where two ways
+    ran in the same mode, the later row that has numbers counts.
+    """
+    try:
+        reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text; remove it and time again") from error
+    columns = reader.fieldnames or ()
+    if missing := [name for name in _REQUIRED if name not in columns]:
+        raise InputError(f"{path} must have the columns {', '.join(_REQUIRED)}, got none named {missing[0]!r}")
+    lines = list(reader)
+    rows: dict[tuple[Any, ...], Latency] = {}
+    asked: set[tuple[Any, ...]] = set()
+    for number, line in enumerate(lines, 2):
+        row = _latency_row(path, number, line)
+        key = row.device, row.way, row.mode, row.n
+        if (line["way"], *key) in asked:
+            raise InputError(
+                f"{path}: there are two rows of {line['way']}, {row.mode}, n = {row.n} on {row.device}; remove one"
+            )
+        asked.add((line["way"], *key))
+        if row.status == "ok" or key not in rows:
+            rows[key] = row
+    for name in _ONE_OF_EACH:
+        if len(values := sorted({line[name] for line in lines if line.get(name)})) > 1:
+            raise InputError(f"{path}: rows are of {name} {values[0]} and {values[1]}; keep those of one in a folder")
+    ways, modes = get_args(Way), get_args(Mode)
+    return tuple(
+        sorted(rows.values(), key=lambda row: (row.device, ways.index(row.way), modes.index(row.mode), row.n))
+    )
+
+
+def read_subject(path: Path) -> dict[str, str]:
+    """Model, dtype and task of ``latency.csv``, where its columns name them."""
+    with path.open(newline="", encoding="utf-8") as file:
+        first = next(csv.DictReader(file), {})
+    return {name: first[name] for name in ("model", "dtype", "task") if first.get(name)}
+
+
+def _latency_row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
+    def wrong(name: str, wanted: str) -> InputError:
+        return InputError(f"{path}, line {number}: {name} must be {wanted}, got {line.get(name)!r}")
+
+    values: dict[str, Any] = {"way": line["way"].partition(":")[0], "mode": line["mode"], "device": line["device"]}
+    for name, known in (("way", get_args(Way)), ("mode", get_args(Mode))):
+        if values[name] not in known:
+            raise wrong(name, f"one of {', '.join(known)}")
+    values["status"] = line.get("status") or "ok"
+    for name in (*_COUNTS, *_SECONDS):
+        if line.get(name):
+            try:
+                values[name] = int(line[name]) if name in _COUNTS else float(line[name])
+            except ValueError:
+                raise wrong(name, "a whole number" if name in _COUNTS else "a number") from None
+    if values.get("n", 0) < 1:
+        raise wrong("n", "a whole number of at least 1")
+    if values["status"] == "ok" and not 0 < values.get("last_sample_s", 0) < math.inf:
+        raise wrong("last_sample_s", "above 0 seconds where the status is ok")
+    return Latency(**values)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Latency against n, in one way and mode on one device: the measurements with numbers, by n."""
+
+    device: str
+    way: Way
+    mode: Mode
+    rows: tuple[Latency, ...]
+
+    @property
+    def label(self) -> str:
+        name = "hf_fastdecode" if self.way == "shared" else "transformers"
+        return f"{name}, {self.mode}"
+
+    def at(self, n: int) -> Latency | None:
+        return next((row for row in self.rows if row.n == n), None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The best accuracy within a time budget, and the n and seconds that give it."""
+
+    seconds: float
+    n: int
+    value: float
+
+
+def lines_of(rows: Iterable[Latency]) -> list[Line]:
+    """The lines of the rows that have numbers, in the order of the rows."""
+    found: dict[tuple[str, Way, Mode], list[Latency]] = {}
+    for row in rows:
+        if row.status == "ok":
+            found.setdefault((row.device, row.way, row.mode), []).append(row)
+    return [Line(*key, tuple(sorted(own, key=lambda row: row.n))) for key, own in found.items()]
+
+
+def fastest(lines: Iterable[Line], way: Way, device: str) -> Line | None:
+    """The line of a way on a device that reaches the largest n, and of several the fastest there."""
+    own = [line for line in lines if (line.way, line.device) == (way, device)]
+    return min(own, key=lambda line: (-line.rows[-1].n, line.rows[-1].last_sample_s), default=None)
+
+
+def points(accuracy: Accuracy, ranker: Ranker, line: Line) -> list[tuple[int, float, float]]:
+    """n, seconds until the last of n samples, and accuracy, for each n that has both."""
+    return [(row.n, row.last_sample_s, accuracy.value(ranker, row.n)) for row in line.rows if row.n in accuracy.ns]
+
+
+def accuracy_within(accuracy: Accuracy, ranker: Ranker, line: Line) -> list[Step]:
+    """The best accuracy within a time budget, as steps: of all n whose last sample is there in time, the best."""
+    steps: list[Step] = []
+    for n, seconds, value in sorted(points(accuracy, ranker, line), key=lambda point: point[1]):
+        if not steps or value > steps[-1].value:
+            steps.append(Step(seconds, n, value))
+    return steps
+
+
+def largest_n_within(line: Line, factor: float = 2.0) -> int | None:
+    """The largest n that takes at most `factor` times the latency of n = 1; None where n = 1 was not measured."""
+    one = line.at(1)
+    if one is None:
+        return None
+    return max(row.n for row in line.rows if row.last_sample_s <= factor * one.last_sample_s)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Accuracy and latency of a run folder."""
+
+    settings: dict[str, Any]  # of the report, and those of the run where settings.json has them
+    accuracy: Accuracy | None  # None where no sample was judged
+    latency: tuple[Latency, ...]  # rows of latency.csv; none where nothing was timed
+    notes: tuple[str, ...]  # what a reader must know to trust the numbers, one sentence each
+
+    @property
+    def lines(self) -> list[Line]:
+        """Latency against n, a line for each way, mode and device."""
+        return lines_of(self.latency)
+
+    @property
+    def title(self) -> str:
+        """Model, task and number of samples in a line."""
+        run = self.settings["run"]
+        parts = [f"{name} {run[name]}" for name in ("model", "task") if run.get(name)]
+        if self.accuracy is not None:
+            fewest = min(task.samples for task in self.accuracy.tasks)
+            tasks = len(self.accuracy.tasks)
+            parts.append(f"{tasks:,} task{'' if tasks == 1 else 's'}, {fewest:,} samples of each")
+        return "; ".join(parts) or "latency"
+
+
+def report(
+    folder: Path,
+    *,
+    m: int | None = 3,
+    ks: Sequence[int] | None = None,
+    seed: int = 0,
+    deduplicate: Deduplicate = "text",
+) -> Report:
+    """Read a run folder and compute everything that is shown of it.
+
+    Files of the folder, each of which may be missing:
+
+    - ``samples.jsonl`` and ``verdicts.jsonl``: `Sample` and `Verdict` as JSON lines; without verdicts, latency only.
+    - ``latency.csv``: rows of `Latency`; without it, accuracy only.
+    - ``settings.json``: an object with the settings of the run; ``model`` and ``task`` stand in titles.
+
+    A ranking may run `m` candidates; without `m` there are no rankings, as for samples without log-probabilities. By
+    default `ks` are the powers of two up to the smallest pool, its size, and the n that were timed. An InputError says
+    what is missing or wrong.
+    """
+    if m is not None and m < 1:
+        raise InputError(f"m must be at least 1, got {m}; it counts the candidates that are run")
+    latency = read_latency(folder / LATENCY) if (folder / LATENCY).exists() else ()
+    notes: list[str] = []
+    accuracy = None
+    if (folder / VERDICTS).exists():
+        accuracy = _measured(folder, m, ks, [row.n for row in latency], seed, deduplicate, notes)
+    elif not latency:
+        raise InputError(
+            f"{folder} has neither {VERDICTS} nor {LATENCY}; sample and score a task first, or name another folder"
+        )
+    notes += _failures(latency)
+    settings = {
+        "m": m,
+        "seed": seed,
+        "deduplicate": deduplicate,
+        "interval": "95 % percentile bootstrap over tasks, 10,000 resamples",
+        "run": _run_settings(folder / SETTINGS) or (read_subject(folder / LATENCY) if latency else {}),
+    }
+    return Report(settings, accuracy, latency, tuple(notes))
+
+
+def _measured(
+    folder: Path,
+    m: int | None,
+    ks: Sequence[int] | None,
+    timed: Sequence[int],
+    seed: int,
+    deduplicate: Deduplicate,
+    notes: list[str],
+) -> Accuracy:
+    """Accuracy of the judged samples; what is remarkable about them is added to the notes."""
+    if not (folder / SAMPLES).exists():
+        raise InputError(f"{folder} has {VERDICTS} but not {SAMPLES}; put the samples that were scored beside it")
+    samples, verdicts = read_samples(folder / SAMPLES), read_verdicts(folder / VERDICTS)
+    try:
+        pools, left_out = build_pools(samples, verdicts, deduplicate)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
+    if not pools:
+        raise InputError(
+            f"{folder}: none of {len(samples)} samples has a verdict; score them, or remove {VERDICTS} to report on "
+            "latency only"
+        )
+    notes += _remarks(samples_of=Counter(sample.task_id for sample in samples), pools=pools, left_out=left_out)
+    settled = [pool.settle() for pool in pools]
+    pools = [pool for pool, _ in settled]
+    if flips := sum(changed for _, changed in settled):
+        notes.append(
+            f"Equal samples have different verdicts, so the scoring is flaky; {flips:,} were changed to those of the "
+            "majority, a tie counting as failed"
+        )
+    if said := thoughts_line(samples):
+        notes.append(said)
+    fewest = min(len(pool.passed) for pool in pools)
+    rankers: list[Ranker] = ["oracle"] if m is None else list(RANKERS)
+    if m is None:
+        notes.append("Samples were not ranked.")
+    elif unknown := sum(score is None for pool in pools for score in pool.mean_logp):
+        raise InputError(
+            f"{folder / SAMPLES}: pass@top{m} ranks by log-probabilities, which {unknown:,} of "
+            f"{sum(len(pool.passed) for pool in pools):,} judged samples lack; have the model score them, or leave "
+            "rankings out"
+        )
+    if ks is not None and (out := [k for k in ks if not 1 <= k <= fewest]):
+        raise InputError(
+            f"n must be between 1 and the {fewest} judged samples of the smallest pool, got {out[0]}; draw more "
+            "samples or leave it out"
+        )
+    ns = sorted(set(ks)) if ks is not None else sorted({*powers_of_two(fewest), *(n for n in timed if n <= fewest)})
+    last = {(verdict.task_id, verdict.index): verdict for verdict in verdicts}
+    statuses = Counter[str](verdict.status for verdict in last.values())
+    best = None
+    if unjudged := statuses["unjudged"]:
+        right = [replace(one, status="pass") if one.status == "unjudged" else one for one in last.values()]
+        best = [pool.settle()[0] for pool in build_pools(samples, right, deduplicate)[0]]
+        tasks = len({one.task_id for one in last.values() if one.status == "unjudged"})
+        notes.append(
+            f"{unjudged:,} samples of {tasks:,} task{'' if tasks == 1 else 's'} cannot be judged: they count as "
+            "failed, and in the column 'at most' as passed"
+        )
+    return measure_accuracy(pools, rankers, ns, m=m, statuses=statuses, seed=seed, best=best)
+
+
+def _remarks(*, samples_of: Counter[str], pools: Sequence[Pool], left_out: int) -> list[str]:
+    remarks = []
+    if left_out:
+        lost = len(samples_of) - len(pools)
+        remarks.append(
+            f"{left_out:,} of {samples_of.total():,} samples have no verdict and are left out"
+            + (f", and with them {lost:,} task{'' if lost == 1 else 's'}" if lost else "")
+        )
+    sizes = [len(pool.passed) for pool in pools]
+    if min(sizes) < max(sizes):
+        remarks.append(
+            f"Tasks have between {min(sizes):,} and {max(sizes):,} judged samples; n goes up to {min(sizes):,}"
+        )
+    if len(pools) == 1:
+        remarks.append("A single task gives no interval over tasks.")
+    return remarks
+
+
+def _failures(latency: Sequence[Latency]) -> list[str]:
+    """Measurements without numbers, a sentence for each cause."""
+    found: dict[str, list[str]] = {}
+    for row in latency:
+        if row.status != "ok":
+            found.setdefault(f"{row.way}, {row.mode} on {row.device}: {row.status}", []).append(f"{row.n:,}")
+    return [f"{cause} at n = {', '.join(ns)}" for cause, ns in found.items()]
+
+
+def _run_settings(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}; mend or remove it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object, got a {type(found).__name__}; mend or remove it")
+    return found

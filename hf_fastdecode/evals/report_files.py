@@ -1,0 +1,329 @@
+"""The files of a report: metrics.json, curve.csv, pictures and a self-contained page; and its tables in a terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..files import write_rows, write_text
+from .records import Latency, Way
+from .report import SHOWN, Accuracy, Curve, Line, Report, accuracy_within, fastest, largest_n_within
+from .report_figures import AGAINST_LATENCY, AGAINST_N, draw_against_latency, draw_against_n
+
+Cells = tuple[list[str], list[list[str]]]
+"""A table's head, where lines may break, and its rows."""
+
+
+def accuracy_table(accuracy: Accuracy) -> Cells:
+    """A row for each n, a column for each ranker; beside pass@n, what it is if unjudged samples are right."""
+    curves = {accuracy.label(ranker): curve for ranker, curve in accuracy.curves.items()}
+    if accuracy.at_most is not None:
+        (first, own), *others = curves.items()
+        curves = {first: own, f"{first}, at most": accuracy.at_most, **dict(others)}
+    head = ["n", *(label.replace(", ", ",\n") for label in curves)]
+    rows = [[f"{n:,}", *(_percent(curve, at) for curve in curves.values())] for at, n in enumerate(accuracy.ns)]
+    return head, rows
+
+
+def latency_tables(found: Report) -> dict[str, Cells]:
+    """By device, a row for each measurement, times in seconds; beside a shared one, what stock takes over its time."""
+    times = ["prefill,\ns", "ms/step", "first,\ns", "median,\ns", "last,\ns", "p90,\ns"]
+    head = ["way", "mode", "n", *times, "peak,\nGiB", "stock/\nshared"]
+    tables: dict[str, Cells] = {}
+    for row in found.latency:
+        cells = [
+            row.way,
+            row.mode,
+            f"{row.n:,}",
+            _number(row.prefill_s),
+            _number(row.ms_per_step_p50),
+            _number(row.first_sample_s),
+            _number(row.median_sample_s),
+            _number(row.last_sample_s) if row.status == "ok" else "none",
+            _number(row.last_sample_s_p90),
+            _number(math.nan if row.peak_bytes is None else row.peak_bytes / 2**30),
+            _ratio(row, found),
+        ]
+        tables.setdefault(row.device, (head, []))[1].append(cells)
+    return tables
+
+
+def growth_lines(found: Report) -> list[str]:
+    """How many samples fit into twice the latency of one, a sentence for each line."""
+    return [
+        f"{line.label} on {line.device}: {n:,} sample{'' if n == 1 else 's'} within twice the latency of one"
+        for line in found.lines
+        if (n := largest_n_within(line)) is not None
+    ]
+
+
+def task_table(accuracy: Accuracy) -> Cells:
+    rows = [
+        [task.task_id, f"{task.samples:,}", f"{task.passed:,}", f"{task.distinct:,}", f"{task.distinct_passed:,}"]
+        for task in accuracy.tasks
+    ]
+    return ["task", "samples", "passed", "distinct", "distinct, passed"], rows
+
+
+def status_line(accuracy: Accuracy) -> str:
+    return "verdicts: " + ", ".join(f"{count:,} {status}" for status, count in accuracy.statuses.items())
+
+
+def _percent(curve: Curve, at: int) -> str:
+    """A value, with its interval if it is one of those set against latency, or with the error of an estimate."""
+    value, low, high = (100 * own[at] for own in (curve.values, curve.lows, curve.highs))
+    if curve.errors is not None:
+        return f"{value:.1f}% ± {100 * curve.errors[at]:.1f}"
+    return f"{value:.1f}%" + (f" [{low:.0f}, {high:.0f}]" if curve.ranker in SHOWN and not math.isnan(low) else "")
+
+
+def _ratio(row: Latency, found: Report) -> str:
+    """Stock's latency over that of a shared row."""
+    if row.way != "shared":
+        return ""
+    stock = [other for other in found.latency if (other.way, other.device, other.n) == ("stock", row.device, row.n)]
+    same = [other for other in stock if other.mode == row.mode] or (stock if len(stock) == 1 else [])
+    return f"{same[0].last_sample_s / row.last_sample_s:.1f}x" if same and same[0].status == "ok" else ""
+
+
+def _number(value: float) -> str:
+    """At least three digits that count; empty where unknown."""
+    if math.isnan(value):
+        return ""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
+
+
+def report_text(found: Report) -> RenderableType:
+    """Accuracy against n, latency against n and what a reader must know, as tables for a terminal."""
+    parts: list[RenderableType] = [Text(found.title, style="bold")]
+    if found.accuracy is not None:
+        parts += [
+            _terminal_table("accuracy, with 95 % intervals over tasks", *accuracy_table(found.accuracy)),
+            Text(status_line(found.accuracy)),
+        ]
+    for device, cells in latency_tables(found).items():
+        parts.append(_terminal_table(f"latency on {device}, medians over prompts", *cells))
+    parts += [Text(line) for line in growth_lines(found)]
+    parts += [Text(f"note: {note}", style="yellow") for note in found.notes]
+    return Group(*parts)
+
+
+def _terminal_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    # Narrow, since a terminal may have 80 columns: no lines between columns.
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title, table.title_justify, table.title_style = Text(f"\n{title}"), "left", ""
+    for name in head:
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+PAGE: Final = "report.html"
+
+# The policy has a browser refuse to fetch anything, whatever a task's name might smuggle in.
+_HEAD: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #202124; background: #fff; max-width: 68rem; margin: 2rem auto;
+  padding: 0 1rem }}
+h1 {{ font-size: 1.4rem }}
+h2 {{ font-size: 1.1rem; margin-top: 2rem }}
+img {{ max-width: 100%; height: auto }}
+.wide {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.87rem }}
+th, td {{ padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid #e0e0e0; white-space: nowrap }}
+th:first-child, td:first-child {{ text-align: left }}
+.note {{ background: #fef7e0; padding: 0.3rem 0.6rem; margin: 0.3rem 0 }}
+pre {{ background: #f5f5f5; padding: 0.6rem; overflow-x: auto; font-size: 0.82rem }}
+</style>
+</head>
+<body>
+"""
+
+
+def page(found: Report, pictures: Mapping[str, bytes]) -> str:
+    """The page's text; pictures are PNG bytes by what they show."""
+    accuracy = found.accuracy
+    parts = [_HEAD.format(title=escape(found.title)), f"<h1>{escape(found.title)}</h1>\n"]
+    parts += [f'<p class="note">{escape(note)}</p>\n' for note in found.notes]
+    for name, picture in pictures.items():
+        source = b64encode(picture).decode()
+        parts.append(f'<p><img alt="{escape(name)}" src="data:image/png;base64,{source}"></p>\n')
+    if accuracy is not None:
+        m = accuracy.m
+        parts += [
+            "<h2>Accuracy</h2>\n",
+            "<p>pass@n: some of n samples passes its tests."
+            + (f" pass@top{m}: one of the {m} best-ranked distinct samples passes." if m is not None else "")
+            + " Means over all subsets of n samples of each task's pool, with 95 % bootstrap intervals over tasks in "
+            "brackets; ± is the standard error of an estimate by Monte Carlo.</p>\n",
+            *_html_table(*accuracy_table(accuracy)),
+            f"<p>{escape(status_line(accuracy))}</p>\n",
+        ]
+    if found.latency:
+        parts += [
+            "<h2>Latency</h2>\n",
+            "<p>Medians over prompts, each in a call of its own, measured separately from the scored samples. "
+            "Accuracy and latency are joined by n only; within a time budget, the most accurate n whose last sample "
+            "is in time counts.</p>\n",
+            *(
+                part
+                for device, cells in latency_tables(found).items()
+                for part in (f"<h3>{escape(device)}</h3>\n", *_html_table(*cells))
+            ),
+            *(f"<p>{escape(line)}</p>\n" for line in growth_lines(found)),
+        ]
+    if accuracy is not None:
+        parts += ["<h2>Tasks</h2>\n", *_html_table(*task_table(accuracy))]
+    settings = json.dumps(found.settings, indent=1, ensure_ascii=False)
+    parts += ["<h2>Settings</h2>\n", f"<pre>{escape(settings)}</pre>\n", "</body>\n</html>\n"]
+    return "".join(parts)
+
+
+def _html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
+
+    return ['<div class="wide"><table>\n', line(head, "th"), *(line(row, "td") for row in rows), "</table></div>\n"]
+
+
+METRICS: Final = "metrics.json"
+CURVE: Final = "curve.csv"
+
+
+def write_report(found: Report, folder: Path) -> list[Path]:
+    """Write metrics.json, curve.csv, the pictures and report.html into a folder, and return their paths."""
+    pictures: dict[str, Path] = {}
+    for name, file, draw in (
+        ("accuracy against latency", AGAINST_LATENCY, draw_against_latency),
+        ("accuracy against n", AGAINST_N, draw_against_n),
+    ):
+        if draw(found, folder / file) is not None:
+            pictures[name] = folder / file
+        else:
+            (folder / file).unlink(missing_ok=True)  # of an earlier report, which had something to draw
+    return [
+        write_metrics(found, folder / METRICS),
+        write_rows(folder / CURVE, list(curve_rows(found)), columns=("n", "device"), line_end="\n"),
+        *pictures.values(),
+        write_text(folder / PAGE, page(found, {name: picture.read_bytes() for name, picture in pictures.items()})),
+    ]
+
+
+def write_metrics(found: Report, path: Path) -> Path:
+    """Write everything as JSON: settings, curves with intervals, counts of each task, latency; unknown is null."""
+    text = json.dumps(_known(metrics(found)), ensure_ascii=False, allow_nan=False, indent=1)
+    return write_text(path, text + "\n")
+
+
+def metrics(found: Report) -> dict[str, Any]:
+    """The content of metrics.json, where unknown numbers are still NaN."""
+    accuracy, lines = found.accuracy, found.lines
+    budgets = (
+        []
+        if accuracy is None
+        else [
+            {
+                "device": line.device,
+                "way": line.way,
+                "mode": line.mode,
+                "ranker": ranker,
+                "steps": [asdict(step) for step in accuracy_within(accuracy, ranker, line)],
+            }
+            for line in lines
+            for ranker in SHOWN
+            if ranker in accuracy.curves
+        ]
+    )
+    return {
+        "settings": found.settings,
+        "notes": list(found.notes),
+        "accuracy": None if accuracy is None else _accuracy_fields(accuracy),
+        "latency": [asdict(row) for row in found.latency],
+        "largest_n_within_twice_the_latency_of_one": [
+            {"device": line.device, "way": line.way, "mode": line.mode, "n": largest_n_within(line)} for line in lines
+        ],
+        "accuracy_within": budgets,
+    }
+
+
+def _accuracy_fields(accuracy: Accuracy) -> dict[str, Any]:
+    return {
+        "n": list(accuracy.ns),
+        "curves": {
+            ranker: {
+                "label": accuracy.label(ranker),
+                "values": curve.values,
+                "low": curve.lows,
+                "high": curve.highs,
+                "monte_carlo_standard_error": curve.errors,
+            }
+            for ranker, curve in accuracy.curves.items()
+        },
+        "at_most": None if accuracy.at_most is None else accuracy.at_most.values,
+        "statuses": accuracy.statuses,
+        "tasks": [asdict(task) for task in accuracy.tasks],
+    }
+
+
+def _known(value: Any) -> Any:
+    """Without NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _known(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def curve_rows(found: Report) -> Iterator[dict[str, Any]]:
+    """A row for each device and n: pass@n and pass@top-m with their intervals, seconds to the last sample by way.
+
+    Of several modes of a way, the one that is the fastest at its largest n stands for it. Without latency there is one
+    row for each n, and the device is empty.
+    """
+    accuracy, lines = found.accuracy, found.lines
+    for device in list(dict.fromkeys(line.device for line in lines)) or [""]:
+        ways: dict[Way, Line | None] = {way: fastest(lines, way, device) for way in get_args(Way)}
+        timed = {row.n for line in ways.values() if line for row in line.rows}
+        for n in sorted({*timed, *(accuracy.ns if accuracy else ())}):
+            row: dict[str, Any] = {"n": n, "device": device}
+            if accuracy is not None:
+                row |= _accuracy_cells(accuracy, n)
+            for way, line in ways.items():
+                at = line.at(n) if line else None
+                row[f"{way}_mode"] = line.mode if line else ""
+                row[f"{way}_last_sample_s"] = _cell(at.last_sample_s if at else None)
+                row[f"{way}_last_sample_s_p90"] = _cell(at.last_sample_s_p90 if at else None)
+            yield row
+
+
+def _accuracy_cells(accuracy: Accuracy, n: int) -> dict[str, Any]:
+    cells: dict[str, Any] = {}
+    for ranker in SHOWN:
+        curve = accuracy.curves.get(ranker)
+        if curve is not None:
+            name = accuracy.short_label(ranker)
+            at = accuracy.ns.index(n) if n in accuracy.ns else None
+            for suffix, values in (("", curve.values), ("_low", curve.lows), ("_high", curve.highs)):
+                cells[name + suffix] = _cell(None if at is None else values[at])
+    return cells
+
+
+def _cell(value: float | None) -> float | str:
+    return "" if value is None or math.isnan(value) else value

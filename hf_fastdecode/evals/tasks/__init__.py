@@ -1,7 +1,0 @@
-"""Where tasks come from: the package, files in published forms, the hub."""
-
-from __future__ import annotations
-
-from .load import SPLITS, TASK_NAMES, TaskIds, TaskSet, load_tasks
-
-__all__ = ["SPLITS", "TASK_NAMES", "TaskIds", "TaskSet", "load_tasks"]
