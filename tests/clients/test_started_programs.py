@@ -123,7 +123,8 @@ def run_both(monkeypatch):
 
 
 def test_evalplus_codegen(tmp_path, monkeypatch, run_both):
-    pytest.importorskip("tree_sitter_python", reason="evalplus's command line needs more than its decoder")
+    for name in ("appdirs", "fire", "tempdir", "tree_sitter_python", "wget"):
+        pytest.importorskip(name, reason="evalplus's command line needs more than its decoder")
     lines = [
         {"task_id": f"HumanEval/{number}", "prompt": few_shot_prompt(task, 2), "entry_point": "none"}
         | dict.fromkeys(("contract", "canonical_solution", "base_input", "plus_input", "atol"), "")
@@ -135,8 +136,8 @@ def test_evalplus_codegen(tmp_path, monkeypatch, run_both):
 
     def words(stock):
         drawn = ["--n_samples", "4", "--temperature", "0.8", "--root", str(tmp_path / str(stock))]
-        model = ["--model", fd.embedded_folder(), "--dtype", "float32"]
-        return ["evalplus.codegen", "--dataset", "humaneval", "--backend", "hf", *map(str, model), *drawn]
+        model = ["--model", str(fd.embedded_folder()), "--dtype", "float32"]
+        return ["evalplus.codegen", "--dataset", "humaneval", "--backend", "hf", *model, *drawn]
 
     assert run_both(words) == {"shared"}
     stock, shared = ((tmp_path / str(way) / "humaneval").glob("*.raw.jsonl") for way in (True, False))
@@ -179,17 +180,10 @@ def test_lighteval_accelerate(tmp_path, monkeypatch, run_both):
     model = saved_model(tmp_path)
 
     def words(stock):
-        drawn = (
-            f"batch_size=2,max_length=2048,generation_parameters={{temperature:0.8,top_p:0.95}},cache_dir={tmp_path}"
-        )
-        out = [
-            "--output-dir",
-            str(tmp_path / str(stock)),
-            "--save-details",
-            "--custom-tasks",
-            str(tmp_path / "task.py"),
-        ]
-        return ["lighteval", "accelerate", f"model_name={model},dtype=float32,{drawn}/{stock}", "embedded|0", *out]
+        drawn = "batch_size=2,max_length=2048,generation_parameters={temperature:0.8,top_p:0.95}"
+        out = ["--output-dir", tmp_path / str(stock), "--save-details", "--custom-tasks", tmp_path / "task.py"]
+        arguments = f"model_name={model},dtype=float32,{drawn},cache_dir={tmp_path}/{stock}"
+        return ["lighteval", "accelerate", arguments, "embedded|0", *map(str, out)]
 
     assert run_both(words) == {"shared"}
     texts = [_texts_of_lighteval(tmp_path / str(way)) for way in (True, False)]
