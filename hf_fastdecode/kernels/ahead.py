@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..log import logger
-from .installed import interpreted, triton_is_installed
+from .device import interpreted, triton_is_installed
 
 _MOST_THREADS = 8
 

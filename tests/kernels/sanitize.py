@@ -32,7 +32,7 @@ from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
 from hf_fastdecode.kernels.experts.grouped import grouped_experts
 from hf_fastdecode.kernels.forest_decode.api import Config
-from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
+from hf_fastdecode.kernels.forest_decode.hopper import group_barrier
 from hf_fastdecode.kernels.pointwise import api as pointwise
 from hf_fastdecode.kernels.pointwise import reference as pointwise_reference
 from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm

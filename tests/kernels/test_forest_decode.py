@@ -10,7 +10,7 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.launch.chains import node_shapes
-from hf_fastdecode.kernels.forest_decode.limits import shared_memory
+from hf_fastdecode.kernels.device import shared_memory
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
 from ..cases import exhaustive_but

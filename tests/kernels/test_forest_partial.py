@@ -17,8 +17,8 @@ from hf_fastdecode.parallel.shards import Shard
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_partial
-from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, Schedule, make_schedule
 
 from .operator_runs import decode, decode_divided

@@ -12,7 +12,7 @@ from hf_fastdecode.attention.kv import ForestKV, Segment
 from ..attention.forests import make_inputs, random_forest
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode import nodes
+from hf_fastdecode.kernels.forest_decode import api as nodes
 from hf_fastdecode.kernels.forest_decode.api import choose_config
 
 from .operator_runs import check
@@ -36,7 +36,7 @@ def test_storage_that_rows_of_all_memory_do_not_begin_with(off):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "plane"), [(64, 1 << 12), (128, 1 << 11)])
 def test_nodes_that_lie_across_planes(head_dim, plane, monkeypatch):
-    monkeypatch.setattr("hf_fastdecode.kernels.forest_decode.nodes.PLANE", plane)
+    monkeypatch.setattr("hf_fastdecode.kernels.forest_decode.api.PLANE", plane)
     check(*hopper_inputs(head_dim))
 
 

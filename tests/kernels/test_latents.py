@@ -14,9 +14,10 @@ from hf_fastdecode.attention.kv import ForestKV, Segment
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, random_forest
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels.device import shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig
 from hf_fastdecode.kernels.forest_decode.config import choose_config
-from hf_fastdecode.kernels.forest_decode.limits import refusal, shared_memory
+from hf_fastdecode.kernels.forest_decode.limits import refusal
 
 from .operator_runs import decode
 

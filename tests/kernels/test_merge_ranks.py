@@ -8,7 +8,7 @@ import torch
 from hf_fastdecode.parallel.merge import merged
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
+from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

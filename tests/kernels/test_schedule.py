@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from hf_fastdecode.kernels.forest_decode.cut import PIECE_COST
 from hf_fastdecode.kernels.forest_decode.schedule import (
+    PIECE_COST,
     Capacity,
     NodeShape,
     longest_share,

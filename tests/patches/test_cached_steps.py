@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import rotation, suffix_kernel
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model

@@ -15,7 +15,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import rotation, shared_attention
 
 from ..tiny_models import seeded, tiny_model

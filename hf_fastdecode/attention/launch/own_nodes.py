@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...kernels.forest_decode.limits import multiprocessors
+from ...kernels.device import multiprocessors
 from ..forest import Forest, Node, Span
 from .plan import HeadShape
 

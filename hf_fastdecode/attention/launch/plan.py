@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.forest_decode.cut import BUNDLE
-from ...kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from ...kernels.device import compute_capability, multiprocessors, shared_memory
 from ...kernels.forest_decode.schedule import (
+    BUNDLE,
     Capacity,
     Schedule,
     longest_share,

@@ -65,7 +65,7 @@ class RowProducts:
 
     def counters(self, device: torch.device) -> Tensor | None:
         """Arrival counters of launches on the current stream; None without a GPU."""
-        from ...kernels.counters import counters
+        from ...kernels.device import counters
 
         if device.type != "cuda":
             return None

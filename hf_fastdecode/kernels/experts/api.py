@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
-from ..counters import counters
+from ..device import counters, interpreted, overlap_options, shared_memory
 from ..failures import Kernel, launching
-from ..forest_decode.limits import overlap_options, shared_memory
-from ..installed import interpreted
 from ..pointwise.forms import Activation
 from .config import Config, Configs, choose_configs, most_items
 from .forms import Gate, Routing, Weights

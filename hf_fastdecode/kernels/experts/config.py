@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import compute_capability, interpreted
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION, compute_capability
-from ..installed import interpreted
+from ..forest_decode.limits import HALF_PRECISION
 from .forms import Routing, Weights
 
 MOST_PAIRS: Final = 1024

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import compute_capability, interpreted
 from ..failures import Kernel, failure, launching
-from ..forest_decode.limits import compute_capability
-from ..installed import interpreted
 from .config import refusal_of_any_shape
 from .forms import Gate, Weights
 

@@ -9,9 +9,8 @@ from typing import Final, NamedTuple
 import torch
 import triton
 
+from ..device import compute_capability, interpreted
 from ..failures import Kernel, failure
-from ..installed import interpreted
-from .limits import compute_capability
 
 
 @dataclass(frozen=True)

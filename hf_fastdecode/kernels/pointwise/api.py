@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import overlap_options
 from ..failures import Kernel, launching
-from ..forest_decode.limits import overlap_options
 from .forms import Activation, GatedNormForm, NormForm, RotaryForm
 
 MOST_COLUMNS = 16384

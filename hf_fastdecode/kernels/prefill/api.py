@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import interpreted, shared_memory
 from ..failures import Kernel, launching
-from ..forest_decode.arguments import check_numbers, check_table
-from ..forest_decode.limits import MAX_HEAD_DIM, shared_memory
-from ..installed import interpreted
+from ..forest_decode.limits import MAX_HEAD_DIM, check_numbers, check_table
 from .config import Config, choose_config, padded
 from .kernel import attend_intervals
 

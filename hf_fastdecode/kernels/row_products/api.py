@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
-from ..counters import counters
+from ..device import counters, interpreted, multiprocessors, overlap_options
 from ..failures import Kernel, launching
-from ..forest_decode.limits import multiprocessors, overlap_options
-from ..installed import interpreted
 from ..pointwise.forms import Activation
 from .config import (
     BOX,

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import compute_capability, triton_is_installed
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION, compute_capability
-from ..installed import triton_is_installed
+from ..forest_decode.limits import HALF_PRECISION
 
 MOST_ROWS: Final = 128
 

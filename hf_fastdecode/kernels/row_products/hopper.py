@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..forest_decode.hopper_tiles import group_barrier, load_tile
+from ..forest_decode.hopper import group_barrier, load_tile
 from ..pointwise.kernel import activated
 
 BOX = gl.constexpr(64)  # columns of a tile, of each weight

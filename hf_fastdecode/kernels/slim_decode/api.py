@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..cuda_module import cuda_bindings_are_installed
+from ..device import compute_capability, interpreted, shared_memory
 from ..failures import Kernel, KernelFailedError, failure
-from ..forest_decode.limits import compute_capability, shared_memory
-from ..installed import interpreted
 from .arguments import Arguments, check_alignment, check_arguments, is_aligned
 from .cluster import ClusterConfig
 from .config import TwoLaunchConfig, check_two_launch_config, choose_cluster_config, choose_two_launch_config

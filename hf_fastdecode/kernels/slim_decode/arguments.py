@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..forest_decode.arguments import check_table
+from ..forest_decode.limits import check_table
 from .inputs import EIGHT_BITS, TURNS, RotaryTables, Scales, check_scales
 
 

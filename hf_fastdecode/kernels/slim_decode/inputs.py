@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import compute_capability
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION, compute_capability, refusal_of_any_shape
+from ..forest_decode.limits import HALF_PRECISION, refusal_of_any_shape
 
 TURNS = 64
 """Positions in the table of rotations within a tile, whose largest size it is, of the kernel on clusters."""

@@ -9,10 +9,9 @@ import triton
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import interpreted, multiprocessors
 from ..failures import Kernel, launching
-from ..forest_decode.limits import multiprocessors
 from ..forest_decode.node_kernel import LOG2E
-from ..installed import interpreted
 from .arguments import Arguments
 from .cluster import ClusterConfig, ClusterShape, cluster_kernel, tensor_maps
 from .config import TwoLaunchConfig, padded_heads, rank_block

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import overlap_options
 from ..failures import Kernel, launching
-from ..forest_decode.limits import overlap_options
 from .gates import L2_EPS, Gates
 
 MOST_WIDTH = 256

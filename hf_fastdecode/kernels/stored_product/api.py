@@ -9,9 +9,8 @@ import triton
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import interpreted, shared_memory
 from ..failures import Kernel, launching
-from ..forest_decode.limits import shared_memory
-from ..installed import interpreted
 from .kernel import stored_product as kernel
 
 MOST_ROWS = 64
