@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.pointwise import api, reference
-from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
 
 from .inputs import DEVICE, DTYPES, random
 

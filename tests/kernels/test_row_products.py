@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.device import MOST_COUNTERS, counters
 from hf_fastdecode.kernels.pointwise import reference
-from hf_fastdecode.kernels.pointwise.forms import Activation
+from hf_fastdecode.kernels.pointwise.api import Activation
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import (
     BOX,

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.state_steps import api, reference
-from hf_fastdecode.kernels.state_steps.gates import Gates
+from hf_fastdecode.kernels.state_steps.api import Gates
 
 from .inputs import DTYPES, random
 

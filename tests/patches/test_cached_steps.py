@@ -138,7 +138,7 @@ def test_inference_mode(averaged) -> None:
 
 
 def test_a_kernel_that_fails_gives_way(averaged, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fastdecode.kernels.slim_decode import launches
+    from hf_fastdecode.kernels.slim_decode import api as launches
 
     model, slim = pair("k+r")
     monkeypatch.setattr(failures, "_failures", {})

@@ -99,7 +99,7 @@ def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_kernels
 def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fastdecode.kernels.slim_decode import launches
+    from hf_fastdecode.kernels.slim_decode import api as launches
 
     model, slim = pair("k+r")
     stock = seeded(lambda: model.generate(**PROMPTS, **CALLS["samples"]))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
-from ...kernels.prefill.limits import refusal
+from ...kernels.prefill.config import refusal
 from ..kv import Scoring
 from ..partial import Partial
 from ..runs import PackedRuns, Stored

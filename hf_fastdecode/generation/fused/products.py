@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
-from ...kernels.pointwise.forms import Activation
+from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import refusal
 
 

@@ -36,6 +36,8 @@ from .node_kernel import node_partials
 from .schedule import Schedule
 from .suffix import attend_suffixes
 
+__all__ = ["Config", "SuffixConfig", "choose_config", "forest_decode"]
+
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ahead import launch
 from ..device import counters, interpreted, multiprocessors, overlap_options
 from ..failures import Kernel, launching
-from ..pointwise.forms import Activation
+from ..pointwise.api import Activation
 from .config import (
     BOX,
     MOST_PORTABLE_ROWS,

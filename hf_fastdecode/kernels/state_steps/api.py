@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,23 @@ from torch import Tensor
 from ..ahead import launch
 from ..device import overlap_options
 from ..failures import Kernel, launching
-from .gates import L2_EPS, Gates
+
+
+class Gates(NamedTuple):
+    """How decays and betas are made of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``.
+
+    Attributes:
+        rates: ``[heads]``, contiguous: logarithms.
+        biases: Likewise.
+    """
+
+    rates: Tensor
+    biases: Tensor
+
+
+L2_EPS = 1e-6
+"""Added to sums of squares of queries and keys."""
+
 
 MOST_WIDTH = 256
 """Numbers of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
-from hf_fastdecode.kernels.slim_decode import api, launches
+from hf_fastdecode.kernels.slim_decode import api
+from hf_fastdecode.kernels.slim_decode import api as launches
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.patches.layers.slim_values import SlimValues
