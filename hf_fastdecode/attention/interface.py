@@ -5,22 +5,25 @@ and ``value``, whatever its type. Layers of a shared-context cache return a `Sha
 calls its `attend`. Likewise the mask function of `masks` returns a `SlidingWindow` instead of a mask tensor. A model's
 configs name these two functions only inside `active_passes.active`, which wraps every forward pass with a
 shared-context cache.
+
+Overrides of attention code that does not use this interface (`own_code`) call `attend_shared` and `attend_encoded`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import Unsupported
-from .active_passes import ATTENTION_NAME, config_switch, lengths_of_pass
-from .autocast import autocast_dtype, cast, no_autocast
+from .active_passes import ATTENTION_NAME, autocast_dtype, cast, config_switch, lengths_of_pass, no_autocast
 from .kv import Scoring
 from .masks import NOT_CAUSAL, shared_context_mask
 from .placeholders import BidirectionalMask, CrossKV, SharedKV, SlidingWindow
@@ -151,3 +154,107 @@ def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | 
 
 AttentionInterface.register(ATTENTION_NAME, shared_context_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, shared_context_mask)
+
+
+_positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
+
+
+@contextmanager
+def at_positions(position_ids: Tensor | None) -> Iterator[None]:
+    """Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
+    token = _positions.set(position_ids)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def given_positions() -> Tensor | None:
+    """As `positions_of_pass`; None where the pass is given none."""
+    return _positions.get()
+
+
+def positions_of_pass() -> Tensor:
+    """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
+    positions = _positions.get()
+    assert positions is not None
+    return positions
+
+
+def attend_shared(
+    module: nn.Module,
+    query: Tensor,
+    kv: SharedKV,
+    *,
+    scaling: float,
+    window: int | None = None,
+    distances: Tensor | None = None,
+) -> Tensor:
+    """Attention for stand-ins (`own_code`): causal, and within a window if given.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        kv: What the cache layer's ``update`` returned.
+        distances: Biases by distance, see `Scoring.distances`.
+
+    Returns:
+        ``[batch, queries, heads, head_dim]``.
+    """
+    lengths = lengths_of_pass()
+    binding = window if lengths is None else lengths.keep_if_binding(window)
+    mask = None if binding is None else SlidingWindow(binding)
+    own = {"sliding_window": window, "is_causal": True, "distances": distances}
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, **own)
+    return out
+
+
+def attend_encoded(
+    module: Any,
+    query: Tensor,
+    cache: EncoderDecoderCache,
+    mask: Any,
+    *,
+    scaling: float,
+    project: Callable[[], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Cross-attention for stand-ins: to an encoder's output, whose keys and values a layer's first pass stores.
+
+    Args:
+        module: The layer's attention, with its index as ``layer_idx``.
+        query: ``[batch, heads, queries, head_dim]``.
+        cache: What the decoder was given, see `cache.layers.cross.CrossView`.
+        mask: What the mask function returned.
+        project: Makes keys and values, ``[inputs, kv_heads, tokens, head_dim]`` each; called in the first pass.
+
+    Returns:
+        ``[batch, queries, heads, head_dim]``.
+    """
+    stored, layer = cache.cross_attention_cache, module.layer_idx
+    kv: Any = stored.layers[layer].keys
+    if not cache.is_updated.get(layer):
+        kv, _ = stored.update(*project(), layer)
+        cache.is_updated[layer] = True
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling)
+    return out
+
+
+def outgrows(length: int) -> bool:
+    """Whether the longest row of the pass has more tokens, for stand-ins that compute something else then."""
+    lengths = lengths_of_pass()
+    return lengths is not None and lengths.keep_if_binding(length) is not None
+
+
+def kept_for_capture(key: Hashable, make: Callable[[int], Tensor]) -> Tensor:
+    """A table that a captured graph reads, and that is kept as long as the graph.
+
+    It may be too short for the longest row, see `outgrows`: a capture serves no rows that outgrow its tables.
+
+    Args:
+        key: Tells it from other tables of the capture.
+        make: Makes it, given the tokens of the longest row; called in the capture's first pass, which is not captured.
+    """
+    lengths = lengths_of_pass()
+    assert lengths is not None
+    if key not in lengths.tables:
+        lengths.tables[key] = make(lengths.longest)
+    return lengths.tables[key]

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch.chains import chains_may_stay, choose_chains, node_shapes
-from hf_fastdecode.attention.launch.own_nodes import with_own_nodes
+from hf_fastdecode.attention.launch.plan import chains_may_stay, choose_chains, node_shapes, with_own_nodes
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape
 
 from .forests import random_forest

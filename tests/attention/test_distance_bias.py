@@ -8,7 +8,7 @@ import torch
 from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.runs import Run
-from hf_fastdecode.attention.torch_operators.distance_bias import biased_causal_attention, biased_forest_attention
+from hf_fastdecode.attention.torch_operators.decode_ops import biased_causal_attention, biased_forest_attention
 
 HEADS, WIDTH, SCALE = 3, 8, 0.7
 

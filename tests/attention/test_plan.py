@@ -7,7 +7,7 @@ import torch
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
+from hf_fastdecode.attention.launch.dispatch import _H200, estimated_costs
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity
 

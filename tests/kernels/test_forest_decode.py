@@ -9,7 +9,7 @@ import torch
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.launch.chains import node_shapes
+from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.kernels.device import shared_memory
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..ahead import launch
 from ..device import compute_capability, shared_memory
 from ..failures import Kernel, launching
-from .config import Config, choose_merge_config, choose_suffix_config
+from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
 from .limits import (
     check_combination,
     check_numbers,
@@ -38,7 +38,7 @@ from .suffix import attend_suffixes
 
 __all__ = ["Config", "SuffixConfig", "choose_config", "forest_decode"]
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # only some versions of Triton have it
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 

@@ -43,7 +43,7 @@ class Config:
         overlap: Use programmatic dependent launch (PDL), from compute capability 9.0 on.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None.
-        chain: Most nodes that a query tile reads as one, see `attention.launch.chains`; the portable kernel's alone.
+        chain: Most nodes that a query tile reads as one, see `attention.launch.plan`; the portable kernel's alone.
         overlap_suffix: Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node
             kernel, and merge in a third launch.
     """

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Merges of partials: of a row's nodes and suffix, and of several devices (Tree Attention, section 5)."""
+"""Merges of partials: of a row's nodes and suffix, and of several devices (Tree Attention, section 5).
+
+The order is fixed, that of the schedule or of the devices, so that results are bitwise reproducible.
+"""
 
 import triton
 import triton.language as tl

@@ -93,7 +93,7 @@ def stored_product(
         constant: ``[groups * columns]`` fp32, to be added.
         config: Launch parameters; those of `choose_config` when None.
         in_range: Whether all factors are in fp16's range, so that rows need no scaling.
-        arrived: `kernels.counters`, which no launch uses at the same time; new ones when None.
+        arrived: `kernels.device.counters`, which no launch uses at the same time; new ones when None.
         dtype: Dtype of the result, to which sums are rounded.
 
     Returns:
