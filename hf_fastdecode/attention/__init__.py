@@ -24,9 +24,9 @@ a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which
         `kernels/forest_decode/api.py`; a captured step only `StepTables.attend`, from `cache/captured.py`; or
     PyTorch: `torch_operators.decode_ops.forest_attention`, over keys and values to which it has appended the new ones.
 
-A prefill pass gets a `cache.handles.PrefillKV`, which calls `launch.kernel_call.kernel_attention`, or where that returns
-None, `torch_operators.prefill_ops.causal_attention`. A captured one calls, from `cache/captured_prefill.py`, the
-functions beside them for rows that end in padding.
+A prefill pass gets a `cache.handles.PrefillKV`, which calls `launch.kernel_call.kernel_attention`, or where that
+returns None, `torch_operators.prefill_ops.causal_attention`. A captured one calls, from `cache/captured_prefill.py`,
+the functions beside them for rows that end in padding.
 
 Who decides: `Choices.of` between kernels and PyTorch (unless a backend is forced), `choose_operator` among PyTorch's
 operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles, `choose_chains` on those for trees of

@@ -1,8 +1,8 @@
 """Forward passes over a shared-context cache: configs name our functions in them, and their longest row is known.
 
-`interface` registers the functions of that name with transformers. Under `torch.autocast` this package casts by itself:
-autocast casts inputs of PyTorch's public functions, but neither those of ``torch.ops.aten`` operators and of kernels,
-nor keys and values that a cache stores.
+`interface` registers the functions of that name with transformers. Under `torch.autocast` this package casts by
+itself: autocast casts inputs of PyTorch's public functions, but neither those of ``torch.ops.aten`` operators and of
+kernels, nor keys and values that a cache stores.
 """
 
 from __future__ import annotations

@@ -316,7 +316,11 @@ class PrefixTree:
 
 
 def prefix_tree(lengths: Sequence[int], shared: Sequence[int], *, least: int = 1) -> PrefixTree:
-    """Build the prefix tree.
+    """Build the prefix tree of rows in a fixed order.
+
+    The common prefix of several adjacent rows is the shortest of those of adjacent pairs, so only such pairs are
+    compared. A Cartesian tree of their lengths then gives the prefix tree in time linear in the number of rows
+    (Vuillemin, "A unifying look at data structures", 1980).
 
     Args:
         lengths: Tokens of each row.

@@ -3,8 +3,8 @@
 The candidates are this package's kernels, PyTorch's fused operators over the same forest (the *library*), and plain
 decoding, in which every row reads its own copy of its whole context (what stock transformers does). Each part takes
 the longer of its bytes at the candidate's bandwidth and its operations at the candidate's rate, plus launches; the
-constants are measured on an H200, and estimated for other GPUs from their properties. Times of nodes and suffixes are added, also where the kernels overlap the two
-(`LaunchPlan.programs`) and take less.
+constants are measured on an H200, and estimated for other GPUs from their properties. Times of nodes and suffixes are
+added, also where the kernels overlap the two (`LaunchPlan.programs`) and take less.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A forward pass concatenates many runs. Causal attention of all runs of one length is one batched call. The queries of
 all runs that share a context are packed, so that the context is read once, as in a decode step.
 
-A prefill pass captured in a CUDA graph computes a row of fixed length that ends in padding: shapes and operators depend
-on that length only, so that one capture serves every number of real tokens. Padding comes last, where causal attention
-hides it from the tokens before it. Several runs in one row are separated by a bias, and stored contexts come as a
-partial, both computed on the device.
+A prefill pass captured in a CUDA graph computes a row of fixed length that ends in padding: shapes and operators
+depend on that length only, so that one capture serves every number of real tokens. Padding comes last, where causal
+attention hides it from the tokens before it. Several runs in one row are separated by a bias, and stored contexts come
+as a partial, both computed on the device.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..device import compute_capability, interpreted, shared_memory, triton_is_installed
 from ..failures import Kernel, failure
 
-if TYPE_CHECKING:  # they import triton, which may be missing
+if TYPE_CHECKING:
     from .config import Config  # it imports triton, which may be missing
     from .schedule import Schedule
 

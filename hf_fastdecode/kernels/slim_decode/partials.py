@@ -7,8 +7,8 @@ of its heads in one launch, and the averages of all heads over its columns in th
 keys and values. ``cuda/cluster.cu`` reads the keys once, on GPUs with thread block clusters.
 
 Groups take equal shares of the tiles of all rows (LeanAttention, section 4), computed on the device from the lengths.
-A *piece* is what a group has of one row; it writes an fp32 partial. A third launch merges the pieces of a row, in order,
-so that results are bitwise reproducible.
+A *piece* is what a group has of one row; it writes an fp32 partial. A third launch merges the pieces of a row, in
+order, so that results are bitwise reproducible.
 """
 
 import triton
