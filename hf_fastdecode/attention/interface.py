@@ -23,7 +23,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, EncoderDeco
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import Unsupported
-from .active_passes import ATTENTION_NAME, autocast_dtype, cast, config_switch, lengths_of_pass, no_autocast
+from .active_passes import (
+    ATTENTION_NAME,
+    RowLengths,
+    autocast_dtype,
+    cast,
+    config_switch,
+    lengths_of_pass,
+    no_autocast,
+)
 from .kv import Scoring
 from .masks import NOT_CAUSAL, shared_context_mask
 from .placeholders import BidirectionalMask, CrossKV, SharedKV, SlidingWindow
@@ -78,48 +86,25 @@ def shared_context_attention(
         Unsupported: The operators do not support the layer's attention.
     """
     lengths = lengths_of_pass()
-    if not isinstance(key, SharedKV) and lengths is None:  # a stock pass of another thread
-        stock = _stock_attention(module)
+    if not isinstance(key, SharedKV):
+        if lengths is not None:
+            raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
+        # A stock pass of another thread.
         extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux, "is_causal": is_causal}
         kwargs |= {name: given for name, given in extra.items() if given is not None}
+        stock = _stock_attention(module)
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if not isinstance(key, SharedKV):
-        raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
     cross = isinstance(key, CrossKV)
-    if isinstance(attention_mask, BidirectionalMask) and not cross:
-        raise Unsupported(NOT_CAUSAL)
-    if attention_mask is not None and not isinstance(attention_mask, BidirectionalMask if cross else SlidingWindow):
-        raise Unsupported("the layer adds a mask of its own to the scores")
+    _check_mask(attention_mask, cross=cross)
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    for name, given in kwargs.items():
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            raise Unsupported(
-                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
-                "an unknown effect"
-            )
-    window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
+    _check_arguments(module, kwargs)
+    window = _window(module, key, sliding_window, attention_mask, lengths)
     if lengths is not None:
-        window = lengths.keep_if_binding(window)
-    masked = attention_mask.size if isinstance(attention_mask, SlidingWindow) else None
-    if window != masked:
-        raise Unsupported(
-            f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
-        )
-    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
-        raise Unsupported(
-            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
-            f"forgets, but {type(module).__name__} attends without one"
-        )
-    ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
-    if ignored and lengths is not None and config_switch.before(module.config) == "sdpa":
-        raise Unsupported(
-            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
-            "call model.set_attn_implementation('eager')",
-        )
+        _check_ignored(module, softcap, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
     scoring = Scoring(scale, softcap, window, sinks, distances)
@@ -134,6 +119,58 @@ def shared_context_attention(
         with no_autocast(query.device):
             out = key.attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
+
+
+def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask | None, *, cross: bool) -> None:
+    """Raise Unsupported unless a layer's mask is that of its kind of attention."""
+    if isinstance(mask, BidirectionalMask) and not cross:
+        raise Unsupported(NOT_CAUSAL)
+    if mask is not None and not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
+        raise Unsupported("the layer adds a mask of its own to the scores")
+
+
+def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
+    """Raise Unsupported for further arguments that may have an effect."""
+    for name, value in given.items():
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
+            raise Unsupported(
+                f"{type(module).__name__} passes {name!r} ({type(value).__name__}) to its attention function, with "
+                "an unknown effect"
+            )
+
+
+def _window(
+    module: nn.Module,
+    key: SharedKV,
+    sliding_window: int | None,
+    mask: Tensor | SlidingWindow | BidirectionalMask | None,
+    lengths: RowLengths | None,
+) -> int | None:
+    """The layer's window if it hides tokens, which must be that of its mask and, where it has none, of the cache."""
+    window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
+    if lengths is not None:
+        window = lengths.keep_if_binding(window)
+    masked = mask.size if isinstance(mask, SlidingWindow) else None
+    if window != masked:
+        raise Unsupported(
+            f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
+        )
+    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
+        raise Unsupported(
+            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
+            f"forgets, but {type(module).__name__} attends without one"
+        )
+    return window
+
+
+def _check_ignored(module: nn.Module, softcap: float | None, sinks: Tensor | None) -> None:
+    """Raise Unsupported for score options where stock's attention would be sdpa, which has none."""
+    ignored = [name for name, given in (("softcap", softcap), ("s_aux", sinks)) if given is not None]
+    if ignored and config_switch.before(module.config) == "sdpa":
+        raise Unsupported(
+            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
+            "call model.set_attn_implementation('eager')",
+        )
 
 
 def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
