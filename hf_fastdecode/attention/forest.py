@@ -170,7 +170,7 @@ class Forest:
     def from_paths(cls, paths: Sequence[Path]) -> Forest:
         """The forest in which row ``i`` attends to the spans ``paths[i]``.
 
-        Adjacent rows share nodes as far as their paths begin at the same places of storage; equal tokens that are
+        Adjacent rows share nodes as far as their paths begin at the same positions of storage; equal tokens that are
         stored twice are not shared. Where a path ends, or two diverge, inside a span, the span is split there.
         """
         rows = [joined(path) for path in paths]

@@ -47,7 +47,7 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None. For attention without a causal rule a
+        with code that reads masks, a `CausalMask` instead of None. For attention without a causal rule a
         `BidirectionalMask`, which layers over the cache refuse, but for cross-attention.
 
     Raises:

@@ -111,7 +111,7 @@ def stand_ins_of(kind: type, *, in_captures: bool = False) -> Mapping[str, Metho
     """Methods that stand in for those of a module's class; not for those of classes derived from it.
 
     Args:
-        in_captures: Those of captured passes alone in place of those of all passes.
+        in_captures: Those of captured passes alone instead of those of all passes.
     """
     code = own_code_of(kind) if kind.__module__.startswith(_HOME) else None
     if code is None:

@@ -1,4 +1,4 @@
-"""What layers and masks of a shared-context cache return in the places of tensors."""
+"""What layers and masks of a shared-context cache return instead of tensors."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from hf_fastdecode.kernels.experts.config import (
 from hf_fastdecode.kernels.pointwise.api import Activation
 
 from ..cases import exhaustive_but
-from .inputs import DEVICE, PRODUCT_DTYPES
+from .operator_runs import DEVICE, PRODUCT_DTYPES
 
 GATES = {
     "silu": Gate(Activation.SILU),

@@ -24,7 +24,7 @@ from hf_fastdecode.kernels.row_products.config import (
     refusal,
 )
 
-from .inputs import DEVICE, PRODUCT_DTYPES, random
+from .operator_runs import DEVICE, PRODUCT_DTYPES, random
 
 COLUMNS = (96, 64, 33)
 """Of a block and a half, of one, and of one that ends early."""

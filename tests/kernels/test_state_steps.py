@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.state_steps import api, reference
 from hf_fastdecode.kernels.state_steps.api import Gates
 
-from .inputs import DTYPES, random
+from .operator_runs import DTYPES, random
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

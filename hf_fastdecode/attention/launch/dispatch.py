@@ -33,7 +33,7 @@ class Heads:
     Attributes:
         heads: Query heads.
         queries: New tokens per row.
-        itemsize: Bytes per number.
+        itemsize: Bytes per element.
         window: Sliding window in tokens, if any.
     """
 

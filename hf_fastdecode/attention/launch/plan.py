@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 # Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
 
-_KEY_AND_VALUE_BYTES = 4  # one number of each, in half precision: the kernels take no other on a GPU
+_KEY_AND_VALUE_BYTES = 4  # one element of each, in half precision: the kernels take no other on a GPU
 
 
 class HeadShape(NamedTuple):
@@ -51,8 +51,8 @@ class HeadShape(NamedTuple):
     Attributes:
         queries_per_kv_head: Packed queries of one row per KV head.
         windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
-        latents: Whether keys are latents, of which `head_dim` numbers are read.
-        rest: Numbers of keys beside `head_dim`, stored once for all KV heads.
+        latents: Whether keys are latents, of which `head_dim` elements are read.
+        rest: Elements of keys beside `head_dim`, stored once for all KV heads.
         biased: Whether keys are biased by distance.
     """
 

@@ -109,7 +109,7 @@ class StepTables:
         own_nodes: How to attend to long suffixes.
 
     Attributes:
-        rest: Numbers of keys that all KV heads share, see `RestTables`.
+        rest: Elements of keys that all KV heads share, see `RestTables`.
     """
 
     rest: int = 0
@@ -428,7 +428,7 @@ class RestTables(StepTables):
     """Tables for nodes alone; further arguments as for `StepTables`, whose layers are `StoredWithRests`.
 
     Args:
-        rest: Numbers of a key that all KV heads share; the last ones.
+        rest: Elements of a key that all KV heads share; the last ones.
     """
 
     _lines: ClassVar[int] = 4

@@ -24,7 +24,7 @@ from .config import Config, Configs, Gate, Routing, Weights, choose_configs, mos
 
 _PLACES = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
-_PART = 256  # numbers of a row for a program of `route`
+_PART = 256  # elements of a row for a program of `route`
 
 
 def experts(
@@ -204,14 +204,14 @@ def route(
 
 
 def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`torch.topk` along the last axis, which of equal numbers takes the first.
+    """`torch.topk` along the last axis, which of equal elements takes the first.
 
     Args:
         scores: ``[rows, columns]``, contiguous, fp32, fp16 or bf16, of at most `MOST_EXPERTS` columns.
         count: At most `MOST_LARGEST`.
 
     Returns:
-        The largest numbers ``[rows, count]`` in falling order, and their columns, int64.
+        The largest elements ``[rows, count]`` in falling order, and their columns, int64.
 
     Raises:
         KernelFailedError: The kernel cannot be compiled or launched here.
@@ -240,7 +240,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 _GROUPED_COLUMNS = 1024  # of a program, at most
-_ALIGNED = 8  # numbers that the strides of grouped products are multiples of
+_ALIGNED = 8  # elements that the strides of grouped products are multiples of
 
 
 def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:

@@ -16,7 +16,7 @@ from ..pointwise.api import Activation
 
 
 class Gate(NamedTuple):
-    """``activation(gate) * (up + offset)``, of limited numbers.
+    """``activation(gate) * (up + offset)``, with clamped inputs.
 
     Attributes:
         activation: The function of the gate.
@@ -87,7 +87,7 @@ MOST_OF_AN_EXPERT: Final = 32
 MOST_EXPERTS: Final = 512
 
 MOST_LARGEST: Final = 16
-"""Numbers that `largest` finds in a row."""
+"""Elements that `largest` finds in a row."""
 
 MOST_ROUTED: Final = 32
 """Rows of a router."""
@@ -96,7 +96,7 @@ MOST_ROUTES: Final = 128
 """Experts of a router."""
 
 MOST_WIDTH: Final = 8192
-"""Numbers of a row of a router."""
+"""Elements of a row of a router."""
 
 WIDTHS: Final = 32
 """What the widths of products are multiples of."""
@@ -110,7 +110,7 @@ class Config(NamedTuple):
 
     Attributes:
         columns: Columns of a tile.
-        at_once: Numbers of each pair and column per iteration.
+        at_once: Elements of each pair and column per iteration.
         stages: Iterations whose loads are in flight.
     """
 

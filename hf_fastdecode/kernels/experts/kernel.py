@@ -21,12 +21,12 @@ LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
 def list_pairs(
     chosen,  # [pairs] integers, the expert of each pair; pairs of others than the EXPERTS are left out
     order,  # [pairs] int32: pairs, those of an expert one after another
-    items,  # [most_items, 3] int32: an expert, and the first and last place of its pairs in the order
+    items,  # [most_items, 3] int32: an expert, and the first and last position of its pairs in the order
     pairs,
     most_items,
     EXPERTS: tl.constexpr,
     BLOCK_P: tl.constexpr,  # at least pairs
-    BLOCK_Q: tl.constexpr,  # pairs whose place a program finds
+    BLOCK_Q: tl.constexpr,  # pairs whose position a program finds
     BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_I: tl.constexpr,  # at least most_items
     BLOCK_M: tl.constexpr,
@@ -61,7 +61,7 @@ def list_pairs(
 
 @triton.jit
 def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
-    """The expert of a pair; behind all experts for others, and behind these beyond the last pair."""
+    """Expert id; EXPERTS if invalid, EXPERTS + 1 past the last pair."""
     expert = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
     expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
     return tl.where(pair < pairs, expert, EXPERTS + 1)
@@ -69,7 +69,7 @@ def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
 
 @triton.jit
 def opened(gates, ups, alpha, limit, offset, ACTIVATION: tl.constexpr):
-    """See `forms.Gate`, of fp32 numbers."""
+    """See `config.Gate`, of fp32 elements."""
     gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
     ups = tl.maximum(ups, -limit, propagate_nan=tl.PropagateNan.ALL)
     ups = tl.minimum(ups, limit, propagate_nan=tl.PropagateNan.ALL) + offset
@@ -187,7 +187,7 @@ def open_sorted(
     bias,  # [experts, 2 * INNER]; not read without BIAS
     chosen,  # [pairs] integers, in the order of experts
     order,  # [pairs] int64: number of each pair
-    places,  # [pairs] int32: place in the order of experts of each pair, written here
+    places,  # [pairs] int32: position in the order of experts of each pair, written here
     out,  # [pairs, INNER]
     alpha,  # as in `forms.Gate`
     limit,
@@ -251,7 +251,7 @@ def add_up_sorted(
 
 @triton.jit
 def ordered(bits):
-    """Bits of fp32 numbers as integers of the same order, and back."""
+    """Bits of fp32 elements as integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -269,8 +269,8 @@ def largest(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # A number's bits, as an integer of the same order, before its column from behind: no two are equal, and NaN is
-    # larger than any number.
+    # An element's bits, as an integer of the same order, before its column, counted from the last: no two are equal,
+    # and NaN is larger than any other.
     score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
     key = tl.where(column < COLUMNS, key, LEAST)
@@ -300,7 +300,7 @@ def route(
     FIRST: tl.constexpr,  # the softmax is of all scores; else of the largest
     BLOCK_M: tl.constexpr,  # at least rows
     BLOCK_E: tl.constexpr,  # at least EXPERTS
-    BLOCK_K: tl.constexpr,  # numbers of a part
+    BLOCK_K: tl.constexpr,  # elements of a part
     BLOCK_T: tl.constexpr,  # at least COUNT
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)

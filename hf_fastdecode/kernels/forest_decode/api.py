@@ -72,8 +72,8 @@ def forest_decode(
     Where suffixes are divided between devices, each of them appends and sees a part of the new tokens, possibly none,
     and a query may see no key at all: then ``out`` is 0 and the log-sum-exp ``-inf``.
 
-    Latents (multi-head latent attention with absorbed queries) are keys whose first numbers are the values too. They
-    are stored once: these numbers in the place of keys, the others in that of values. All query heads read the same,
+    Latents (multi-head latent attention with absorbed queries) are keys whose first elements are the values too. They
+    are stored once: these elements as keys, the others as values. All query heads read the same,
     in groups that stand for KV heads with a stride of 0.
 
     Args:
@@ -115,7 +115,7 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]``, both fp32.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other`,
+        ValueError: A shape, stride, dtype or value is not as documented, or a window is combined with `other`,
             divided suffixes or the Hopper kernel.
         KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
             configuration or backend.
@@ -242,7 +242,7 @@ def forest_partial(
 
     Args:
         query: ``[rows, heads, queries, head_dim + rest]``, fp16, bf16 or fp32; the last dimension contiguous.
-        nodes: As for `forest_decode`; with `rest` ``[4, capacity]``, the last the address of the other numbers of
+        nodes: As for `forest_decode`; with `rest` ``[4, capacity]``, the last the address of the other elements of
             keys, ``[length, rest]``.
         slots: ``[rows]`` int32: -1 for an inactive row, whose result is that of no keys.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
@@ -250,7 +250,7 @@ def forest_partial(
         kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        rest: Numbers of keys that are the same for all KV heads, and are stored apart, once.
+        rest: Elements of keys that are the same for all KV heads, and are stored separately, once.
         other: When given, the partial of further keys, contiguous: ``out`` ``[rows, heads, queries, head_dim]`` in
             fp32 or the query's dtype, and the natural-log log-sum-exp ``[rows, heads, queries]``, fp32.
 
@@ -259,7 +259,7 @@ def forest_partial(
         fp32, or with `other` ``out`` in its dtype; 0 and ``-inf`` for rows without keys.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
     rows, heads, queries, width = query.shape
@@ -424,7 +424,7 @@ def attend_nodes(
 ) -> NodeWorkspace:
     """Launch the node kernel; arguments as for `forest_decode`.
 
-    With `rest`, the last numbers of keys lie apart: those of latents in the place of values, else of all KV heads at
+    With `rest`, the last elements of keys are stored separately: those of latents as values, else of all KV heads at
     the fourth address of each node.
 
     Raises:

@@ -31,9 +31,9 @@ def refusal(
     """Why `forest_decode` does not support these tensors; None when it does.
 
     Args:
-        query: ``[rows, heads, queries, head_dim]``, and behind these the numbers that meet those of keys of all heads.
+        query: ``[rows, heads, queries, head_dim]``, then the elements for the key part that all heads share.
         keys: New keys ``[rows, kv_heads, queries, head_dim]``, or latents.
-        values: New values, or of latents the keys' other numbers.
+        values: New values, or of latents the keys' other elements.
         stored: Keys and values of suffixes and node segments.
         sinks: The layer's attention sinks, if any.
     """

@@ -38,7 +38,7 @@ def locate_depths(row, head, within, valid_query, tables, DEPTHS: tl.constexpr, 
 
     Returns:
         For each depth, the first slot, the number of pieces and the row in the query tile. With `SCALAR`, pieces are
-        numbered through: slots are less the pieces of the depths above, numbers include these.
+        numbered through: slots are less the pieces of the depths above, indices include these.
     """
     firsts, ends, rows_in_tile = (), (), ()
     for depth in tl.static_range(DEPTHS):
@@ -64,7 +64,7 @@ def merge_partial(lse, part, row_max, row_sum, acc):
 @triton.jit
 def merge_depths(
     located,  # from `locate_depths`
-    queries,  # with SCALAR, how far each query is behind the located one in its tile; else 0
+    queries,  # with SCALAR, how far each query is after the located one in its tile; else 0
     block_m_log2,
     partial_out,
     partial_lse,
@@ -248,7 +248,7 @@ def merge_ranks(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
 def _merge_ranks(
     gathered, out, lse, queries, ranks, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr
 ):
-    queries = queries.to(tl.int64)  # of many rows and ranks there are more than 2^31 numbers
+    queries = queries.to(tl.int64)  # of many rows and ranks there are more than 2^31 elements
     query = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
     column = tl.arange(0, BLOCK_D)
     inside = query < queries

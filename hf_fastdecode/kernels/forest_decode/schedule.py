@@ -53,7 +53,7 @@ PIECE = (
     "next",  # the program's next piece, or -1
     "position",  # tokens above the node on its rows' path
 )
-"""Columns of `Schedule.pieces`; a row is padded to 16 numbers, one 64-byte line."""
+"""Columns of `Schedule.pieces`; a row is padded to 16 elements, one 64-byte line."""
 
 
 class Capacity(NamedTuple):
@@ -270,7 +270,7 @@ PIECE_COST = 3
 
 
 class Work(NamedTuple):
-    """Pieces, sorted by unit and key; `turn` is a piece's place in its program's order."""
+    """Pieces, sorted by unit and key; `turn` is a piece's position in its program's order."""
 
     unit: np.ndarray
     begin: np.ndarray

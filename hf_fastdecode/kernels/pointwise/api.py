@@ -31,13 +31,13 @@ class NormForm(Enum):
 
 
 class GatedNormForm(Enum):
-    """Where ``silu(gate)``, computed in fp32, comes in; the weight multiplies rounded numbers, as `ROUNDED`."""
+    """Where ``silu(gate)``, computed in fp32, comes in; the weight multiplies rounded elements, as `ROUNDED`."""
 
     AFTER = 0
     """``(weight * normalized) * silu(gate)``, as in Qwen3-Next."""
 
     BEFORE = 1
-    """``weight * normalized(x * silu(gate))``, in groups of numbers, as in Mamba-2."""
+    """``weight * normalized(x * silu(gate))``, in groups of elements, as in Mamba-2."""
 
 
 class RotaryForm(Enum):
@@ -59,7 +59,7 @@ class Activation(Enum):
 
 
 MOST_COLUMNS = 16384
-"""Numbers of a row of `rms_norm`, which a program holds whole."""
+"""Elements of a row of `rms_norm`, which a program holds whole."""
 
 _NUMBERS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
@@ -140,7 +140,7 @@ def gated_rms_norm(
         weight: ``[columns]``, contiguous, in the dtype of `x`.
         eps: Added to the mean.
         form: Where the gate comes in.
-        group: Numbers of a group, at most `MOST_COLUMNS`; all columns when None.
+        group: Elements of a group, at most `MOST_COLUMNS`; all columns when None.
 
     Returns:
         As `x`, in its dtype.
@@ -189,7 +189,7 @@ def gated_rms_norm(
 def rotate(
     queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm, *, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first numbers.
+    """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first elements.
 
     Args:
         queries: ``[batch, query_heads, length, head_dim]``, contiguous along head_dim.

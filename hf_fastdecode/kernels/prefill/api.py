@@ -44,7 +44,7 @@ def prefill_partial(
         config: Launch parameters.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
@@ -74,7 +74,7 @@ def prefill_attention(
         ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     heads, tokens, head_dim = query.shape

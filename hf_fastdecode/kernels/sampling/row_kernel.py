@@ -7,7 +7,7 @@ which are read again.
 
 Top-p and typical-p draw by rejection, like FlashInfer's sampling kernels: a token is drawn from all that are left,
 and a pass sums the mass ranked before it, which decides whether the filter keeps it. If not, the filter keeps nothing
-ranked behind it either, and the next draw is from the column masses of that pass. A filter that keeps the mass p takes
+ranked after it either, and the next draw is from the column masses of that pass. A filter that keeps the mass p takes
 1 + ln(1/p) such passes on average, 1.05 for p = 0.95, and none where the first pass proves that the token is kept.
 
 Top-k compares column maxima: the best k columns hold the best k tokens. These columns, the *tile*, fit in registers,
@@ -166,7 +166,7 @@ def _draw_until_kept(
     below_min_p = weight < min_p
     undecided = below_min_p | selective
     if not TILED and not FORM.typical:
-        # Columns whose max ranks behind the token hold nothing ranked before it.
+        # Columns whose max ranks after the token hold nothing ranked before it.
         before = tl.sum(tl.where(column_max >= value, mass, 0.0), 0) - weight
         undecided = below_min_p | (selective & (before > goal * 0.99999))
     turn = tl.full([], 1, tl.int32)

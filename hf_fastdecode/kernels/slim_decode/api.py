@@ -65,7 +65,7 @@ def choose_config(
 
     Args:
         heads: Heads of the layer.
-        head_dim: Numbers per head.
+        head_dim: Elements per head.
         rank: V-coordinates.
         dtype: Dtype of the cached keys.
         device: Device that runs the kernel.
@@ -125,13 +125,13 @@ def slim_decode(
         key_offset: ``[heads * head_dim]`` fp32, when given.
         rotary: Tables of RoPE; None without it. Clusters need ``turns``.
         starts: ``[rows]`` int32: first slot of each row that is not padding; 0 when None.
-        scales: Scales of keys and V-coordinates in 8 bits, by which numbers are multiplied in fp32.
+        scales: Scales of keys and V-coordinates in 8 bits, by which elements are multiplied in fp32.
 
     Returns:
         Averages and log-sum-exp; 0 and ``-inf`` for rows without tokens.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
     given = Arguments(query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales)
@@ -231,7 +231,7 @@ _Launched = tuple[int, int, tuple[Tensor, Tensor]]
 
 
 def cluster_shape(given: Arguments, config: ClusterConfig) -> ClusterShape:
-    """What the cluster kernel is compiled for; without RoPE it ignores the offset, which `slim_decode` adds behind."""
+    """What the cluster kernel is compiled for; without RoPE without the offset, which `slim_decode` adds later."""
     _, heads, _, head_dim = given.query.shape
     return ClusterShape(
         heads,
@@ -285,7 +285,7 @@ def groups_of(config: TwoLaunchConfig, heads: int, device: torch.device) -> tupl
 
 
 def _strides(part: Tensor) -> tuple[int, int, int]:
-    """Strides of rows and slots of a part of the cache in units, and the unit: up to 16 numbers, a power of 2."""
+    """Strides of rows and slots of a part of the cache in units, and the unit: up to 16 elements, a power of 2."""
     row, slot = part.stride()[:2]
     unit = gcd(16, row, slot)
     return row // unit, slot // unit, unit

@@ -16,7 +16,7 @@ TURNS = 64
 
 
 class RotaryTables(NamedTuple):
-    """RoPE of cached keys: "rotate half" over the first ``rotary_dim`` numbers of a head.
+    """RoPE of cached keys: "rotate half" over the first ``rotary_dim`` elements of a head.
 
     Attributes:
         cos: ``[rows or 1, slots, rotary_dim / 2]`` fp32, contiguous.
@@ -50,9 +50,9 @@ SCALE_BYTES: Final = 2
 
 
 class Scales(NamedTuple):
-    """Views of the scales in a cache of 8 bits, one per token and group of ``head_dim`` neighbouring numbers.
+    """Views of the scales in a cache of 8 bits, one per token and group of ``head_dim`` neighbouring elements.
 
-    A cache holds each token's scales behind its numbers, in bf16. They are viewed as bytes, since they begin at odd
+    A cache holds each token's scales after its elements, in bf16. They are viewed as bytes, since they begin at odd
     addresses behind an odd number of V-coordinates.
 
     Attributes:
@@ -150,12 +150,12 @@ class Arguments(NamedTuple):
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that RoPE rotates."""
+        """Elements of a head that RoPE rotates."""
         return 0 if self.rotary is None else 2 * self.rotary.cos.shape[-1]
 
     @property
     def table_row_stride(self) -> int:
-        """Numbers between the tables of two rows; 0 for tables of all rows."""
+        """Elements between the tables of two rows; 0 for tables of all rows."""
         return self.rotary.cos.stride(0) if self.rotary is not None and self.rotary.cos.shape[0] > 1 else 0
 
     def read_only(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -327,7 +327,7 @@ def plain_numbers(numbers, FP8: tl.constexpr):
 def tile_unit(scales):
     """Power of 2 near the largest scale ``[T, groups]`` of a tile, and its inverse.
 
-    Numbers over the unit are below 1,024 and fit in fp16, which has less range than the scales.
+    Elements over the unit are below 1,024 and fit in fp16, which has less range than the scales.
     """
     exponent = tl.max(tl.max(scales, 1), 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # whose inverse is a normal number too
@@ -336,7 +336,7 @@ def tile_unit(scales):
 
 @triton.jit
 def scale_blocks(numbers, scales, T: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Multiply numbers ``[T, BLOCKS * COLUMNS]`` by the scales ``[T, BLOCKS]`` of each block of columns."""
+    """Multiply elements ``[T, BLOCKS * COLUMNS]`` by the scales ``[T, BLOCKS]`` of each block of columns."""
     numbers = tl.reshape(numbers, [T, BLOCKS, COLUMNS]) * scales[:, :, None]
     return tl.reshape(numbers, [T, BLOCKS * COLUMNS])
 
@@ -368,7 +368,7 @@ def add_tile(acc, rescale, weights, tile, PARTS: tl.constexpr, APART: tl.constex
 def add_scaled_tile(acc, rescale, weights, tile, unit, PARTS: tl.constexpr):
     """``acc * rescale + weights @ tile * unit`` for a tile in fp32 that was dequantised, over its unit.
 
-    A number of 8 bits times its scale has up to 15 bits, and fp16 has 11. Two PARTS of fp16 hold both operands; the
+    An element of 8 bits times its scale has up to 15 bits, and fp16 has 11. Two PARTS of fp16 hold both operands; the
     product of the fine parts is below the precision of fp32. One part rounds both to fp16.
     """
     coarse = tile.to(tl.float16)

@@ -34,7 +34,7 @@ L2_EPS = 1e-6
 
 
 MOST_WIDTH = 256
-"""Numbers of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
+"""Elements of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
 
 _CHANNELS = 256  # of a program of `convolve`
 _NUMBERS = 4096  # of a state, of a program
@@ -170,12 +170,12 @@ def _launched(
     numbers: tuple[float, ...],
     **constants: int,
 ) -> Tensor:
-    """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` numbers of a row.
+    """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` elements of a row.
 
     Args:
         name: The kernel's name in ``kernel.py``.
         tensors: Arguments before the output.
-        numbers: Those behind it.
+        numbers: The outputs after it.
     """
     out = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     *outer, width = shape
@@ -188,7 +188,7 @@ def _launched(
 
 
 def _blocks(held: int, cut: int) -> tuple[int, int]:
-    """Of a state ``[held, cut]``, or its transpose, the numbers that a program has: all of `held`, some of `cut`."""
+    """Of a state ``[held, cut]``, or its transpose, the elements that a program has: all of `held`, some of `cut`."""
     block = _power_of_two(held)
     return block, min(_power_of_two(cut), _NUMBERS // block)
 

@@ -40,7 +40,7 @@ class ProductConfig(NamedTuple):
 
     Attributes:
         columns: Columns per program.
-        width: Numbers of each row per iteration.
+        width: Elements of each row per iteration.
         stages: Iterations whose loads are in flight.
         warps: Warps per program.
         parts: Parts of the width, each for a program.
@@ -61,7 +61,7 @@ def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: in
         groups: Groups of the factors.
         width: Width of the first factor.
         columns: Columns of all groups.
-        itemsize: Bytes of a number of the factors.
+        itemsize: Bytes of an element of the factors.
         memory: Bytes of shared memory per block.
     """
     own, stages = 64, 4
