@@ -64,7 +64,6 @@ class Forest:
 
     Args:
         rows: Number of rows (sequences being decoded).
-        nodes: The nodes, in any order.
 
     Raises:
         ValueError: A node is empty or outside the rows, nodes of one depth overlap, or a node below depth 0 is not

@@ -31,7 +31,6 @@ class DescribedStep(NamedTuple):
     """Step that the tables describe.
 
     Attributes:
-        forest: The batch's.
         own_tokens: Leading suffix tokens in own nodes.
         suffixes: Lengths of whole suffixes.
         stored: Lengths of what is stored here of them.

@@ -34,7 +34,6 @@ def experts(
 
     Args:
         x: ``[rows, hidden]``; see `config.refusal` for what is served.
-        weights: The layer's.
         chosen: ``[rows, experts_per_row]`` int32 or int64, the experts of each row; those that the layer does not have
             add nothing.
         shares: ``[rows, experts_per_row]``, of any floating-point dtype.
@@ -248,7 +247,6 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
 
     Args:
         x: ``[rows, hidden]``; see `grouped_refusal` for what is served.
-        weights: The layer's.
         chosen: ``[rows, experts_per_row]`` int32 or int64, experts of the layer.
         shares: ``[rows, experts_per_row]``, of any floating-point dtype.
         gate: What stands between both products.

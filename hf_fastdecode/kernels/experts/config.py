@@ -19,7 +19,6 @@ class Gate(NamedTuple):
     """``activation(gate) * (up + offset)``, with clamped inputs.
 
     Attributes:
-        activation: The function of the gate.
         alpha: Factor of the gate within the sigmoid of `Activation.SILU`, ``gate * sigmoid(alpha * gate)``.
         limit: The most a gate can be, and the most and least of what it opens.
         offset: Added to what the gate opens.
@@ -138,7 +137,6 @@ def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
 
     Args:
         pairs: Pairs of a row and an expert.
-        weights: The layer's.
         shared_memory: Bytes of it that a program can have.
     """
     twice = -(-2 * pairs // weights.experts)
@@ -165,7 +163,6 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
 
     Args:
         x: ``[rows, hidden]``.
-        weights: The layer's.
         chosen: ``[rows, experts_per_row]``.
         shares: Likewise.
     """

@@ -247,7 +247,6 @@ def forest_partial(
         slots: ``[rows]`` int32: -1 for an inactive row, whose result is that of no keys.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
         config: Launch parameters, with the block sizes of the schedule.
-        kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
         rest: Elements of keys that are the same for all KV heads, and are stored separately, once.

@@ -99,11 +99,8 @@ def choose_config(
 
     Args:
         packed: Packed queries per KV head of the widest node.
-        head_dim: Elements per head.
         overlap: Whether the device supports PDL.
         queries_per_kv_head: Packed queries of one row per KV head.
-        rows: Rows of the step.
-        kv_heads: KV heads of the layer.
         keys: Keys that each multiprocessor reads: those of all nodes and KV heads, once per 128 packed queries of a
             node.
         windowed: Whether there is a sliding window, or `biased`, which the Hopper kernel does not support.

@@ -138,13 +138,10 @@ def make_schedule(
 
     Args:
         nodes: Sorted by depth, then rows. Nodes that are read in other nodes' chains only are left out.
-        rows: Rows of the batch.
-        kv_heads: KV heads of the layer.
         queries: Packed queries of one row per KV head: query heads of the group times new tokens.
         block_m: Packed queries per query tile.
         block_n: Keys per key tile.
         programs: Most programs that get work; fewer when they would have under two tiles each.
-        device: Where the tables go.
         capacity: When given, the tables' sizes depend on it and not on the nodes, and `grid` programs are launched.
         grid: Programs that the device runs at once; `programs` when None.
         chain: Most links of a chain.

@@ -256,7 +256,6 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     Args:
         gate: ``[..., columns]``; rows may be strided, as halves of one product are.
         up: Likewise.
-        activation: The function.
 
     Returns:
         ``[..., columns]``, contiguous, in the dtype of `gate`.

@@ -79,10 +79,7 @@ def gated_product(
         inputs: As of `row_products`.
         gate: ``[columns, width]``.
         up: Likewise.
-        biases: Of both.
-        activation: The function.
         arrived: As of `row_products`.
-        config: Likewise.
 
     Returns:
         ``[..., columns]`` in the dtype of `inputs`.

@@ -64,11 +64,7 @@ def choose_config(
     """Launch parameters for a layer on a device: on clusters where the GPU has them and the kernel takes the shape.
 
     Args:
-        heads: Heads of the layer.
-        head_dim: Elements per head.
-        rank: V-coordinates.
         dtype: Dtype of the cached keys.
-        device: Device that runs the kernel.
         rotary: Tables of RoPE, or None without it; clusters need their ``turns``.
         offset: Whether keys have an offset.
     """

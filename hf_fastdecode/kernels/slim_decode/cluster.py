@@ -44,9 +44,6 @@ class ClusterShape:
     """What a kernel is compiled for.
 
     Attributes:
-        heads: Heads of the layer.
-        head_dim: Elements per head.
-        rank: V-coordinates.
         rotary_dim: Elements of a head that RoPE rotates: all or none.
         offset: Whether keys have an offset.
         starts: Whether rows begin with padding.

@@ -48,7 +48,6 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
         states: ``[rows, channels, length]``, contiguous, in the dtype of `x`: the latest ones, overwritten.
         weight: ``[channels, taps]``, contiguous, at most length + 1 taps.
         bias: ``[channels]``, if any.
-        silu: Whether SiLU follows.
 
     Returns:
         ``[rows, channels]`` in the dtype of `x`.

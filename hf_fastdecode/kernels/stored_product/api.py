@@ -57,10 +57,7 @@ def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: in
     """Launch parameters, measured on an H200 for one row.
 
     Args:
-        rows: Rows of the factors.
-        groups: Groups of the factors.
         width: Width of the first factor.
-        columns: Columns of all groups.
         itemsize: Bytes of an element of the factors.
         memory: Bytes of shared memory per block.
     """
