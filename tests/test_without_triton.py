@@ -45,7 +45,7 @@ from hf_fastdecode.conversion.checkpoint import convert
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure
 from hf_fastdecode.kernels.pointwise.api import rms_norm
-from hf_fastdecode.kernels.pointwise.forms import NormForm
+from hf_fastdecode.kernels.pointwise.api import NormForm
 
 said = {}
 model, _ = fd.load_embedded()

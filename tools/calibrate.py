@@ -1,6 +1,6 @@
 """The constants of the dispatcher's cost model, fitted to rows of operators.
 
-``python -m tools.calibrate ROWS.csv`` prints what to paste into ``attention/launch/costs.py``, and how
+``python -m tools.calibrate ROWS.csv`` prints what to paste into ``attention/launch/dispatch.py``, and how
 well the model then tells the time and the winner.
 """
 
@@ -19,8 +19,16 @@ import typer
 from benchmarks.ops.cases import NodeSpec
 from benchmarks.ops.inputs import make_forest
 from hf_fastdecode.attention.forest import Forest
-from hf_fastdecode.attention.launch.costs import Candidate, Costs, estimated_costs
-from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
+from hf_fastdecode.attention.launch.dispatch import (
+    KERNELS,
+    LIBRARY,
+    PLAIN,
+    Candidate,
+    Costs,
+    Heads,
+    estimated_costs,
+    predict,
+)
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.rows import Measurement
 

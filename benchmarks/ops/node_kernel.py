@@ -12,7 +12,7 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import node_addresses
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.attention.partial import Partial, empty_partial, merge
-from hf_fastdecode.kernels.forest_decode.nodes import NodeWorkspace, attend_nodes
+from hf_fastdecode.kernels.forest_decode.api import NodeWorkspace, attend_nodes
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 
 from .inputs import OpInputs

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hf_fastdecode.attention.partial import Partial, merge
-from hf_fastdecode.kernels.forest_decode.limits import shared_memory
+from hf_fastdecode.kernels.device import shared_memory
 from hf_fastdecode.kernels.forest_decode.merge import merge_partial
 from hf_fastdecode.kernels.forest_decode.node_kernel import LOG2E, LOWEST, online_softmax_step, qk_scores
 

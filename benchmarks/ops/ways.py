@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention.kv import Scoring, SuffixLengths
 from hf_fastdecode.attention.launch.dispatch import KERNELS, Choices, Heads
-from hf_fastdecode.attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes, own_nodes_dominate
-from hf_fastdecode.attention.launch.plan import HeadShape
+from hf_fastdecode.attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes, own_nodes_dominate
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.torch_operators import decode_ops
 from hf_fastdecode.kernels.forest_decode.limits import refusal

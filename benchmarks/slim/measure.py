@@ -111,7 +111,7 @@ class SlimBench:
         inputs = self._inputs(case, way)
         if reason := refusal(*inputs[0][:3]):
             raise NotAvailableError(reason)
-        from hf_fastdecode.kernels.forest_decode.limits import shared_memory
+        from hf_fastdecode.kernels.device import shared_memory
         from hf_fastdecode.kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
         from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 

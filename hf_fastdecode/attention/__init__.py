@@ -6,8 +6,8 @@ Words:
         batch (`forest`). A row's *path* is its nodes from the root down.
     suffix: a row's own tokens after its path: the unshared end of its prompt, and what it generated. `ForestKV` counts
         the tokens of the current step in its length; `StepTables` and the kernels count those before the step.
-    own node: the head of a long suffix, which the kernels read as a node of one row (`launch.own_nodes`).
-    chain: short nodes that are read together with a node below them (`launch.chains`).
+    own node: the head of a long suffix, which the kernels read as a node of one row (`launch.plan`).
+    chain: short nodes that are read together with a node below them (`launch.plan`).
     slot: the storage row of a suffix. Beam search reorders rows without moving keys: a table of *origins* then tells
         which slot holds each token of a row's suffix (`cache.origins`).
     step: one forward pass of all layers that appends `queries` tokens to every row, usually 1.
@@ -24,9 +24,9 @@ a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which
         `kernels/forest_decode/api.py`; a captured step only `StepTables.attend`, from `cache/captured.py`; or
     PyTorch: `torch_operators.decode_ops.forest_attention`, over keys and values to which it has appended the new ones.
 
-A prefill pass gets a `cache.handles.PrefillKV`, which calls `launch.prefill.kernel_attention`, or where that returns
-None, `torch_operators.prefill_ops.causal_attention`. A captured one calls, from `cache/captured_prefill.py`, the
-functions beside them for rows that end in padding.
+A prefill pass gets a `cache.handles.PrefillKV`, which calls `launch.kernel_call.kernel_attention`, or where that
+returns None, `torch_operators.prefill_ops.causal_attention`. A captured one calls, from `cache/captured_prefill.py`,
+the functions beside them for rows that end in padding.
 
 Who decides: `Choices.of` between kernels and PyTorch (unless a backend is forced), `choose_operator` among PyTorch's
 operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles, `choose_chains` on those for trees of

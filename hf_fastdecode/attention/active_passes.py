@@ -1,16 +1,19 @@
 """Forward passes over a shared-context cache: configs name our functions in them, and their longest row is known.
 
-`interface` registers the functions of that name with transformers.
+`interface` registers the functions of that name with transformers. Under `torch.autocast` this package casts by
+itself: autocast casts inputs of PyTorch's public functions, but neither those of ``torch.ops.aten`` operators and of
+kernels, nor keys and values that a cache stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -31,7 +34,7 @@ class RowLengths:
             dropped: layers then attend without a window.
         same_up_to: The smallest window that was dropped; None if none was. Rows of up to this length get the same
             computation, longer ones need the window (a captured step checks that).
-        tables: What stand-ins have made for rows of that length, by their keys, see `stand_in_calls.kept_for_capture`.
+        tables: What stand-ins have made for rows of that length, by their keys, see `interface.kept_for_capture`.
     """
 
     longest: int
@@ -151,3 +154,21 @@ def as_stock() -> Iterator[None]:
         yield
     finally:
         _lengths.reset(token)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on this device; None where it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def cast(tensor: Tensor) -> Tensor:
+    """Cast queries, keys or values as autocast casts inputs of PyTorch's attention: all but float64."""
+    dtype = autocast_dtype(tensor.device)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Turn autocast off, so that operators compute in their inputs' dtype."""
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)

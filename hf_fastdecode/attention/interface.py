@@ -5,22 +5,33 @@ and ``value``, whatever its type. Layers of a shared-context cache return a `Sha
 calls its `attend`. Likewise the mask function of `masks` returns a `SlidingWindow` instead of a mask tensor. A model's
 configs name these two functions only inside `active_passes.active`, which wraps every forward pass with a
 shared-context cache.
+
+Overrides of attention code that does not use this interface (`own_code`) call `attend_shared` and `attend_encoded`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import Unsupported
-from .active_passes import ATTENTION_NAME, config_switch, lengths_of_pass
-from .autocast import autocast_dtype, cast, no_autocast
+from .active_passes import (
+    ATTENTION_NAME,
+    RowLengths,
+    autocast_dtype,
+    cast,
+    config_switch,
+    lengths_of_pass,
+    no_autocast,
+)
 from .kv import Scoring
 from .masks import NOT_CAUSAL, shared_context_mask
 from .placeholders import BidirectionalMask, CrossKV, SharedKV, SlidingWindow
@@ -75,48 +86,25 @@ def shared_context_attention(
         Unsupported: The operators do not support the layer's attention.
     """
     lengths = lengths_of_pass()
-    if not isinstance(key, SharedKV) and lengths is None:  # a stock pass of another thread
-        stock = _stock_attention(module)
+    if not isinstance(key, SharedKV):
+        if lengths is not None:
+            raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
+        # A stock pass of another thread.
         extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux, "is_causal": is_causal}
         kwargs |= {name: given for name, given in extra.items() if given is not None}
+        stock = _stock_attention(module)
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    if not isinstance(key, SharedKV):
-        raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
     cross = isinstance(key, CrossKV)
-    if isinstance(attention_mask, BidirectionalMask) and not cross:
-        raise Unsupported(NOT_CAUSAL)
-    if attention_mask is not None and not isinstance(attention_mask, BidirectionalMask if cross else SlidingWindow):
-        raise Unsupported("the layer adds a mask of its own to the scores")
+    _check_mask(attention_mask, cross=cross)
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    for name, given in kwargs.items():
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            raise Unsupported(
-                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
-                "an unknown effect"
-            )
-    window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
+    _check_arguments(module, kwargs)
+    window = _window(module, key, sliding_window, attention_mask, lengths)
     if lengths is not None:
-        window = lengths.keep_if_binding(window)
-    masked = attention_mask.size if isinstance(attention_mask, SlidingWindow) else None
-    if window != masked:
-        raise Unsupported(
-            f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
-        )
-    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
-        raise Unsupported(
-            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
-            f"forgets, but {type(module).__name__} attends without one"
-        )
-    ignored = [name for name, given in (("softcap", softcap), ("s_aux", s_aux)) if given is not None]
-    if ignored and lengths is not None and config_switch.before(module.config) == "sdpa":
-        raise Unsupported(
-            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
-            "call model.set_attn_implementation('eager')",
-        )
+        _check_ignored(module, softcap, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
     scoring = Scoring(scale, softcap, window, sinks, distances)
@@ -131,6 +119,58 @@ def shared_context_attention(
         with no_autocast(query.device):
             out = key.attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
+
+
+def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask | None, *, cross: bool) -> None:
+    """Raise Unsupported unless a layer's mask is that of its kind of attention."""
+    if isinstance(mask, BidirectionalMask) and not cross:
+        raise Unsupported(NOT_CAUSAL)
+    if mask is not None and not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
+        raise Unsupported("the layer adds a mask of its own to the scores")
+
+
+def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
+    """Raise Unsupported for further arguments that may have an effect."""
+    for name, value in given.items():
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
+            raise Unsupported(
+                f"{type(module).__name__} passes {name!r} ({type(value).__name__}) to its attention function, with "
+                "an unknown effect"
+            )
+
+
+def _window(
+    module: nn.Module,
+    key: SharedKV,
+    sliding_window: int | None,
+    mask: Tensor | SlidingWindow | BidirectionalMask | None,
+    lengths: RowLengths | None,
+) -> int | None:
+    """The layer's window if it hides tokens, which must be that of its mask and, where it has none, of the cache."""
+    window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
+    if lengths is not None:
+        window = lengths.keep_if_binding(window)
+    masked = mask.size if isinstance(mask, SlidingWindow) else None
+    if window != masked:
+        raise Unsupported(
+            f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
+        )
+    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
+        raise Unsupported(
+            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
+            f"forgets, but {type(module).__name__} attends without one"
+        )
+    return window
+
+
+def _check_ignored(module: nn.Module, softcap: float | None, sinks: Tensor | None) -> None:
+    """Raise Unsupported for score options where stock's attention would be sdpa, which has none."""
+    ignored = [name for name, given in (("softcap", softcap), ("s_aux", sinks)) if given is not None]
+    if ignored and config_switch.before(module.config) == "sdpa":
+        raise Unsupported(
+            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
+            "call model.set_attn_implementation('eager')",
+        )
 
 
 def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
@@ -151,3 +191,107 @@ def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | 
 
 AttentionInterface.register(ATTENTION_NAME, shared_context_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, shared_context_mask)
+
+
+_positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
+
+
+@contextmanager
+def at_positions(position_ids: Tensor | None) -> Iterator[None]:
+    """Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
+    token = _positions.set(position_ids)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def given_positions() -> Tensor | None:
+    """As `positions_of_pass`; None where the pass is given none."""
+    return _positions.get()
+
+
+def positions_of_pass() -> Tensor:
+    """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
+    positions = _positions.get()
+    assert positions is not None
+    return positions
+
+
+def attend_shared(
+    module: nn.Module,
+    query: Tensor,
+    kv: SharedKV,
+    *,
+    scaling: float,
+    window: int | None = None,
+    distances: Tensor | None = None,
+) -> Tensor:
+    """Attention for stand-ins (`own_code`): causal, and within a window if given.
+
+    Args:
+        query: ``[batch, heads, queries, head_dim]``.
+        kv: What the cache layer's ``update`` returned.
+        distances: Biases by distance, see `Scoring.distances`.
+
+    Returns:
+        ``[batch, queries, heads, head_dim]``.
+    """
+    lengths = lengths_of_pass()
+    binding = window if lengths is None else lengths.keep_if_binding(window)
+    mask = None if binding is None else SlidingWindow(binding)
+    own = {"sliding_window": window, "is_causal": True, "distances": distances}
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling, **own)
+    return out
+
+
+def attend_encoded(
+    module: Any,
+    query: Tensor,
+    cache: EncoderDecoderCache,
+    mask: Any,
+    *,
+    scaling: float,
+    project: Callable[[], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Cross-attention for stand-ins: to an encoder's output, whose keys and values a layer's first pass stores.
+
+    Args:
+        module: The layer's attention, with its index as ``layer_idx``.
+        query: ``[batch, heads, queries, head_dim]``.
+        cache: What the decoder was given, see `cache.layers.cross.CrossView`.
+        mask: What the mask function returned.
+        project: Makes keys and values, ``[inputs, kv_heads, tokens, head_dim]`` each; called in the first pass.
+
+    Returns:
+        ``[batch, queries, heads, head_dim]``.
+    """
+    stored, layer = cache.cross_attention_cache, module.layer_idx
+    kv: Any = stored.layers[layer].keys
+    if not cache.is_updated.get(layer):
+        kv, _ = stored.update(*project(), layer)
+        cache.is_updated[layer] = True
+    out, _ = shared_context_attention(module, query, kv, kv, mask, scaling)
+    return out
+
+
+def outgrows(length: int) -> bool:
+    """Whether the longest row of the pass has more tokens, for stand-ins that compute something else then."""
+    lengths = lengths_of_pass()
+    return lengths is not None and lengths.keep_if_binding(length) is not None
+
+
+def kept_for_capture(key: Hashable, make: Callable[[int], Tensor]) -> Tensor:
+    """A table that a captured graph reads, and that is kept as long as the graph.
+
+    It may be too short for the longest row, see `outgrows`: a capture serves no rows that outgrow its tables.
+
+    Args:
+        key: Tells it from other tables of the capture.
+        make: Makes it, given the tokens of the longest row; called in the capture's first pass, which is not captured.
+    """
+    lengths = lengths_of_pass()
+    assert lengths is not None
+    if key not in lengths.tables:
+        lengths.tables[key] = make(lengths.longest)
+    return lengths.tables[key]

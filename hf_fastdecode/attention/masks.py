@@ -1,16 +1,28 @@
-"""The mask function: what transformers asks for the masks of a pass over a shared-context cache."""
+"""The mask function: transformers asks it for the masks of a pass over a shared-context cache.
+
+Models for images add to causal masks: transformers' `create_causal_mask` takes ``block_sequence_ids``, the number of
+the image that each token is of, and -1 for text; tokens of an image see each other. Models that always give them get a
+mask function which is causal for text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from inspect import getclosurevars
+from typing import Any, Final
 
 import torch
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function, causal_mask_function
+from torch import Tensor
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+)
 
 from ..errors import Unsupported
 from .active_passes import config_switch, lengths_of_pass
-from .mask_overlays import without_blocks
 from .own_code import own_code_of
 from .placeholders import BidirectionalMask, CausalMask, SlidingWindow
 
@@ -35,7 +47,7 @@ def shared_context_mask(
 
     Returns:
         None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
-        with code that reads masks, a `CausalMask` in place of None. For attention without a causal rule a
+        with code that reads masks, a `CausalMask` instead of None. For attention without a causal rule a
         `BidirectionalMask`, which layers over the cache refuse, but for cross-attention.
 
     Raises:
@@ -86,3 +98,26 @@ def _slides(mask_function: Callable[..., Any], window: int) -> bool:
     key = query - age
     shown = mask_function(zero, zero, query, key).tolist()
     return bool(shown == [False, True, True, False] * 2)
+
+
+MaskFunction = Callable[..., Any]
+
+_UNION: Final = f"{or_masks.__qualname__}.<locals>.or_mask"
+_BLOCKS: Final = f"{blockwise_overlay.__qualname__}.<locals>.inner_mask"
+
+
+def without_blocks(mask_function: MaskFunction, queries: int) -> MaskFunction:
+    """The mask function without blocks that show queries nothing more: of text alone, or of a decode step.
+
+    Args:
+        queries: Tokens of each row. One is a step's, which models give as text; of several, blocks are read from the
+            device.
+    """
+    if getattr(mask_function, "__qualname__", "") != _UNION:
+        return mask_function
+    first, *others = getclosurevars(mask_function).nonlocals["mask_functions"]
+    if len(others) != 1 or getattr(others[0], "__qualname__", "") != _BLOCKS:
+        return mask_function
+    blocks: Tensor = getclosurevars(others[0]).nonlocals["block_sequence_ids"]
+    inert = queries == 1 or bool((blocks < 0).all())
+    return first if inert else mask_function

@@ -45,7 +45,7 @@ class OwnCode:
         stand_ins: Class name -> method name -> method.
         in_captures: The same of methods that run in captured passes alone; the architecture's own run in eager ones.
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
-            to them, which stand-ins add instead; stand-ins pass windows to `stand_in_calls.attend_shared`.
+            to them, which stand-ins add instead; stand-ins pass windows to `interface.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
         counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
             ``forward`` names none; it hands them on, or stand-ins read those of the pass.
@@ -111,7 +111,7 @@ def stand_ins_of(kind: type, *, in_captures: bool = False) -> Mapping[str, Metho
     """Methods that stand in for those of a module's class; not for those of classes derived from it.
 
     Args:
-        in_captures: Those of captured passes alone in place of those of all passes.
+        in_captures: Those of captured passes alone instead of those of all passes.
     """
     code = own_code_of(kind) if kind.__module__.startswith(_HOME) else None
     if code is None:

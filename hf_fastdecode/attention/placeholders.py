@@ -1,18 +1,33 @@
-"""What layers and masks of a shared-context cache return in the places of tensors."""
+"""What layers and masks of a shared-context cache return instead of tensors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from .expanded_kv import ExpandedKV
 from .kv import Scoring
 from .partial import Partial
+
+
+class ExpandedKV(Protocol):
+    """Those of one layer, as a step attends to them."""
+
+    def attend(self, query: Tensor, scoring: Scoring, own: Partial) -> Tensor:
+        """Attend to the nodes of each row, without a causal rule, and merge with its other keys.
+
+        Args:
+            query: ``[rows, heads, queries, key_dim]``.
+            own: The partial of the other keys, ``[rows, heads, queries, value_dim]``; ``out`` in the query's dtype.
+
+        Returns:
+            ``[rows, heads, queries, value_dim]`` in the query's dtype.
+        """
+        ...
 
 
 class NotATensorError(Unsupported, AttributeError):

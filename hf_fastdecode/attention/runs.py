@@ -72,7 +72,7 @@ class PackedRuns:
         return self._by_length[device]
 
     def by_context(self, device: torch.device) -> list[tuple[Hashable, Place]]:
-        """Each context's name, with the place of the runs that it comes before."""
+        """Each context's name, with the positions of the runs that it comes before."""
         if device not in self._by_context:
             readers = _grouped((name, index) for index, run in enumerate(self.runs) for name in run.context)
             self._by_context[device] = [(name, self._place_of(found, device)) for name, found in readers.items()]

@@ -11,9 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..attention.kv import Scoring, Segment
-from ..attention.launch.described_step import NewTokens
-from ..attention.launch.layer_tables import TablesByShape
-from ..attention.launch.step_tables import StepTables
+from ..attention.launch.step_tables import NewTokens, StepTables, TablesByShape
 from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..errors import Unsupported

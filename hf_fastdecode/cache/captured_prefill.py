@@ -15,13 +15,12 @@ from transformers import Cache
 
 from ..attention.forest import Forest, Node, Span, joined
 from ..attention.kv import Scoring, Segment, SuffixLengths
-from ..attention.launch.layer_tables import Alike, TablesByShape
-from ..attention.launch.own_nodes import NO_OWN_NODES
-from ..attention.launch.plan import HeadShape
-from ..attention.launch.prefill import padded_intervals, padded_kernel_attention, takes_windows
+from ..attention.launch.kernel_call import padded_intervals, padded_kernel_attention, takes_windows
+from ..attention.launch.plan import NO_OWN_NODES, HeadShape
+from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
 from ..attention.placeholders import SharedKV
-from ..attention.torch_operators.padded_prefill import padded_causal_attention, separating_bias
+from ..attention.torch_operators.prefill_ops import padded_causal_attention, separating_bias
 from ..errors import Unsupported
 from .captured import CapturedInputs, LayerOfACapture
 from .layers.attention import SharedContextLayer

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..attention.kv import Scoring, Segment
 from ..attention.placeholders import SharedKV
-from ..attention.torch_operators.alike_inputs import attend_alike
+from ..attention.torch_operators.decode_ops import attend_alike
 from ..errors import Unsupported
 from .captured import CapturedInputs
 from .captured_prefill import CapturedPrefillCache, PrefillLayer

@@ -11,15 +11,13 @@ from torch import Tensor
 from ..attention.forest import Forest, Span
 from ..attention.kv import ForestKV, Scoring, Segment
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
-from ..attention.launch.own_nodes import choose_own_nodes
-from ..attention.launch.plan import HeadShape
-from ..attention.launch.prefill import kernel_attention
+from ..attention.launch.kernel_call import kernel_attention
+from ..attention.launch.plan import HeadShape, choose_own_nodes
 from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial, unwritten_partial
 from ..attention.placeholders import SharedKV
 from ..attention.torch_operators import decode_ops
-from ..attention.torch_operators.decode_ops import nodes_attention
-from ..attention.torch_operators.distance_bias import biased_causal_attention, biased_forest_attention
+from ..attention.torch_operators.decode_ops import biased_causal_attention, biased_forest_attention, nodes_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Segment, SuffixLengths
 from ..attention.launch.dispatch import Choices
-from ..attention.launch.own_nodes import own_nodes_dominate
-from ..attention.launch.plan import HeadShape
+from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
 from ..attention.torch_operators import Backend, TorchBackend

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..attention.autocast import autocast_dtype, cast
+from ..attention.active_passes import autocast_dtype, cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
 from ..parallel.shards import WHOLE, Shard

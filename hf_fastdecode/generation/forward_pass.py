@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .._compat import CACHE, uncompiled_call
+from ..attention.interface import at_positions
 from ..attention.own_code import own_code_of
-from ..attention.stand_in_calls import at_positions
 from ..cache.captured import CapturedCache, CapturedInputs
 from ..cache.shared import SharedContextCache
 from .inputs.encoded import prompt_names

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD
-from ..attention.autocast import autocast_dtype
+from ..attention.active_passes import autocast_dtype
 from ..parallel.groups import local_part
 from .forward_pass import input_device
 from .model_walk import ModelWalk, attributes

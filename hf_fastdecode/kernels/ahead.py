@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..log import logger
-from .installed import interpreted, triton_is_installed
+from .device import interpreted, triton_is_installed
 
 _MOST_THREADS = 8
 
@@ -60,7 +60,6 @@ def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Calla
     Args:
         run: Launches kernels by `launch`. If one is missing it runs twice, first without that and later launches: what
             it then computes and writes must not matter.
-        device: The current CUDA device.
         agree: Whether to run twice, given whether a kernel was missing here: processes whose runs communicate must
             run equally often.
     """

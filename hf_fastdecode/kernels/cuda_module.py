@@ -44,7 +44,7 @@ class CudaKernel:
 
         Args:
             blocks: Blocks of the one-dimensional grid.
-            arguments: Tensor maps, tensors (passed as addresses), whole numbers (64 bits) and floats (32 bits).
+            arguments: Tensor maps, tensors (passed as addresses), integers (64 bits) and floats (32 bits).
             device: The tensors' device.
 
         Raises:
@@ -153,17 +153,17 @@ def compiled(
 def tensor_map(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, bf16: bool
 ) -> Any:
-    """Describe a tensor of 16-bit numbers, for copies of boxes into shared memory, with zeros outside the tensor.
+    """Describe a tensor of 16-bit elements, for copies of boxes into shared memory, with zeros outside the tensor.
 
     The last dimension of a box takes 128 bytes. Chunks of 16 bytes are permuted within them, by the index in the
     dimension before, modulo 8.
 
     Args:
-        address: Address of the first number, a multiple of 16 bytes.
+        address: Address of the first element, a multiple of 16 bytes.
         shape: Up to five dimensions.
         strides: Strides of all dimensions but the last, in bytes, multiples of 16.
         box: Shape of a copy, with 64 in the last dimension.
-        bf16: Whether numbers are bf16, or else fp16.
+        bf16: Whether elements are bf16, or else fp16.
 
     Raises:
         RuntimeError: The driver refuses.

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from ..log import logger
-from .installed import triton_is_installed
+from .device import triton_is_installed
 
 
 class Kernel(Enum):

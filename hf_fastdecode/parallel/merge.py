@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..attention.partial import Partial
+from ..kernels.device import interpreted, triton_is_installed
 from ..kernels.failures import KernelFailedError
-from ..kernels.installed import interpreted, triton_is_installed
 from .collectives import gathered
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def merge_over(group: ProcessGroup, buffer: PartialBuffer, dtype: torch.dtype | 
     """
     by_rank, like = gathered(buffer.flat, group), buffer.partial
     if triton_is_installed() and _by_kernel(by_rank):
-        from ..kernels.forest_decode.ranks import merge_ranks
+        from ..kernels.forest_decode.merge import merge_ranks
 
         found = Partial(torch.empty_like(like.out, dtype=dtype), torch.empty_like(like.lse))
         try:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..attention.forest import Forest
 from ..attention.kv import Scoring, SuffixLengths
-from ..attention.launch.described_step import DescribedStep, NewTokens
-from ..attention.launch.own_nodes import NO_OWN_NODES, OwnNodes
-from ..attention.launch.step_tables import StepTables
+from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
+from ..attention.launch.step_tables import DescribedStep, NewTokens, StepTables
 from ..attention.partial import Partial
 from .merge import merge_over, partial_buffer
 from .sequence import SequenceParallel, window_is_not_divided

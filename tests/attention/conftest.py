@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch.costs import estimated_costs
+from hf_fastdecode.attention.launch.dispatch import estimated_costs
 
 from ..interpreter import merging_two_at_once
 from .forests import DEVICES

@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Path, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.partial import Partial
 
 DEVICES = [
     "cpu",
@@ -375,3 +380,70 @@ def with_every_dtype(cases: Iterable[Case]) -> list[Case]:
 
 def one_context(rows: int, length: int) -> Forest:
     return Forest(rows, [Node(Span(0, 0, length), 0, rows)])
+
+
+PROPERTY = settings(deadline=None, database=None, max_examples=60)
+FP64 = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def assert_partials_close(actual: Partial | tuple[Tensor, Tensor], expected: Partial | tuple[Tensor, Tensor]) -> None:
+    for mine, other in zip(actual, expected, strict=True):
+        assert mine.dtype == torch.float64
+        torch.testing.assert_close(mine, other, **FP64)
+
+
+@st.composite
+def fp64_inputs(draw: st.DrawFn, device: str = "cpu") -> tuple[Tensor, ForestKV]:
+    """Any forest of up to four levels, any suffixes, any grouping of heads, and one to four queries a row."""
+    rows, queries = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    forest = random_forest(draw(st.randoms(use_true_random=False)), rows, draw(st.integers(0, 4)))
+    length = st.integers(queries, queries + 6)
+    lengths = draw(
+        st.one_of(length, length.map(lambda same: [same] * rows), st.lists(length, min_size=rows, max_size=rows))
+    )
+    kv_heads = draw(st.integers(1, 3))
+    return make_inputs(
+        forest,
+        lengths,
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([1, 8, 20])),
+        value_dim=draw(st.sampled_from([None, None, 12])),
+        queries=queries,
+        dtype=torch.float64,
+        device=device,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that read each watched tensor's storage, and fails one that spreads or copies it.
+
+    To spread is to make more numbers of it than it has, even as a view; `may_copy` allows one copy, as wide as that.
+    """
+
+    def __init__(self, watched: Sequence[Tensor], may_copy: bool = False):
+        super().__init__()
+        self.limit = {_storage(tensor): tensor.numel() for tensor in watched}
+        self.count = dict.fromkeys(self.limit, 0)
+        self.may_copy = may_copy
+        self.copies: list[Tensor] = []  # kept alive, so that nothing else takes their address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} & set(self.limit)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.numel()]
+        for storage in read:
+            for tensor in made:
+                assert tensor.numel() <= self.limit[storage], f"{func} spreads shared keys or values: {tensor.shape}"
+                if _storage(tensor) != storage and tensor.numel() == self.limit[storage]:
+                    assert self.may_copy, f"{func} copies shared keys or values: {tensor.shape}"
+                    self.copies.append(tensor)
+                    self.limit[_storage(tensor)] = tensor.numel()
+            if storage in self.count:
+                self.count[storage] += not any(_storage(tensor) == storage for tensor in made)
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

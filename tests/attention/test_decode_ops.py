@@ -17,16 +17,23 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
-from hf_fastdecode.attention.torch_operators.decode_ops import forest_attention
+from hf_fastdecode.attention.runs import Run
+from hf_fastdecode.attention.torch_operators.decode_ops import (
+    biased_causal_attention,
+    biased_forest_attention,
+    forest_attention,
+)
 
-from .exactness import PROPERTY, assert_partials_close, fp64_inputs
 from .forests import (
     DEVICES,
     DTYPE_NAMES,
     LOW_AND_FULL,
+    PROPERTY,
     Case,
     Problem,
     assert_error_rule,
+    assert_partials_close,
+    fp64_inputs,
     make_inputs,
     make_problem,
     own_keys_and_values,
@@ -220,3 +227,48 @@ def test_no_rows():
     kv = ForestKV(Forest(0), [], Segment(torch.randn(0, 2, 8, 16), torch.randn(0, 2, 8, 16)), 4)
     out, lse = forest_attention(torch.randn(0, 4, 1, 16), kv)
     assert (out.shape, lse.shape) == ((0, 4, 1, 16), (0, 4, 1))
+
+
+BIASED_HEADS, WIDTH, SCALE = 3, 8, 0.7
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def expected(query, keys, values, biases):
+    """Attention of the last tokens of one sequence, ``[heads, queries, width]``."""
+    tokens, queries = keys.shape[1], query.shape[1]
+    ages = torch.arange(tokens - queries, tokens)[:, None] - torch.arange(tokens)
+    scores = query @ keys.mT * SCALE + biases[:, ages.clamp(0, biases.shape[1] - 1)]
+    return scores.masked_fill(ages < 0, -torch.inf).softmax(-1) @ values
+
+
+@pytest.mark.parametrize("lengths", [6, [6, 3, 2, 5]], ids=["equal", "unequal"])
+def test_rows_over_two_levels_of_nodes(lengths):
+    torch.manual_seed(0)
+    queries, segment, biases = (
+        2,
+        Segment(normal(BIASED_HEADS, 20, WIDTH), normal(BIASED_HEADS, 20, WIDTH)),
+        normal(BIASED_HEADS, 5),
+    )
+    shared, own = Span(0, 0, 7), Span(0, 7, 4)
+    forest = Forest.from_paths([(shared, own), (shared, own), (shared,), ()])
+    suffix = Segment(normal(4, BIASED_HEADS, 9, WIDTH), normal(4, BIASED_HEADS, 9, WIDTH))
+    query, kv = normal(4, BIASED_HEADS, queries, WIDTH), ForestKV(forest, [segment], suffix, lengths)
+    got = biased_forest_attention(query, kv, SCALE, biases).out
+    for row, path in enumerate(forest.paths):
+        nodes, count = [segment.view(span) for span in path], kv.lengths()[row]
+        keys, values = (
+            torch.cat([*(node[part] for node in nodes), suffix[part][row, :, :count]], 1) for part in (0, 1)
+        )
+        torch.testing.assert_close(got[row], expected(query[row], keys, values, biases))
+
+
+def test_runs_of_a_prefill():
+    torch.manual_seed(0)
+    query, keys, values = (normal(BIASED_HEADS, 10, WIDTH) for _ in range(3))
+    biases = normal(BIASED_HEADS, 4)
+    got = biased_causal_attention(query, keys, values, SCALE, biases, runs=[Run(6), Run(1), Run(3)])
+    for own in (slice(0, 6), slice(6, 7), slice(7, 10)):
+        torch.testing.assert_close(got[:, own], expected(query[:, own], keys[:, own], values[:, own], biases))

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch.costs import _H200, estimated_costs, memory_bandwidth
-from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Choice, Heads, predict
+from hf_fastdecode.attention.launch.dispatch import (
+    _H200,
+    KERNELS,
+    LIBRARY,
+    PLAIN,
+    Choice,
+    Heads,
+    estimated_costs,
+    memory_bandwidth,
+    predict,
+)
 
 MHA, GQA = Heads(32, 32, 128), Heads(32, 8, 128)
 
@@ -128,7 +137,7 @@ def test_a_choice_reads_as_text():
 
 @pytest.mark.gpu
 def test_costs_of_this_device():
-    from hf_fastdecode.attention.launch.costs import costs_of
+    from hf_fastdecode.attention.launch.dispatch import costs_of
 
     costs = costs_of(torch.device("cuda", 0))
     assert 1e11 < costs.kernels.bandwidth < 2e13

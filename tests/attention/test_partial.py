@@ -1,4 +1,7 @@
-"""The algebra of `merge`: partials over disjoint sets of keys form a commutative monoid, and merging is exact."""
+"""The algebra of `merge`: partials over disjoint sets of keys form a commutative monoid, and merging is exact.
+
+And the fp64 oracle itself, against PyTorch's own attention over a physical copy of the keys.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ from functools import reduce
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.partial import Partial, empty_partial, merge
 
-PROPERTY = settings(deadline=None, database=None)
+from .forests import FP64, PROPERTY, fp64_inputs, last_queries_see, make_inputs, own_keys_and_values
+
+MANY = settings(deadline=None, database=None)
 HEAD_DIM = 4
 
 LSE = st.one_of(
@@ -55,7 +63,7 @@ def attend(scores: Tensor, values: Tensor) -> Partial:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@PROPERTY
+@MANY
 @given(data=st.data())
 def test_merge_is_associative(dtype: torch.dtype, data: st.DataObject) -> None:
     a, b, c = data.draw(partials(3, dtype))
@@ -63,14 +71,14 @@ def test_merge_is_associative(dtype: torch.dtype, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@PROPERTY
+@MANY
 @given(data=st.data())
 def test_merge_is_commutative(dtype: torch.dtype, data: st.DataObject) -> None:
     a, b = data.draw(partials(2, dtype))
     assert_same(merge(a, b), merge(b, a))
 
 
-@PROPERTY
+@MANY
 @given(parts=partials(), order=st.randoms(use_true_random=False))
 def test_many_at_once_equal_pairs_in_any_order(parts: list[Partial], order: object) -> None:
     together = merge(*parts)
@@ -83,7 +91,7 @@ def test_many_at_once_equal_pairs_in_any_order(parts: list[Partial], order: obje
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@PROPERTY
+@MANY
 @given(data=st.data())
 def test_empty_partial_is_the_identity_to_the_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     (part,) = data.draw(partials(1, dtype))
@@ -114,7 +122,7 @@ def test_one_partial_alone_is_returned_as_it_is() -> None:
     assert merge(part) is part
 
 
-@PROPERTY
+@MANY
 @given(parts=partials())
 def test_merge_leaves_its_arguments_alone(parts: list[Partial]) -> None:
     before = [Partial(part.out.clone(), part.lse.clone()) for part in parts]
@@ -140,7 +148,7 @@ def test_equal_parts_average_and_add_ln_2_at_any_score() -> None:
         assert merged.lse.item() - lse == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-7)
 
 
-@PROPERTY
+@MANY
 @given(
     owner=st.lists(st.integers(0, 4), min_size=1, max_size=40),
     spread=st.sampled_from([0.0, 1.0, 30.0, 3000.0]),
@@ -171,3 +179,31 @@ def test_nan_is_not_hidden():
     for merged in (merge(broken, Partial(torch.zeros(1, 2), torch.zeros(1))), merge(empty_partial((1, 2)), broken)):
         assert merged.out.isnan().all()
         assert merged.lse.isnan().all()
+
+
+@PROPERTY
+@given(data=st.data())
+def test_the_oracle_is_pytorchs_attention_over_a_physical_copy(data: st.DataObject) -> None:
+    query, kv = data.draw(fp64_inputs())
+    out, lse = reference.forest_attention(query, kv, 0.3)
+    head_dim, value_dim = query.shape[-1], out.shape[-1]
+    for row in range(query.shape[0]):
+        keys, values = own_keys_and_values(kv, row)
+        group = query.shape[1] // keys.shape[0]
+        visible = last_queries_see(query.shape[2], keys.shape[1], "cpu")
+        for head in range(query.shape[1]):
+            own = query[row, head], keys[head // group], values[head // group]
+            torch.testing.assert_close(
+                out[row, head], F.scaled_dot_product_attention(*own, visible, scale=0.3), **FP64
+            )
+            weights = torch.exp(0.3 * own[0] @ own[1].T) * visible
+            torch.testing.assert_close(lse[row, head], weights.sum(-1).log(), **FP64)
+    assert (out.shape[-1], head_dim) == (value_dim, kv.suffix.keys.shape[-1])
+
+
+def test_the_oracle_caps_scores_softly() -> None:
+    query, kv = make_inputs(Forest(1), [3], heads=1, kv_heads=1, head_dim=4, dtype=torch.float64)
+    scores = 2.0 * torch.tanh(0.5 * query[0, 0] @ kv.suffix.keys[0, 0, :3].T / 2.0)
+    out, lse = reference.forest_attention(query, kv, 0.5, softcap=2.0)
+    torch.testing.assert_close(lse[0, 0], scores.exp().sum(-1).log(), **FP64)
+    torch.testing.assert_close(out[0, 0], torch.softmax(scores, -1) @ kv.suffix.values[0, 0, :3], **FP64)

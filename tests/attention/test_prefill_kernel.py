@@ -11,7 +11,7 @@ import torch
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment
-from hf_fastdecode.attention.launch import prefill
+from hf_fastdecode.attention.launch import kernel_call as prefill
 from hf_fastdecode.attention.runs import PackedRuns, Run
 from hf_fastdecode.kernels.failures import Kernel, forget
 

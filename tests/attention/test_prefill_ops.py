@@ -17,9 +17,17 @@ from hf_fastdecode.attention.runs import Run
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
 
-from .exactness import FP64, PROPERTY
-from .forests import DTYPE_NAMES, LOW_AND_FULL, assert_error_rule, make_inputs, pytorch_causal_attention, some_sinks
-from .reads import Reads
+from .forests import (
+    DTYPE_NAMES,
+    FP64,
+    LOW_AND_FULL,
+    PROPERTY,
+    Reads,
+    assert_error_rule,
+    make_inputs,
+    pytorch_causal_attention,
+    some_sinks,
+)
 
 
 def prefill_inputs(

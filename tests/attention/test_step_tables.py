@@ -10,11 +10,11 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
-from hf_fastdecode.attention.launch import own_nodes, step_tables
+from hf_fastdecode.attention.launch import plan as own_nodes
 from hf_fastdecode.attention.launch import plan as plans
+from hf_fastdecode.attention.launch import step_tables
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
-from hf_fastdecode.attention.launch.own_nodes import OwnNodes
-from hf_fastdecode.attention.launch.plan import LaunchPlan
+from hf_fastdecode.attention.launch.plan import LaunchPlan, OwnNodes
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
 from hf_fastdecode.generation.steps import modes

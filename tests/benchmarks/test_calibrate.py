@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.ops.cases import OP_SETS
 from benchmarks.ops.inputs import make_forest
-from hf_fastdecode.attention.launch.costs import Candidate, Costs
-from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Heads, predict
+from hf_fastdecode.attention.launch.dispatch import KERNELS, LIBRARY, PLAIN, Candidate, Costs, Heads, predict
 from hf_fastdecode.files import write_rows
 from tools.calibrate import fit, literal, main, measured, report
 

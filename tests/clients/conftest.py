@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fastdecode.kernels.installed import interpreted
+from hf_fastdecode.kernels.device import interpreted
 
 HERE = Path(__file__).parent
 PROGRAMS = (

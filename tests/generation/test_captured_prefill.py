@@ -9,7 +9,8 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Span
-from hf_fastdecode.attention.launch import plan, prefill
+from hf_fastdecode.attention.launch import kernel_call as prefill
+from hf_fastdecode.attention.launch import plan
 from hf_fastdecode.cache.state import PrefillItem
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill, modes, runners

@@ -8,15 +8,16 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch import own_nodes, plan, step_tables
-from hf_fastdecode.attention.launch.own_nodes import (
+from hf_fastdecode.attention.launch import plan, step_tables
+from hf_fastdecode.attention.launch import plan as own_nodes
+from hf_fastdecode.attention.launch.plan import (
+    HeadShape,
     OwnNodes,
     choose_own_nodes,
     own_nodes_dominate,
     own_tokens,
     with_own_nodes,
 )
-from hf_fastdecode.attention.launch.plan import HeadShape
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.captures import Captures

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 

@@ -1,25 +1,45 @@
-"""The operator run on a forest, and held against the fp64 oracle by the error rule."""
+"""Devices, dtypes and random inputs of kernel tests; `forest_decode` on a forest, compared with the fp64 oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.launch.chains import node_shapes
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
+from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
-from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, own_keys_and_values, pytorch_attention, pytorch_lse
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Triton's interpreter cuts numbers off where bf16 rounds them.
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+
+DTYPES = [torch.float32, torch.float16, BF16]
+
+PRODUCT_DTYPES = [
+    torch.float16,
+    BF16,
+    pytest.param(torch.float32, marks=pytest.mark.skipif(DEVICE == "cuda", reason="Triton multiplies fp32 in tf32")),
+]
+"""Of kernels with matrix products."""
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Random numbers, the same on each device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def decode(

@@ -28,14 +28,13 @@ from triton.experimental.gluon import language as gl
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.kernels.experts import reference as experts_reference
-from hf_fastdecode.kernels.experts.api import experts, largest, route
-from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
-from hf_fastdecode.kernels.experts.grouped import grouped_experts
+from hf_fastdecode.kernels.experts.api import experts, grouped_experts, largest, route
+from hf_fastdecode.kernels.experts.config import Gate, Routing, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config
-from hf_fastdecode.kernels.forest_decode.hopper_tiles import group_barrier
+from hf_fastdecode.kernels.forest_decode.hopper import group_barrier
 from hf_fastdecode.kernels.pointwise import api as pointwise
 from hf_fastdecode.kernels.pointwise import reference as pointwise_reference
-from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
 from hf_fastdecode.kernels.sampling.api import sample
 from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 from hf_fastdecode.kernels.state_steps import api as state_steps

@@ -27,7 +27,7 @@ from triton.runtime.jit import KernelInterface
 
 from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
 from hf_fastdecode.kernels.pointwise.api import gated, rms_norm
-from hf_fastdecode.kernels.pointwise.forms import Activation, NormForm
+from hf_fastdecode.kernels.pointwise.api import Activation, NormForm
 
 launched, runs = [], []
 

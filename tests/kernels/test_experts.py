@@ -15,22 +15,23 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.experts import reference
-from hf_fastdecode.kernels.experts.api import experts, largest, route
+from hf_fastdecode.kernels.experts.api import experts, grouped_experts, grouped_refusal, largest, route
 from hf_fastdecode.kernels.experts.config import (
     MOST_OF_AN_EXPERT,
     MOST_PAIRS,
     Config,
     Configs,
+    Gate,
+    Routing,
+    Weights,
     most_items,
     refusal,
     routing_refusal,
 )
-from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
-from hf_fastdecode.kernels.experts.grouped import grouped_experts, grouped_refusal
-from hf_fastdecode.kernels.pointwise.forms import Activation
+from hf_fastdecode.kernels.pointwise.api import Activation
 
 from ..cases import exhaustive_but
-from .inputs import DEVICE, PRODUCT_DTYPES
+from .operator_runs import DEVICE, PRODUCT_DTYPES
 
 GATES = {
     "silu": Gate(Activation.SILU),

@@ -20,7 +20,8 @@ from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure, l
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.forest_decode import api, config, nodes
+from hf_fastdecode.kernels.forest_decode import api, config
+from hf_fastdecode.kernels.forest_decode import api as nodes
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.sampling import api as sampling
 

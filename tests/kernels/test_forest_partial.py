@@ -1,5 +1,7 @@
 """The operator in parts: nodes alone, partials of some nodes merged and handed on, against the fp64 oracle."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import replace
 
@@ -12,16 +14,20 @@ from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, rest_addresses
 from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.parallel.merge import merged
 from hf_fastdecode.parallel.shards import Shard
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
 
 pytest.importorskip("triton")
+from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
+from hf_fastdecode.kernels.forest_decode import api as nodes
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_partial
-from hf_fastdecode.kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from hf_fastdecode.kernels.forest_decode.limits import refusal
+from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, Schedule, make_schedule
 
-from .operator_runs import decode, decode_divided
+from .operator_runs import check, decode, decode_divided
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -244,3 +250,141 @@ def test_arguments_are_checked():
         forest_partial(query.repeat_interleave(2, -1)[..., ::2], *[None] * 4, kv_heads=2, scale=1.0)
     with pytest.raises(ValueError, match=r"query must be fp16, bf16 or fp32, got torch\.float64"):
         forest_partial(query.double(), *[None] * 4, kv_heads=2, scale=1.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (3, 5, 2, 48), (2, 7, 1, 100)])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_partials_merge_to_those_of_fp64(ranks: int, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    width, queries = shape[-1], torch.Size(shape[:-1]).numel()
+    out = torch.randn(ranks, queries, width, generator=generator)
+    lse = torch.randn(ranks, queries, generator=generator) * 30
+    lse[-1] = -torch.inf  # an empty shard, whose out is 0
+    lse[:, 0] = -torch.inf  # a row without a key anywhere
+    out[lse == -torch.inf] = 0
+    given = torch.cat([out.flatten(1), lse], 1).to(DEVICE)
+    found, found_lse = torch.empty(shape, device=DEVICE), torch.empty(shape[:-1], device=DEVICE)
+    merge_ranks(given, found, found_lse)
+    expected = merged(given.double().cpu(), shape)
+    assert not bool(found.isnan().any())
+    torch.testing.assert_close(found.cpu().double(), expected.out, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found_lse.cpu().double(), expected.lse, rtol=1e-6, atol=1e-6)
+    assert bool((found_lse.flatten()[0] == -torch.inf) & (found.flatten(0, -2)[0] == 0).all())
+
+
+@pytest.mark.gpu
+def test_buffers_of_more_than_31_bits() -> None:
+    ranks, queries, width = 5, 1 << 22, 128
+    given = torch.zeros(ranks, queries * (width + 1), device=DEVICE)
+    given[:-1, queries * width :] = -torch.inf
+    given[-1, : queries * width] = 3.0
+    found, lse = (
+        torch.full((queries, width), torch.nan, device=DEVICE),
+        torch.full((queries,), torch.nan, device=DEVICE),
+    )
+    merge_ranks(given, found, lse)
+    assert bool((found == 3.0).all() & (lse == 0.0).all())
+    del given, found, lse
+    torch.cuda.empty_cache()  # 13 GB
+
+
+def test_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 queries of 8 numbers give 36 a rank, got 35"):
+        merge_ranks(torch.zeros(2, 35), torch.zeros(4, 8), torch.zeros(4))
+
+
+GPU = torch.cuda.is_available()
+
+
+def keys_and_values(kv: ForestKV) -> ForestKV:
+    """Latents with what follows them as keys, and latents as values."""
+
+    def joined(parts: Segment) -> Segment:
+        return Segment(torch.cat(parts, -1), parts.keys)
+
+    return replace(kv, segments=[joined(parts) for parts in kv.segments], suffix=joined(kv.suffix))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("latent", "rest"), [(512, 64), (256, 64), (256, 32)] if GPU else [(32, 8)])
+def test_against_the_oracle(latent, rest, queries):
+    """Nodes at two depths, and suffixes that differ in length."""
+    device, rows = ("cuda", 33) if GPU else ("cpu", 3)
+    forest = random_forest(random.Random(3), rows, 2, longest=700 if GPU else 60)
+    lengths = [queries + 7 * row % 40 for row in range(rows)]
+    dtype = torch.bfloat16 if GPU else torch.float16
+    sizes = {"heads": 16 if GPU else 2, "kv_heads": 1, "queries": queries, "dtype": dtype, "device": device}
+    _, kv = make_inputs(forest, lengths, head_dim=latent, value_dim=rest, **sizes)
+    query, _ = make_inputs(forest, lengths, head_dim=latent + rest, **sizes)
+    config = None if GPU else Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2))
+    out, lse = decode(query, kv, config=config)
+    whole = keys_and_values(kv)
+    oracle, oracle_lse = reference.forest_attention(query, whole)
+    assert_error_rule(out, pytorch_attention(query, whole), oracle, oracle_lse)
+    torch.testing.assert_close(lse.double(), oracle_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("memory", [227, 163, 99])
+def test_launch_parameters_fit(memory):
+    for packed in (1, 16, 512):
+        config = choose_config(packed, 576, overlap=True, latents=True, shared_memory=1024 * memory)
+        assert 2 * 576 * (config.block_m + config.stages * config.block_n) <= 1024 * memory
+
+
+def test_queries_that_tiles_do_not_hold_are_refused():
+    """128 queries of a group of 16 heads would take 256 KiB of shared memory."""
+    device = "cuda" if GPU else "cpu"
+    for queries, most in ((4, None), (5, 64)):
+        query, keys, rest = (
+            torch.zeros(1, heads, queries, width, dtype=torch.half, device=device)
+            for heads, width in ((16, 576), (1, 512), (1, 64))
+        )
+        found = refusal(query, keys, rest, [])
+        if not GPU or shared_memory(query.device) >= 160 * 1024:
+            assert found == (
+                most and f"it takes up to {most} queries of a group of heads over latents at once here, got 80"
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("off", [0, 8])
+def test_storage_that_rows_of_all_memory_do_not_begin_with(off):
+    """Of no KV head, or of the first one only: heads are 16 bytes further apart than their tokens are long."""
+    query, kv = hopper_inputs(head_dim=128)
+
+    def moved(part: Tensor) -> Tensor:
+        heads, tokens, head_dim = part.shape
+        apart = tokens * head_dim + 8
+        flat = torch.full((off + heads * apart,), torch.nan, dtype=part.dtype, device=part.device)
+        return flat[off:].as_strided(part.shape, (apart, head_dim, 1), off).copy_(part)
+
+    check(query, replace(kv, segments=[Segment(*map(moved, segment)) for segment in kv.segments]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "plane"), [(64, 1 << 12), (128, 1 << 11)])
+def test_nodes_that_lie_across_planes(head_dim, plane, monkeypatch):
+    monkeypatch.setattr("hf_fastdecode.kernels.forest_decode.api.PLANE", plane)
+    check(*hopper_inputs(head_dim))
+
+
+def hopper_inputs(head_dim: int) -> tuple[Tensor, ForestKV]:
+    """Nodes of one tile and of several, wide enough for the Hopper kernel where there is one."""
+    forest = random_forest(random.Random(6), 90, 3, longest=900)
+    widest = 4 * max(node.row_count for node in forest.nodes)
+    assert choose_config(widest, head_dim, overlap=True).hopper == (torch.cuda.get_device_capability()[0] == 9)
+    return make_inputs(forest, 20, heads=8, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_descriptor_finds_every_row(head_dim):
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    descriptor = nodes.all_memory(torch.bfloat16, 128, head_dim, nodes.PLANE)
+    row = 2 * head_dim
+    for address in (row, 0x302000000, 0x7F0123456700 // row * row, (1 << nodes.ADDRESS_BITS) - row):
+        plane, at = divmod(address // row - 1, nodes.PLANE)
+        assert plane < descriptor.shape[0]
+        assert descriptor.base.data_ptr() + 2 * (plane * descriptor.strides[0] + at * descriptor.strides[1]) == address
+    # What the bulk copy engine takes (CUDA driver API, cuTensorMapEncodeTiled), and 32-bit coordinates.
+    assert all(2 * stride < 1 << 40 for stride in descriptor.strides)
+    assert all(size < 1 << 31 for size in descriptor.shape)

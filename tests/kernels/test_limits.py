@@ -15,7 +15,7 @@ from ..tiny_models import ragged_prompts, tiny_model
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode import api
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode
-from hf_fastdecode.kernels.forest_decode.arguments import check_tokens
+from hf_fastdecode.kernels.forest_decode.limits import check_tokens
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule, make_schedule
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.pointwise import api, reference
-from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
 
-from .inputs import DEVICE, DTYPES, random
+from .operator_runs import DEVICE, DTYPES, random
 
 
 def assert_alike(name: str, given: Sequence[Tensor], *how: object, **named: object) -> Any:

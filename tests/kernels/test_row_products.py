@@ -9,9 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from hf_fastdecode.kernels.counters import MOST_COUNTERS, counters
+from hf_fastdecode.kernels.device import MOST_COUNTERS, counters
 from hf_fastdecode.kernels.pointwise import reference
-from hf_fastdecode.kernels.pointwise.forms import Activation
+from hf_fastdecode.kernels.pointwise.api import Activation
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import (
     BOX,
@@ -24,7 +24,7 @@ from hf_fastdecode.kernels.row_products.config import (
     refusal,
 )
 
-from .inputs import DEVICE, PRODUCT_DTYPES, random
+from .operator_runs import DEVICE, PRODUCT_DTYPES, random
 
 COLUMNS = (96, 64, 33)
 """Of a block and a half, of one, and of one that ends early."""

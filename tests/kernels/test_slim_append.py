@@ -13,7 +13,7 @@ from hf_fastdecode.kernels.slim_append import api
 from hf_fastdecode.kernels.slim_append.api import append_token
 from hf_fastdecode.patches.layers.rotation import rotate
 
-from .inputs import DEVICE, DTYPES
+from .operator_runs import DEVICE, DTYPES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

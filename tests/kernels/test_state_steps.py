@@ -9,9 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.state_steps import api, reference
-from hf_fastdecode.kernels.state_steps.gates import Gates
+from hf_fastdecode.kernels.state_steps.api import Gates
 
-from .inputs import DTYPES, random
+from .operator_runs import DTYPES, random
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
 
 from ..cases import exhaustive_but
-from .inputs import DEVICE
+from .operator_runs import DEVICE
 
 GROUPS, COLUMNS = 3, 72
 """Columns of a group end within a tile of 32."""

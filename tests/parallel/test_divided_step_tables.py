@@ -10,8 +10,8 @@ import torch
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
-from hf_fastdecode.attention.launch import own_nodes
-from hf_fastdecode.attention.launch.own_nodes import OwnNodes
+from hf_fastdecode.attention.launch import plan as own_nodes
+from hf_fastdecode.attention.launch.plan import OwnNodes
 from hf_fastdecode.parallel import step_tables
 from hf_fastdecode.parallel.merge import PartialBuffer, merged
 from hf_fastdecode.parallel.sequence import SequenceParallel

@@ -100,7 +100,7 @@ def test_the_partial_of_no_key_changes_no_bit() -> None:
 
 
 def test_a_kernel_that_fails_leaves_the_merge_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = pytest.importorskip("hf_fastdecode.kernels.forest_decode.ranks")
+    ranks = pytest.importorskip("hf_fastdecode.kernels.forest_decode.merge")
     shape = (3, 2, 8)
     buffers = [partial_buffer(shape) for _ in range(2)]
     for buffer in buffers:

@@ -100,7 +100,7 @@ def collectives_of_a_step(models: Models) -> Any:
 @scenario
 def merge_without_its_kernel_on_one_rank(models: Models) -> Any:
     """PyTorch's operators merge there, of as many collectives, so that no rank waits."""
-    ranks = pytest.importorskip("hf_fastdecode.kernels.forest_decode.ranks")
+    ranks = pytest.importorskip("hf_fastdecode.kernels.forest_decode.merge")
     call, fails = STEPS["by-kernels"], mock.Mock(side_effect=KernelFailedError("no compiler"))
     model, kernel = call.make_model(), fails if models.rank else ranks.merge_ranks
     expected = model.generate(**call.prompts, **call.arguments)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.parallel.shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
 
-from ..attention.exactness import PROPERTY
-from ..attention.forests import random_forest, tokens
+from ..attention.forests import PROPERTY, random_forest, tokens
 
 RANKS = st.integers(1, 9)
 BLOCKS = st.sampled_from([1, 1, 2, 5, SUFFIX_BLOCK])

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import rotation, suffix_kernel
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -138,7 +138,7 @@ def test_inference_mode(averaged) -> None:
 
 
 def test_a_kernel_that_fails_gives_way(averaged, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fastdecode.kernels.slim_decode import launches
+    from hf_fastdecode.kernels.slim_decode import api as launches
 
     model, slim = pair("k+r")
     monkeypatch.setattr(failures, "_failures", {})

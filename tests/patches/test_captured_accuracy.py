@@ -16,8 +16,8 @@ from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.kernels import failures
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
-from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.architectures.slim_cohere import SlimCohereAttention
 from hf_fastdecode.patches.architectures.slim_stablelm import SlimStableLmAttention
 from hf_fastdecode.patches.layers import captured_step

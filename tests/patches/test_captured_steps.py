@@ -20,7 +20,7 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import cuda_graph, modes, runners
 from hf_fastdecode.generation.structure import Structure
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 
 from ..tiny_models import ragged_prompts, seeded
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair

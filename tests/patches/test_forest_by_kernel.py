@@ -15,7 +15,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import rotation, shared_attention
 
 from ..tiny_models import seeded, tiny_model
@@ -99,7 +99,7 @@ def test_the_kernel_copies_no_suffix_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_kernels
 def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_fastdecode.kernels.slim_decode import launches
+    from hf_fastdecode.kernels.slim_decode import api as launches
 
     model, slim = pair("k+r")
     stock = seeded(lambda: model.generate(**PROMPTS, **CALLS["samples"]))

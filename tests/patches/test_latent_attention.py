@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.launch import own_nodes
+from hf_fastdecode.attention.launch import plan as own_nodes
 from hf_fastdecode.generation.steps import captured_prefill, loop_passes, modes
 from hf_fastdecode.patches.architectures.latent_attention import _weight_and_bias
 

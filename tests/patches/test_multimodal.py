@@ -27,7 +27,7 @@ from hf_fastdecode.conversion.fit.cached_numbers import DIGITS
 from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 
 from ..cases import exhaustive_but
 from ..cli.command_line import run

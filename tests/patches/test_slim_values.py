@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import stored_products
 from hf_fastdecode.patches.layers.projections import KeyProjection
 from hf_fastdecode.patches.layers.slim_values import SlimValues, StoredMatrix

@@ -20,7 +20,7 @@ from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.prompts import unshared_prompts
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import slim_tokens
 from hf_fastdecode.patches.layers.slim_tokens import SlimTokens
 

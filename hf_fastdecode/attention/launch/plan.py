@@ -1,36 +1,48 @@
-"""Launch plan of the kernels over a forest: launch parameters, and schedules as suffixes grow."""
+"""Launch plan of the kernels over a forest: launch parameters, schedules as suffixes grow, chains, and own nodes.
+
+Chains: a node that is attended to by itself costs a piece of work, however short, and a partial of every row's
+queries, which is written and merged. Where nodes are short and levels many, as in trees of prefixes, that takes longer
+than reading their keys again, from the L2 cache, with those of each node below (FastTree weighs the same). The query
+tiles of a node then attend to its *chain*: the short nodes above it, and itself. Every row still attends to every
+token once.
+
+Own nodes: the suffix kernel runs one program per row and KV head. While these are too few to fill the GPU, the head of
+every suffix becomes a node below its row's path, without a copy, for the node kernel, which divides all keys equally
+whatever their rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels.forest_decode.cut import BUNDLE
-from ...kernels.forest_decode.limits import compute_capability, multiprocessors, shared_memory
+from ...kernels.device import compute_capability, multiprocessors, shared_memory
 from ...kernels.forest_decode.schedule import (
+    BUNDLE,
     Capacity,
+    NodeShape,
     Schedule,
     longest_share,
     make_schedule,
     needed_capacity,
 )
-from ..forest import Forest
+from ..forest import Forest, Node, Span
 from ..kv import Scoring
-from .chains import chains_may_stay, choose_chains, node_shapes
-from .costs import QUERY_TILE, costs_of
+from .dispatch import QUERY_TILE, costs_of
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.api import Config
+    from ...kernels.forest_decode.config import Config
 
 
 # Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
 
-_KEY_AND_VALUE_BYTES = 4  # one number of each, in half precision: the kernels take no other on a GPU
+_KEY_AND_VALUE_BYTES = 4  # one element of each, in half precision: the kernels take no other on a GPU
 
 
 class HeadShape(NamedTuple):
@@ -39,8 +51,8 @@ class HeadShape(NamedTuple):
     Attributes:
         queries_per_kv_head: Packed queries of one row per KV head.
         windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
-        latents: Whether keys are latents, of which `head_dim` numbers are read.
-        rest: Numbers of keys beside `head_dim`, stored once for all KV heads.
+        latents: Whether keys are latents, of which `head_dim` elements are read.
+        rest: Elements of keys beside `head_dim`, stored once for all KV heads.
         biased: Whether keys are biased by distance.
     """
 
@@ -218,3 +230,207 @@ def decode_config(
         return config
     sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
     return choose_chains(forest, *sizes, config, multiprocessors(device))
+
+
+_PIECE_TILES = 2.0
+"""What a piece of work costs, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
+
+_MERGED_QUERIES = 32
+"""Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""
+
+
+def choose_chains(
+    forest: Forest, kv_heads: int, queries_per_kv_head: int, head_dim: int, wide: Config, multiprocessors: int
+) -> Config:
+    """Launch parameters with chains where these are predicted to be faster than `wide`, which are without.
+
+    Measured on an H200, for trees of several levels whose widest node needs a query tile of 64 or more. Own nodes (see
+    `own_segment`) do not count.
+    """
+    from ...kernels.forest_decode.config import CHAINED
+
+    forest = _without_own_nodes(forest)
+    if len(forest.levels) < 2 or wide.block_m < 64 or head_dim > 128:
+        return wide
+    sizes = (kv_heads, queries_per_kv_head)
+    times = {config: _microseconds(forest, *sizes, config, multiprocessors) for config in (*CHAINED, wide)}
+    chained = min(CHAINED, key=times.__getitem__)
+    return chained if _CLEARLY_FASTER * times[chained] < times[wide] else wide
+
+
+def chains_may_stay(
+    forest: Forest, kv_heads: int, queries_per_kv_head: int, chained: Config, wide: Config, multiprocessors: int
+) -> bool:
+    """Whether a step captured with chains serves a forest for which `choose_chains` returns `wide`, about as fast.
+
+    Trees of a program that differ a little from call to call would otherwise be captured twice.
+    """
+    from ...kernels.forest_decode.config import CHAINED
+
+    forest, sizes = _without_own_nodes(forest), (kv_heads, queries_per_kv_head)
+    if chained not in CHAINED or len(forest.levels) < 2 or wide.block_m < 64:
+        return False
+    staying, changing = (_microseconds(forest, *sizes, config, multiprocessors) for config in (chained, wide))
+    return staying <= _CLEARLY_FASTER * changing
+
+
+def _without_own_nodes(forest: Forest) -> Forest:
+    """The forest of shared nodes: own nodes come and go while a step's launches stay."""
+    if all(node.span.segment >= 0 for node in forest.nodes):
+        return forest
+    return Forest(forest.rows, [node for node in forest.nodes if node.span.segment >= 0])
+
+
+def _microseconds(
+    forest: Forest, kv_heads: int, queries_per_kv_head: int, config: Config, multiprocessors: int
+) -> float:
+    """Predicted time of attention to the nodes, without what takes the same time with other launch parameters."""
+    from ...kernels.forest_decode.config import CHAINED
+
+    shapes = node_shapes(forest, queries_per_kv_head, config)
+    share = longest_share(
+        shapes,
+        kv_heads=kv_heads,
+        queries=queries_per_kv_head,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=config.per_sm * multiprocessors,
+    )
+    depths = 1 + max(shape.depth for shape in shapes)
+    if config in CHAINED:
+        return depths + CHAINED[config] * share
+    return depths + (_HOPPER_START + _HOPPER_TILE * share if config.hopper else _WIDE_TILE * share)
+
+
+# Microseconds of a key tile, and of what the Hopper kernel does before its first. Those of `CHAINED` and these are
+# fitted to the trees of FastTree.
+_HOPPER_START, _HOPPER_TILE, _WIDE_TILE = 6.0, 1.5, 2.0
+
+_CLEARLY_FASTER = 1.25  # without chains, suffixes may be attended to beside the nodes, which is not predicted
+
+
+def node_shapes(forest: Forest, queries_per_kv_head: int, config: Config) -> list[NodeShape]:
+    """The nodes that the kernels attend to, by depth and row: all, or with chains those at the chains' ends.
+
+    Depths are counted anew, as nodes inside chains have none.
+    """
+    if config.chain == 1:
+        return [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
+    found: list[NodeShape] = []
+    below = _children(forest)
+    # Nodes above come first: their depth among the nodes that are left, and the chain that they pass on.
+    passed: dict[int, tuple[int, tuple[tuple[int, int], ...]]] = {}
+    for index, node in enumerate(forest.nodes):
+        depth, chain = passed.pop(index, (0, ()))
+        chain = (*chain, (index, node.span.length))
+        tokens = sum(length for _, length in chain)
+        children = [forest.nodes[child] for child in below[index]]
+        if len(chain) < config.chain and _pays(node, children, tokens, queries_per_kv_head, config):
+            passed |= dict.fromkeys(below[index], (depth, chain))
+        else:
+            found.append(NodeShape(depth, node.row_start, node.row_count, tokens, chain))
+            passed |= dict.fromkeys(below[index], (depth + 1, ()))
+    return sorted(found)
+
+
+def _pays(node: Node, children: Sequence[Node], tokens: int, queries: int, config: Config) -> bool:
+    """Whether reading `tokens` with each child costs less than with the node itself; all its rows must have one."""
+    if sum(child.row_count for child in children) < node.row_count:
+        return False
+    key_tiles = tokens / config.block_n
+    merged = node.row_count * queries / _MERGED_QUERIES
+    return _query_tiles(children, queries, config) * key_tiles < (
+        _query_tiles([node], queries, config) * (key_tiles + _PIECE_TILES) + merged
+    )
+
+
+def _query_tiles(nodes: Sequence[Node], queries: int, config: Config) -> int:
+    return sum(-(-node.row_count * queries // config.block_m) for node in nodes)
+
+
+def _children(forest: Forest) -> list[list[int]]:
+    """Indices of the nodes below each node."""
+    below: list[list[int]] = [[] for _ in forest.nodes]
+    above, first = [-1] * forest.rows, 0
+    for level in forest.levels:
+        for index, node in enumerate(level, start=first):
+            if above[node.row_start] >= 0:
+                below[above[node.row_start]].append(index)
+            above[node.row_start : node.row_stop] = [index] * node.row_count
+        first += len(level)
+    return below
+
+
+STEP: Final = 128
+"""Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
+
+_NARROW: Final = 16
+"""Packed queries of the smallest query tile."""
+
+_FEWEST_ROWS: Final = 4
+"""Rows from which launch parameters for own nodes were measured to be faster."""
+
+
+class OwnNodes(NamedTuple):
+    """Policy for long suffixes in a step.
+
+    Attributes:
+        used: Whether all but the last tokens of long suffixes are nodes.
+        dominate: Whether launch parameters suit these nodes, rather than the shared ones.
+    """
+
+    used: bool = False
+    dominate: bool = False
+
+
+NO_OWN_NODES: Final = OwnNodes()
+
+
+def choose_own_nodes(rows: int, shape: HeadShape, device: torch.device, *, dominate: bool) -> OwnNodes:
+    """Whether rows gain from own nodes once their suffixes are long, and from launch parameters for these.
+
+    They gain until the suffix kernel's programs, one per row and KV head, fill the GPU. Where rows share a node, its
+    query tiles may be wider than one row and are mostly padding for own nodes; unless these decide the tiles, they
+    then gain only while half of the multiprocessors would be idle. (Measured on an H200, 16 rows of 4,096 tokens,
+    without own nodes, with them, and with launch parameters for them: 350, 285 and 262 us for 32 KV heads of one query
+    head each, 82, 96 and 71 us for 8 KV heads of four.)
+
+    Args:
+        shape: Heads of the layer; one with a sliding window gains nothing, because it does not read long suffixes.
+        dominate: Whether own nodes hold most keys, see `own_nodes_dominate`.
+    """
+    if shape.windowed:
+        return NO_OWN_NODES
+    programs = rows * shape.kv_heads / multiprocessors(device)
+    narrow = rows * shape.queries_per_kv_head <= _NARROW
+    if dominate and programs <= (4 if narrow else 2):
+        return OwnNodes(used=True, dominate=True)
+    return OwnNodes(used=programs <= (4 if narrow else 0.5))
+
+
+def own_nodes_dominate(forest: Forest, suffix_length: int) -> bool:
+    """Whether most keys are in own nodes.
+
+    With launch parameters for them, shared nodes are read in narrow query tiles, several times through L2. That costs
+    little once own nodes hold four times as many keys.
+    """
+    own = forest.rows * own_tokens(suffix_length)
+    return forest.rows >= _FEWEST_ROWS and own > 0 and own >= 4 * forest.node_tokens
+
+
+def own_tokens(suffix_length: int) -> int:
+    """Leading tokens of a suffix that become its own node."""
+    return suffix_length // STEP * STEP
+
+
+def with_own_nodes(forest: Forest, tokens: int) -> Forest:
+    """The forest with a node of `tokens` tokens below every row's path; the same object for 0 tokens."""
+    if not tokens:
+        return forest
+    own = [Node(Span(own_segment(row), 0, tokens), row, 1, len(path)) for row, path in enumerate(forest.paths)]
+    return Forest(forest.rows, [*forest.nodes, *own])
+
+
+def own_segment(row: int) -> int:
+    """Segment number of a row's suffix: negative, because shared segments count from 0. Its own inverse."""
+    return -1 - row

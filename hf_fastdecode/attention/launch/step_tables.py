@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,41 @@ from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
-from .described_step import DescribedStep, NewTokens
-from .kernel_call import AddressesOfLayers, run_kernels, run_node_kernels, suffix_addresses
-from .own_nodes import NO_OWN_NODES, OwnNodes, own_tokens, with_own_nodes
-from .plan import HeadShape, LaunchPlan, may_stay
+from .kernel_call import AddressesOfLayers, rest_addresses, run_kernels, run_node_kernels, suffix_addresses
+from .plan import NO_OWN_NODES, HeadShape, LaunchPlan, OwnNodes, may_stay, own_tokens, with_own_nodes
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config
+
+
+class DescribedStep(NamedTuple):
+    """Step that the tables describe.
+
+    Attributes:
+        own_tokens: Leading suffix tokens in own nodes.
+        suffixes: Lengths of whole suffixes.
+        stored: Lengths of what is stored here of them.
+    """
+
+    forest: Forest
+    own_tokens: int
+    suffixes: SuffixLengths
+    stored: SuffixLengths
+
+
+class NewTokens(NamedTuple):
+    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each.
+
+    Attributes:
+        positions: int64: tokens in each row's suffix before the step.
+        slots: int64: where the token is written.
+        lengths: int32: tokens stored with it.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
+
 
 Result = TypeVar("Result")
 
@@ -80,7 +108,7 @@ class StepTables:
         own_nodes: How to attend to long suffixes.
 
     Attributes:
-        rest: Numbers of keys that all KV heads share, see `RestTables`.
+        rest: Elements of keys that all KV heads share, see `RestTables`.
     """
 
     rest: int = 0
@@ -332,3 +360,83 @@ class StepTables:
 def _rounded(count: int) -> int:
     """The next power of two, at least 1, so that a slightly larger forest still fits."""
     return 1 << max(0, count - 1).bit_length()
+
+
+class Alike(NamedTuple):
+    """What layers have in common that read the same tables: their heads, and how they attend to long suffixes."""
+
+    shape: HeadShape
+    own_nodes: OwnNodes
+
+
+class TablesByShape:
+    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others.
+
+    Args:
+        make: Makes the tables of layers that are alike; arguments as for `StepTables`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        layers: Mapping[int, Alike],
+        forest: Forest,
+        device: torch.device,
+        make: Callable[..., StepTables] = StepTables,
+    ):
+        self.layers = layers
+        self._tables = {
+            alike: make(
+                rows, [one for one, other in layers.items() if other == alike], forest, device, alike.own_nodes
+            )
+            for alike in dict.fromkeys(layers.values())
+        }
+
+    def of(self, layer: int) -> StepTables:
+        """The tables that a layer reads."""
+        return self._tables[self.layers[layer]]
+
+    @property
+    def own_nodes_dominate(self) -> bool:
+        """Whether launch parameters of any layers suit own nodes."""
+        return any(alike.own_nodes.dominate for alike in self._tables)
+
+    def fits(self, forest: Forest) -> bool:
+        """Whether a batch over this forest fits the tables."""
+        return all(tables.fits(forest) for tables in self._tables.values())
+
+    def follow(self, forest: Forest, suffixes: SuffixLengths, stored: Mapping[int, StoredKV]) -> None:
+        """Describe a batch's next step, see `StepTables.follow`."""
+        for alike, tables in self._tables.items():
+            own = {index: one for index, one in stored.items() if self.layers[index] == alike}
+            tables.follow(forest, suffixes, own)
+
+
+class StoredWithRests(StoredKV, Protocol):
+    """Storage of one layer's nodes.
+
+    Attributes:
+        rests: What all KV heads share of keys, ``[1, tokens, rest]`` by segment.
+    """
+
+    @property
+    def rests(self) -> Mapping[int, Tensor]: ...
+
+
+class RestTables(StepTables):
+    """Tables for nodes alone; further arguments as for `StepTables`, whose layers are `StoredWithRests`.
+
+    Args:
+        rest: Elements of a key that all KV heads share; the last ones.
+    """
+
+    _lines: ClassVar[int] = 4
+
+    def __init__(self, rest: int, *args: Any):
+        self.rest = rest
+        super().__init__(*args)
+
+    def _node_addresses(self, addresses: AddressesOfLayers, stored: Any) -> Tensor:
+        given: StoredWithRests = stored
+        of_rests = rest_addresses(self.forest, given.rests)
+        return torch.cat([super()._node_addresses(addresses, given), of_rests[None]])

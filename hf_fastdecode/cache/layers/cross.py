@@ -22,8 +22,7 @@ from transformers import Cache
 
 from ...attention.forest import Forest, Path, Span
 from ...attention.kv import Scoring, Segment
-from ...attention.torch_operators.alike_inputs import AlikeInputs, attend_alike
-from ...attention.torch_operators.decode_ops import nodes_attention
+from ...attention.torch_operators.decode_ops import AlikeInputs, attend_alike, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
 from .cross_view import Attend, CrossView, HasInputs

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
-from ...attention.autocast import cast
+from ...attention.active_passes import cast
 from ...attention.kv import Scoring
 from ...attention.placeholders import CrossKV
 from ...errors import Unsupported

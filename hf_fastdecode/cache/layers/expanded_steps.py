@@ -7,15 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...attention.expanded_kv import ExpandedKV
 from ...attention.forest import Forest
 from ...attention.kv import Scoring, SuffixLengths
-from ...attention.launch.layer_tables import Alike, TablesByShape
-from ...attention.launch.own_nodes import NO_OWN_NODES
-from ...attention.launch.plan import HeadShape
-from ...attention.launch.rest_tables import RestTables
-from ...attention.launch.step_tables import StepTables
+from ...attention.launch.plan import NO_OWN_NODES, HeadShape
+from ...attention.launch.step_tables import Alike, RestTables, StepTables, TablesByShape
 from ...attention.partial import Partial, merge
+from ...attention.placeholders import ExpandedKV
 from ...attention.torch_operators.decode_ops import nodes_attention
 from ...errors import Unsupported
 from ...kernels.forest_decode.limits import refusal

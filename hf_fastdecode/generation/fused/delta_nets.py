@@ -16,8 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_steps import reference
-from ...kernels.state_steps.api import convolve, delta_rule
-from ...kernels.state_steps.gates import Gates
+from ...kernels.state_steps.api import Gates, convolve, delta_rule
 from . import states
 from .runs import is_plain, runs_fused
 from .trial import linear, names_in, random, twin

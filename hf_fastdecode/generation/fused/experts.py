@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from ..._compat import EXPERTS_FIELD, uncompiled_call
 from ...kernels.experts import reference
-from ...kernels.experts.api import experts
-from ...kernels.experts.config import refusal
-from ...kernels.experts.forms import Gate, Weights
-from ...kernels.experts.grouped import grouped_experts, grouped_refusal
+from ...kernels.experts.api import experts, grouped_experts, grouped_refusal
+from ...kernels.experts.config import Gate, Weights, refusal
 from ...kernels.failures import KernelFailedError
-from ...kernels.pointwise.forms import Activation
+from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
 from .runs import is_plain, runs_fused
 from .trial import function_key, names_in, random, settings, twin

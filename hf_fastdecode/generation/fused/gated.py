@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import gated
-from ...kernels.pointwise.forms import Activation
+from ...kernels.pointwise.api import Activation, gated
 from ...plain_modules import is_linear
 from .products import products_here
 from .runs import is_plain, runs_fused

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import gated_rms_norm
-from ...kernels.pointwise.forms import GatedNormForm
+from ...kernels.pointwise.api import GatedNormForm, gated_rms_norm
 from . import norms
 from .runs import is_plain, runs_fused
 from .trial import TRIED_IN, matching, random, twin

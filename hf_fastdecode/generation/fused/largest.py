@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...kernels.device import interpreted
 from ...kernels.experts.api import largest
 from ...kernels.experts.config import MOST_EXPERTS, MOST_LARGEST, MOST_PAIRS
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.forest_decode.limits import HALF_PRECISION
-from ...kernels.installed import interpreted
 
 _DTYPES = (*HALF_PRECISION, torch.float32)
 

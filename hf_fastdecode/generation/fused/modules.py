@@ -13,7 +13,7 @@ from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.own_code import stand_ins_of
-from ...kernels.installed import triton_is_installed
+from ...kernels.device import triton_is_installed
 from ..replaced_calls import ReplacedCall, replaced_calls
 from . import delta_nets, experts, gated, gated_norms, norms, rotary, routers, states
 from .runs import fused_here, is_plain

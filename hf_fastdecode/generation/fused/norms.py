@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import MOST_COLUMNS, rms_norm
-from ...kernels.pointwise.forms import NormForm
+from ...kernels.pointwise.api import MOST_COLUMNS, NormForm, rms_norm
 from .runs import is_plain, runs_fused
 from .sums import waiting_sums
 from .trial import TRIED_IN, matching, random, settings, twin

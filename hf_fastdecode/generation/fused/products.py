@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
-from ...kernels.pointwise.forms import Activation
+from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import refusal
 
 
@@ -65,7 +65,7 @@ class RowProducts:
 
     def counters(self, device: torch.device) -> Tensor | None:
         """Arrival counters of launches on the current stream; None without a GPU."""
-        from ...kernels.counters import counters
+        from ...kernels.device import counters
 
         if device.type != "cuda":
             return None

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import rotate
-from ...kernels.pointwise.forms import RotaryForm
+from ...kernels.pointwise.api import RotaryForm, rotate
 from .copied_code import calling, global_named
 from .runs import is_plain, runs_fused
 from .trial import TRIED_IN, function_key, matching, names_in, random, tried

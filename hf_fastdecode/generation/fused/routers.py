@@ -13,8 +13,7 @@ from torch import nn
 from ..._compat import uncompiled_call
 from ...kernels.experts import reference
 from ...kernels.experts.api import route
-from ...kernels.experts.config import MOST_LARGEST, MOST_WIDTH, routing_refusal
-from ...kernels.experts.forms import Routing
+from ...kernels.experts.config import MOST_LARGEST, MOST_WIDTH, Routing, routing_refusal
 from ...kernels.failures import KernelFailedError
 from ...kernels.row_products.config import fuses_products
 from .products import products_here

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
 from ...attention.active_passes import RowLengths
-from ...attention.stand_in_calls import at_positions
+from ...attention.interface import at_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
 from ..active_call import active_call_of_thread, structure_of_call

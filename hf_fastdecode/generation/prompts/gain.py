@@ -8,8 +8,7 @@ from weakref import ref
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
-from ...attention.launch.costs import prefill_rate
-from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose
+from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose, prefill_rate
 from ...cache.layout.model import ModelLayout
 from ...cache.layout.stores import Kind
 from ...errors import Unsupported

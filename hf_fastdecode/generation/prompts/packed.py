@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
-from ...attention.autocast import no_autocast
+from ...attention.active_passes import no_autocast
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem

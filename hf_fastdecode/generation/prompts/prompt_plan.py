@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.forest import Forest, Path, Span, path_slice
-from ...attention.prefix_tree import PrefixTree, SharedRange, prefix_tree
+from ...attention.forest import Forest, Path, PrefixTree, SharedRange, Span, path_slice, prefix_tree
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 

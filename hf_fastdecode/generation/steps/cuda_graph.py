@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
 from ...attention.kv import SuffixLengths
-from ...attention.launch.layer_tables import Alike, TablesByShape
-from ...attention.launch.own_nodes import NO_OWN_NODES, choose_own_nodes
-from ...attention.launch.plan import HeadShape
+from ...attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
+from ...attention.launch.step_tables import Alike, TablesByShape
 from ...cache.captured import CapturedCache, storages_in_place
 from ...cache.captured_states import CapturedStates, StatesOfACapture
 from ...cache.layers.expanded_steps import ExpandedTables, alike_expanded

@@ -14,10 +14,8 @@ from transformers import LogitsProcessorList
 
 from ...attention.forest import Forest
 from ...attention.kv import Scoring, SuffixLengths
-from ...attention.launch.own_nodes import choose_own_nodes
-from ...attention.launch.plan import HeadShape
-from ...attention.launch.rest_tables import RestTables
-from ...attention.launch.step_tables import StepTables
+from ...attention.launch.plan import HeadShape, choose_own_nodes
+from ...attention.launch.step_tables import RestTables, StepTables
 from ...attention.partial import unwritten_partial
 from ...cache.layers.expanded import ExpandedNodes, Widths
 from ...cache.layers.expanded_steps import CapturedExpandedKV

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Path
-from ...attention.launch import own_nodes
+from ...attention.launch import plan as own_nodes
 from ...cache.shared import SharedContextCache
 from ...log import logger
 from ...parallel.agreement import ALONE, PassFailedError, Ranks

@@ -1,17 +1,81 @@
-"""What the kernels of experts support, and their launch parameters."""
+"""What experts' kernels take and support, and their launch parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..device import compute_capability, interpreted
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION, compute_capability
-from ..installed import interpreted
-from .forms import Routing, Weights
+from ..forest_decode.limits import HALF_PRECISION
+from ..pointwise.api import Activation
+
+
+class Gate(NamedTuple):
+    """``activation(gate) * (up + offset)``, with clamped inputs.
+
+    Attributes:
+        alpha: Factor of the gate within the sigmoid of `Activation.SILU`, ``gate * sigmoid(alpha * gate)``.
+        limit: The most a gate can be, and the most and least of what it opens.
+        offset: Added to what the gate opens.
+    """
+
+    activation: Activation
+    alpha: float = 1.0
+    limit: float = inf
+    offset: float = 0.0
+
+
+class Weights(NamedTuple):
+    """Weights of a layer's experts, as transformers' modules hold them.
+
+    Attributes:
+        gate_up: ``[experts, 2 * inner, hidden]``, or ``[experts, hidden, 2 * inner]`` where `transposed`.
+        down: ``[experts, hidden, inner]``, or ``[experts, inner, hidden]`` where `transposed`.
+        gate_up_bias: ``[experts, 2 * inner]``, or None.
+        down_bias: ``[experts, hidden]``, or None.
+        transposed: Whether the width of a product comes before its columns.
+        interleaved: Whether columns of gates and of what they open alternate; else all gates come first.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def experts(self) -> int:
+        return len(self.gate_up)
+
+    @property
+    def hidden(self) -> int:
+        return self.gate_up.shape[1 if self.transposed else 2]
+
+    @property
+    def inner(self) -> int:
+        return self.down.shape[1 if self.transposed else 2]
+
+
+class Routing(NamedTuple):
+    """How a router chooses experts and their shares.
+
+    Attributes:
+        experts: Of a row.
+        first: Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their
+            sum.
+        whole: Whether shares stay in fp32; else they are rounded to the dtype of the input.
+    """
+
+    experts: int
+    first: bool
+    whole: bool
+
 
 MOST_PAIRS: Final = 1024
 """Pairs of a row and an expert."""
@@ -22,7 +86,7 @@ MOST_OF_AN_EXPERT: Final = 32
 MOST_EXPERTS: Final = 512
 
 MOST_LARGEST: Final = 16
-"""Numbers that `largest` finds in a row."""
+"""Elements that `largest` finds in a row."""
 
 MOST_ROUTED: Final = 32
 """Rows of a router."""
@@ -31,7 +95,7 @@ MOST_ROUTES: Final = 128
 """Experts of a router."""
 
 MOST_WIDTH: Final = 8192
-"""Numbers of a row of a router."""
+"""Elements of a row of a router."""
 
 WIDTHS: Final = 32
 """What the widths of products are multiples of."""
@@ -45,7 +109,7 @@ class Config(NamedTuple):
 
     Attributes:
         columns: Columns of a tile.
-        at_once: Numbers of each pair and column per iteration.
+        at_once: Elements of each pair and column per iteration.
         stages: Iterations whose loads are in flight.
     """
 
@@ -73,7 +137,6 @@ def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
 
     Args:
         pairs: Pairs of a row and an expert.
-        weights: The layer's.
         shared_memory: Bytes of it that a program can have.
     """
     twice = -(-2 * pairs // weights.experts)
@@ -100,7 +163,6 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
 
     Args:
         x: ``[rows, hidden]``.
-        weights: The layer's.
         chosen: ``[rows, experts_per_row]``.
         shares: Likewise.
     """

@@ -1,8 +1,11 @@
 # mypy: ignore-errors
-"""Kernels of experts: pairs of a row and an expert in the order of experts, products with weights, and their sum.
+"""Kernels of experts: routers, pairs of a row and an expert in the order of experts, products with weights, their sum.
 
 An item is up to BLOCK_M pairs of one expert. Grids depend on the number of pairs alone, so that they can be captured:
-programs of items that are left over end at once. Each pair's numbers are computed and added up in a fixed order.
+programs of items that are left over end at once. Each pair's elements are computed and added up in a fixed order.
+
+A router's kernel computes the scores of experts for a few rows, the largest of each row, and their shares, in one
+launch. Each program multiplies a part of the width; the last to arrive adds all parts up, in their order, and chooses.
 """
 
 import triton
@@ -18,12 +21,12 @@ LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
 def list_pairs(
     chosen,  # [pairs] integers, the expert of each pair; pairs of others than the EXPERTS are left out
     order,  # [pairs] int32: pairs, those of an expert one after another
-    items,  # [most_items, 3] int32: an expert, and the first and last place of its pairs in the order
+    items,  # [most_items, 3] int32: an expert, and the first and last position of its pairs in the order
     pairs,
     most_items,
     EXPERTS: tl.constexpr,
     BLOCK_P: tl.constexpr,  # at least pairs
-    BLOCK_Q: tl.constexpr,  # pairs whose place a program finds
+    BLOCK_Q: tl.constexpr,  # pairs whose position a program finds
     BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_I: tl.constexpr,  # at least most_items
     BLOCK_M: tl.constexpr,
@@ -58,7 +61,7 @@ def list_pairs(
 
 @triton.jit
 def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
-    """The expert of a pair; behind all experts for others, and behind these beyond the last pair."""
+    """Expert id; EXPERTS if invalid, EXPERTS + 1 past the last pair."""
     expert = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
     expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
     return tl.where(pair < pairs, expert, EXPERTS + 1)
@@ -66,7 +69,7 @@ def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
 
 @triton.jit
 def opened(gates, ups, alpha, limit, offset, ACTIVATION: tl.constexpr):
-    """See `forms.Gate`, of fp32 numbers."""
+    """See `config.Gate`, of fp32 elements."""
     gates = tl.minimum(gates, limit, propagate_nan=tl.PropagateNan.ALL)
     ups = tl.maximum(ups, -limit, propagate_nan=tl.PropagateNan.ALL)
     ups = tl.minimum(ups, limit, propagate_nan=tl.PropagateNan.ALL) + offset
@@ -184,7 +187,7 @@ def open_sorted(
     bias,  # [experts, 2 * INNER]; not read without BIAS
     chosen,  # [pairs] integers, in the order of experts
     order,  # [pairs] int64: number of each pair
-    places,  # [pairs] int32: place in the order of experts of each pair, written here
+    places,  # [pairs] int32: position in the order of experts of each pair, written here
     out,  # [pairs, INNER]
     alpha,  # as in `forms.Gate`
     limit,
@@ -248,7 +251,7 @@ def add_up_sorted(
 
 @triton.jit
 def ordered(bits):
-    """Bits of fp32 numbers as integers of the same order, and back."""
+    """Bits of fp32 elements as integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -266,8 +269,8 @@ def largest(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # A number's bits, as an integer of the same order, before its column from behind: no two are equal, and NaN is
-    # larger than any number.
+    # An element's bits, as an integer of the same order, before its column, counted from the last: no two are equal,
+    # and NaN is larger than any other.
     score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
     key = tl.where(column < COLUMNS, key, LEAST)
@@ -277,3 +280,78 @@ def largest(
         tl.store(values + row * COUNT + place, value.to(values.dtype.element_ty))
         tl.store(columns + row * COUNT + place, BLOCK - 1 - (most & 0xFFFFFFFF))
         key = tl.where(key == most, LEAST, key)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def route(
+    x,  # [rows, WIDTH], contiguous
+    weight,  # [EXPERTS, WIDTH], contiguous, in the dtype of x
+    bias,  # [EXPERTS]; not read without BIAS
+    scores,  # [rows, EXPERTS], in the dtype of x
+    shares,  # [rows, COUNT]
+    chosen,  # [rows, COUNT] int64
+    partials,  # [parts, BLOCK_M, BLOCK_E] fp32
+    arrived,  # [1] int32: parts that have arrived, 0 before and after
+    rows,
+    WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BIAS: tl.constexpr,
+    FIRST: tl.constexpr,  # the softmax is of all scores; else of the largest
+    BLOCK_M: tl.constexpr,  # at least rows
+    BLOCK_E: tl.constexpr,  # at least EXPERTS
+    BLOCK_K: tl.constexpr,  # elements of a part
+    BLOCK_T: tl.constexpr,  # at least COUNT
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
+):
+    part = tl.program_id(0)
+    row, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    within = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    there, kept = row < rows, expert < EXPERTS
+    own = tl.load(
+        weight + expert[:, None] * WIDTH + within[None, :], mask=kept[:, None] & (within < WIDTH)[None, :], other=0.0
+    )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    numbers = tl.load(
+        x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
+    )
+    total = tl.trans(tl.dot(own, numbers))  # [BLOCK_M, BLOCK_E]
+    mine = row[:, None] * BLOCK_E + expert[None, :]
+    tl.store(partials + part * BLOCK_M * BLOCK_E + mine, total)
+    tl.debug_barrier()  # all threads have written, before one of them says so
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(arrived, 0)
+        total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+        for other in tl.static_range(PARTS):
+            total += tl.load(partials + other * BLOCK_M * BLOCK_E + mine, cache_modifier=".cg")
+        if BIAS:
+            total += tl.load(bias + expert, mask=kept, other=0.0).to(tl.float32)[None, :]
+        rounded = total.to(scores.dtype.element_ty)
+        tl.store(scores + row[:, None] * EXPERTS + expert[None, :], rounded, mask=there[:, None] & kept[None, :])
+        score = rounded.to(tl.float32)
+        if FIRST:
+            score = tl.where(kept[None, :], score, float("-inf"))
+            score = tl.exp(score - tl.max(score, 1)[:, None])
+            score = score / tl.sum(score, 1)[:, None]
+        # As in `largest`.
+        key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
+        key = tl.where(kept[None, :], key, LEAST)
+        place = tl.arange(0, BLOCK_T)
+        values = tl.full((BLOCK_M, BLOCK_T), float("-inf"), tl.float32)
+        columns = tl.zeros((BLOCK_M, BLOCK_T), tl.int64)
+        for number in tl.static_range(COUNT):
+            most = tl.max(key, 1)
+            value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+            values = tl.where((place == number)[None, :], value[:, None], values)
+            columns = tl.where((place == number)[None, :], (BLOCK_E - 1 - (most & 0xFFFFFFFF))[:, None], columns)
+            key = tl.where(key == most[:, None], LEAST, key)
+        if not FIRST:
+            values = tl.exp(values - tl.max(values, 1)[:, None])
+            values = values / tl.sum(values, 1)[:, None]
+        to = row[:, None] * COUNT + place[None, :]
+        written = there[:, None] & (place < COUNT)[None, :]
+        tl.store(shares + to, values.to(shares.dtype.element_ty), mask=written)
+        tl.store(chosen + to, columns, mask=written)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..pointwise.forms import Activation
-from .forms import Gate, Routing, Weights
+from ..pointwise.api import Activation
+from .config import Gate, Routing, Weights
 
 
 def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:

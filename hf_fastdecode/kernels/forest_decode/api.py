@@ -1,16 +1,26 @@
-"""`forest_decode`, attention of one layer in one decode step over a forest, and `forest_partial`, over nodes alone."""
+"""`forest_decode`, attention of one layer in one decode step over a forest, and `forest_partial`, over nodes alone.
+
+The node kernel is launched first: attention of all rows over their nodes. TMA, the bulk tensor copy engine of Hopper
+GPUs, reads through descriptors. Making one per node costs a kernel some microseconds before its first load. One
+descriptor whose tensor begins near address zero and covers all memory finds rows of one length anywhere; only the
+tiles that a kernel loads are read.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from contextvars import copy_context
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import compute_capability, shared_memory
 from ..failures import Kernel, launching
-from .arguments import (
+from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
+from .limits import (
     check_combination,
     check_numbers,
     check_optional_tables,
@@ -21,14 +31,15 @@ from .arguments import (
     check_tokens,
     other_dtype,
 )
-from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
-from .limits import shared_memory
 from .merge import merge_rows
-from .nodes import NodeWorkspace, attend_nodes, overlaps
+from .node_kernel import node_partials
 from .schedule import Schedule
 from .suffix import attend_suffixes
 
 __all__ = ["Config", "SuffixConfig", "choose_config", "forest_decode"]
+
+if TYPE_CHECKING:  # only some versions of Triton have it
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def forest_decode(
@@ -61,8 +72,8 @@ def forest_decode(
     Where suffixes are divided between devices, each of them appends and sees a part of the new tokens, possibly none,
     and a query may see no key at all: then ``out`` is 0 and the log-sum-exp ``-inf``.
 
-    Latents (multi-head latent attention with absorbed queries) are keys whose first numbers are the values too. They
-    are stored once: these numbers in the place of keys, the others in that of values. All query heads read the same,
+    Latents (multi-head latent attention with absorbed queries) are keys whose first elements are the values too. They
+    are stored once: these elements as keys, the others as values. All query heads read the same,
     in groups that stand for KV heads with a stride of 0.
 
     Args:
@@ -104,7 +115,7 @@ def forest_decode(
         log-sum-exp ``[rows, heads, queries]``, both fp32.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented, or a window is combined with `other`,
+        ValueError: A shape, stride, dtype or value is not as documented, or a window is combined with `other`,
             divided suffixes or the Hopper kernel.
         KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
             configuration or backend.
@@ -231,15 +242,14 @@ def forest_partial(
 
     Args:
         query: ``[rows, heads, queries, head_dim + rest]``, fp16, bf16 or fp32; the last dimension contiguous.
-        nodes: As for `forest_decode`; with `rest` ``[4, capacity]``, the last the address of the other numbers of
+        nodes: As for `forest_decode`; with `rest` ``[4, capacity]``, the last the address of the other elements of
             keys, ``[length, rest]``.
         slots: ``[rows]`` int32: -1 for an inactive row, whose result is that of no keys.
         schedule: For these nodes, rows, and ``heads / kv_heads * queries`` packed queries.
         config: Launch parameters, with the block sizes of the schedule.
-        kv_heads: KV heads of the nodes.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        rest: Numbers of keys that are the same for all KV heads, and are stored apart, once.
+        rest: Elements of keys that are the same for all KV heads, and are stored separately, once.
         other: When given, the partial of further keys, contiguous: ``out`` ``[rows, heads, queries, head_dim]`` in
             fp32 or the query's dtype, and the natural-log log-sum-exp ``[rows, heads, queries]``, fp32.
 
@@ -248,7 +258,7 @@ def forest_partial(
         fp32, or with `other` ``out`` in its dtype; 0 and ``-inf`` for rows without keys.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: A kernel cannot be compiled or launched here.
     """
     rows, heads, queries, width = query.shape
@@ -339,3 +349,162 @@ def _merge(
         num_warps=merging.warps,
         **options,
     )
+
+
+PLANE = 1 << 30
+"""Rows per plane: indices of rows and planes must fit 32 bits."""
+
+ADDRESS_BITS = 49
+"""Bits of an address on a GPU."""
+
+
+class _Address(NamedTuple):
+    """Stands for a descriptor's tensor: has what Triton reads of one."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache
+def all_memory(dtype: torch.dtype, block_n: int, head_dim: int, plane: int) -> TensorDescriptor:
+    """A descriptor of all memory as ``[planes, plane, head_dim]``, in boxes of ``[1, block_n, head_dim]``.
+
+    For rows of ``b`` bytes, address ``(i + 1) b`` is row ``i`` counted through all planes, because no tensor may begin
+    at address zero.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = {torch.float16: float16, torch.bfloat16: bfloat16}[dtype]
+    tile = NVMMASharedLayout.get_default_for([block_n, head_dim], element)
+    box = NVMMASharedLayout(tile.swizzle_byte_width, 16, rank=3)
+    row = head_dim * dtype.itemsize
+    shape = [(1 << ADDRESS_BITS) // (plane * row), plane, head_dim]
+    strides = [plane * head_dim, head_dim, 1]
+    return TensorDescriptor(_Address(dtype, row), shape, strides, [1, block_n, head_dim], box)
+
+
+class NodeWorkspace(NamedTuple):
+    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces.
+
+    Attributes:
+        out: ``[pieces, block_m, head_dim]`` fp32.
+        lse: ``[pieces, block_m]`` fp32, in base 2.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def overlaps(query: Tensor, schedule: Schedule, config: Config) -> bool:
+    """Whether kernels of a step start before the previous one ends (programmatic dependent launch, PDL)."""
+    if not (config.overlap and schedule.piece_count > 0 and query.is_cuda):
+        return False
+    return compute_capability(query.device) >= (9, 0)
+
+
+def attend_nodes(
+    query: Tensor,
+    nodes: Tensor,
+    lengths: Tensor,
+    schedule: Schedule,
+    config: Config,
+    kv_heads: int,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    biases: Tensor | None = None,
+    rest: int = 0,
+    latents: bool = False,
+) -> NodeWorkspace:
+    """Launch the node kernel; arguments as for `forest_decode`.
+
+    With `rest`, the last elements of keys are stored separately: those of latents as values, else of all KV heads at
+    the fourth address of each node.
+
+    Raises:
+        ValueError: A window, or biases by distance, are combined with the Hopper kernel or chains.
+        KernelFailedError: The kernel cannot be compiled or launched here.
+    """
+    placed = window is not None or biases is not None
+    if placed and config.hopper:
+        raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
+    if config.chain > 1 and (config.hopper or placed):
+        raise ValueError(f"chains of {config.chain} nodes need the portable kernel and no window")
+    heads, queries, width = query.shape[1:]
+    head_dim = width - rest
+    fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    workspace = NodeWorkspace(
+        torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
+        torch.empty(schedule.piece_count, schedule.block_m, **fp32),
+    )
+    if not schedule.piece_count:
+        return workspace
+    overlap = overlaps(query, schedule, config)
+    tensors = (query, nodes, schedule.pieces, *workspace)
+    strides = query.stride()[:3]
+    options: dict[str, Any] = {
+        "GROUP": heads // kv_heads,
+        "QUERIES": queries,
+        "HEAD_DIM": head_dim,
+        "BLOCK_M": schedule.block_m,
+        "BLOCK_N": schedule.block_n,
+        "SOFT_CAP": soft_cap is not None,
+        "STAGES": config.stages,
+        "PDL": overlap,
+        "enable_fp_fusion": True,  # Triton 3.9 warns about the default, which 3.10 changes
+    }
+    if overlap:
+        options["launch_pdl"] = True
+    if not config.hopper:
+        with launching(Kernel.FOREST, query.device):
+            launch(
+                node_partials,
+                (schedule.programs,),
+                *tensors,
+                schedule.chains,
+                schedule.contexts,
+                lengths,
+                biases if biases is not None else lengths,
+                nodes.shape[1],
+                scale,
+                soft_cap or 0.0,
+                window or 0,
+                *strides,
+                **options,
+                BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+                REST=rest,
+                BLOCK_R=max(16, triton.next_power_of_2(rest)),
+                LATENTS=latents,
+                WINDOW=window is not None,
+                DISTANCES=0 if biases is None else biases.shape[1],
+                CHAIN=config.chain,
+                num_warps=config.warps,
+            )
+        return workspace
+
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        if size > schedule.scratch.nbytes:
+            raise RuntimeError(
+                f"a launch needs {size} bytes for descriptors, but its schedule has {schedule.scratch.nbytes}"
+            )
+        return schedule.scratch
+
+    def launch_hopper() -> None:
+        from .hopper import hopper_node_partials  # needs Gluon
+
+        triton.set_allocator(scratch)
+        numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
+        memory = all_memory(query.dtype, schedule.block_n, head_dim, PLANE)
+        options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
+        launch(
+            hopper_node_partials, (schedule.programs,), *tensors, memory, *numbers, *strides, **options, num_warps=4
+        )
+
+    with launching(Kernel.HOPPER, query.device):
+        copy_context().run(launch_hopper)  # keeps Triton's allocator as it was outside
+    return workspace

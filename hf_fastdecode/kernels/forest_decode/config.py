@@ -9,9 +9,8 @@ from typing import Final, NamedTuple
 import torch
 import triton
 
+from ..device import compute_capability, interpreted
 from ..failures import Kernel, failure
-from ..installed import interpreted
-from .limits import compute_capability
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Config:
         overlap: Use programmatic dependent launch (PDL), from compute capability 9.0 on.
         hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
         suffix: Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None.
-        chain: Most nodes that a query tile reads as one, see `attention.launch.chains`; the portable kernel's alone.
+        chain: Most nodes that a query tile reads as one, see `attention.launch.plan`; the portable kernel's alone.
         overlap_suffix: Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node
             kernel, and merge in a third launch.
     """
@@ -100,18 +99,15 @@ def choose_config(
 
     Args:
         packed: Packed queries per KV head of the widest node.
-        head_dim: Numbers per head.
         overlap: Whether the device supports PDL.
         queries_per_kv_head: Packed queries of one row per KV head.
-        rows: Rows of the step.
-        kv_heads: KV heads of the layer.
         keys: Keys that each multiprocessor reads: those of all nodes and KV heads, once per 128 packed queries of a
             node.
         windowed: Whether there is a sliding window, or `biased`, which the Hopper kernel does not support.
         biased: Whether scores have biases by distance, whose tiles are in flight beside those of keys.
         own_dominate: Whether nodes of one row each hold most of the keys.
-        latents: Whether nodes hold latents, of which keys have `head_dim` numbers.
-        rest: Numbers of keys beside the `head_dim` of each head, stored once for all KV heads.
+        latents: Whether nodes hold latents, of which keys have `head_dim` elements.
+        rest: Elements of keys beside the `head_dim` of each head, stored once for all KV heads.
         shared_memory: Bytes of shared memory per program.
         device: Where the kernels will run; the current CUDA device when None.
     """
@@ -204,7 +200,7 @@ def _config_with_rest(packed: int, head_dim: int, rest: int, *, overlap: bool, s
 
 
 def _shared_bytes(config: Config, head_dim: int, *, biased: bool = False) -> int:
-    """Shared memory of the node kernel: queries, and keys and values of every stage, at two bytes per number.
+    """Shared memory of the node kernel: queries, and keys and values of every stage, at two bytes per element.
 
     Biases are loaded in fp32, one for each pair of query and key.
     """
@@ -275,7 +271,7 @@ def choose_suffix_config(
         config = next(config for most, config in _QUERIES if programs <= most)
     if kv_heads == 1 and programs <= 64:  # every program of the node kernel writes a partial of the same queries
         config = replace(config, merge=32)
-    # A thread holds at most 64 numbers of the accumulator, and 128 of partials loaded at once.
+    # A thread holds at most 64 elements of the accumulator, and 128 of partials loaded at once.
     wide = triton.next_power_of_2(queries_per_kv_head) * triton.next_power_of_2(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
@@ -304,7 +300,7 @@ class MergeConfig(NamedTuple):
 def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
     """Launch parameters of the merge kernel.
 
-    A program merges 16 packed queries, or one row's if those are more. A thread holds at most 64 numbers of the
+    A program merges 16 packed queries, or one row's if those are more. A thread holds at most 64 elements of the
     accumulator, and 64 of partials loaded at once.
     """
     tile, width = triton.next_power_of_2(queries_per_kv_head), triton.next_power_of_2(head_dim)

@@ -109,14 +109,14 @@ def row_pointers(rows, dims, element: tl.constexpr):
 
 
 @triton.jit(
-    # Numbers that differ from call to call, and tables that are read a number at a time.
+    # Values that differ from call to call, and tables that are read an element at a time.
     do_not_specialize=["node_capacity", "window"],
     do_not_specialize_on_alignment=["nodes", "pieces", "contexts", "lengths"],
 )
 def node_partials(
     query,  # [rows, heads, queries, head_dim + rest]
     nodes,  # [3, node_capacity] int64: addresses of a node's keys and values, stride of its KV heads; with REST and
-    # not LATENTS [4, node_capacity]: also the address of the keys' other numbers
+    # not LATENTS [4, node_capacity]: also the address of the keys' other elements
     pieces,  # [pieces, 16] int32, see `schedule.PIECE`; row i is program i's first
     partial_out,  # [pieces, BLOCK_M, head_dim] fp32
     partial_lse,  # [pieces, BLOCK_M] fp32, base 2, which saves a conversion and its rounding
@@ -135,7 +135,7 @@ def node_partials(
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    REST: tl.constexpr,  # numbers of keys that are the same for all KV heads, and lie apart from the others
+    REST: tl.constexpr,  # elements of keys that are the same for all KV heads, and are stored separately
     BLOCK_R: tl.constexpr,
     LATENTS: tl.constexpr,  # whether keys are values too; the values' address is then that of the keys' REST
     BLOCK_M: tl.constexpr,

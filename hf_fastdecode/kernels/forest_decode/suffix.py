@@ -55,7 +55,7 @@ def online_softmax_step_single_query(
 
 
 @triton.jit(
-    # Numbers that differ from call to call, and tables that are read a number at a time.
+    # Values that differ from call to call, and tables that are read an element at a time.
     do_not_specialize=["rows", "block_m_log2", "origin_stride", "window"],
     do_not_specialize_on_alignment=[
         *("suffix", "slots", "lengths", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
@@ -68,7 +68,7 @@ def attend_suffixes(
     suffix,  # [4] int64: addresses of keys and values [slots, kv_heads, capacity, head_dim], slot and head strides
     slots,  # [rows] int32: slot of a row's suffix; -1 for an inactive row
     lengths,  # [rows] int32: tokens in a row's suffix before this step; with DIVIDED [3, rows]: those stored here, and
-    # the first new token that is, and the first behind it that is not
+    # the first new token that is, and the first after it that is not
     row_units,  # [depths, rows] int32; this and the next three as in `Schedule`
     row_offsets,
     row_tiles,

@@ -1,23 +1,65 @@
-"""`rms_norm`, `gated_rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have (`forms`).
+"""`rms_norm`, `gated_rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have.
 
 They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. They have no backward
-pass.
+pass. A form says where elements are rounded to the input's dtype, in which implementations of one formula differ.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import overlap_options
 from ..failures import Kernel, launching
-from ..forest_decode.limits import overlap_options
-from .forms import Activation, GatedNormForm, NormForm, RotaryForm
+
+
+class NormForm(Enum):
+    """How ``x / rms(x)``, computed in fp32, is multiplied by the weight."""
+
+    ROUNDED = 0
+    """``weight * normalized.to(dtype)``, as in Llama."""
+
+    WHOLE = 1
+    """``(weight * normalized).to(dtype)``, as in OLMo 2."""
+
+    PLUS_ONE = 2
+    """``((1 + weight) * normalized).to(dtype)``, as in Gemma."""
+
+
+class GatedNormForm(Enum):
+    """Where ``silu(gate)``, computed in fp32, comes in; the weight multiplies rounded elements, as `ROUNDED`."""
+
+    AFTER = 0
+    """``(weight * normalized) * silu(gate)``, as in Qwen3-Next."""
+
+    BEFORE = 1
+    """``weight * normalized(x * silu(gate))``, in groups of elements, as in Mamba-2."""
+
+
+class RotaryForm(Enum):
+    """How ``x * cos + rotate_half(x) * sin`` is rounded."""
+
+    ROUNDED = 0
+    """Products and sum, as PyTorch's operators on half precision do; most models."""
+
+    WHOLE = 1
+    """The sum alone: the model rotates in fp32."""
+
+
+class Activation(Enum):
+    """The function of the gate, whose value is rounded before it is multiplied."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+
 
 MOST_COLUMNS = 16384
-"""Numbers of a row of `rms_norm`, which a program holds whole."""
+"""Elements of a row of `rms_norm`, which a program holds whole."""
 
 _NUMBERS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
@@ -98,7 +140,7 @@ def gated_rms_norm(
         weight: ``[columns]``, contiguous, in the dtype of `x`.
         eps: Added to the mean.
         form: Where the gate comes in.
-        group: Numbers of a group, at most `MOST_COLUMNS`; all columns when None.
+        group: Elements of a group, at most `MOST_COLUMNS`; all columns when None.
 
     Returns:
         As `x`, in its dtype.
@@ -147,7 +189,7 @@ def gated_rms_norm(
 def rotate(
     queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm, *, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first numbers.
+    """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first elements.
 
     Args:
         queries: ``[batch, query_heads, length, head_dim]``, contiguous along head_dim.
@@ -214,7 +256,6 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     Args:
         gate: ``[..., columns]``; rows may be strided, as halves of one product are.
         up: Likewise.
-        activation: The function.
 
     Returns:
         ``[..., columns]``, contiguous, in the dtype of `gate`.

@@ -61,7 +61,7 @@ def normalize_gated(
     eps,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
-    AFTER: tl.constexpr,  # whether gates multiply normalized numbers
+    AFTER: tl.constexpr,  # whether gates multiply normalized elements
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,  # as of `normalize`
@@ -108,7 +108,7 @@ def rotate(
     QUERY_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTARY: tl.constexpr,  # the first numbers of a head are rotated, the others copied
+    ROTARY: tl.constexpr,  # the first elements of a head are rotated, the others copied
     HALVES: tl.constexpr,  # whether both halves of what is rotated have the same cos and sin
     ROUNDING: tl.constexpr,  # of RotaryForm
     BLOCK_H: tl.constexpr,  # heads of a program

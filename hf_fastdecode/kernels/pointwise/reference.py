@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .forms import Activation, GatedNormForm, NormForm, RotaryForm
+from .api import Activation, GatedNormForm, NormForm, RotaryForm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import interpreted, shared_memory
 from ..failures import Kernel, launching
-from ..forest_decode.arguments import check_numbers, check_table
-from ..forest_decode.limits import MAX_HEAD_DIM, shared_memory
-from ..installed import interpreted
+from ..forest_decode.limits import MAX_HEAD_DIM, check_numbers, check_table
 from .config import Config, choose_config, padded
 from .kernel import attend_intervals
 
@@ -45,7 +44,7 @@ def prefill_partial(
         config: Launch parameters.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
@@ -75,7 +74,7 @@ def prefill_attention(
         ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
 
     Raises:
-        ValueError: A shape, stride, dtype or number is not as documented.
+        ValueError: A shape, stride, dtype or value is not as documented.
         KernelFailedError: The kernel cannot be compiled or launched here.
     """
     heads, tokens, head_dim = query.shape

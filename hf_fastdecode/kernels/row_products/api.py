@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch
-from ..counters import counters
+from ..device import counters, interpreted, multiprocessors, overlap_options
 from ..failures import Kernel, launching
-from ..forest_decode.limits import multiprocessors, overlap_options
-from ..installed import interpreted
-from ..pointwise.forms import Activation
+from ..pointwise.api import Activation
 from .config import (
     BOX,
     MOST_PORTABLE_ROWS,
@@ -81,10 +79,7 @@ def gated_product(
         inputs: As of `row_products`.
         gate: ``[columns, width]``.
         up: Likewise.
-        biases: Of both.
-        activation: The function.
         arrived: As of `row_products`.
-        config: Likewise.
 
     Returns:
         ``[..., columns]`` in the dtype of `inputs`.

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ..device import compute_capability, triton_is_installed
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION, compute_capability
-from ..installed import triton_is_installed
+from ..forest_decode.limits import HALF_PRECISION
 
 MOST_ROWS: Final = 128
 
@@ -23,7 +23,7 @@ than PyTorch."""
 MOST_WEIGHTS: Final = 3
 
 _LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
-_AT_ONCE = (128, 64)  # numbers of a row per iteration
+_AT_ONCE = (128, 64)  # elements of a row per iteration
 _LEAST_ITERATIONS = 4  # of a part
 
 
@@ -51,7 +51,7 @@ class Config(NamedTuple):
     Attributes:
         block_rows: Rows of a tile, those of the input rounded up.
         columns: Columns of a tile.
-        at_once: Numbers of each row and column per iteration.
+        at_once: Elements of each row and column per iteration.
         stages: Iterations whose loads are in flight.
         parts: Parts of the width, each for a program.
     """
@@ -68,7 +68,7 @@ class HopperConfig(NamedTuple):
 
     Attributes:
         block_rows: Rows of a tile, 64 or 128.
-        at_once: Numbers of each row and column per iteration, 64 or 128.
+        at_once: Elements of each row and column per iteration, 64 or 128.
         x_stages: Iterations whose rows are in flight, at most `w_stages`.
         w_stages: Iterations whose weights are in flight.
         programs: Of the launch, at most as many as there are iterations of all tiles.

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..forest_decode.hopper_tiles import group_barrier, load_tile
+from ..forest_decode.hopper import group_barrier, load_tile
 from ..pointwise.kernel import activated
 
 BOX = gl.constexpr(64)  # columns of a tile, of each weight
@@ -217,7 +217,7 @@ def hopper_row_products(
     ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
     BLOCK_M: gl.constexpr,  # 64 or 128, at least rows
-    AT_ONCE: gl.constexpr,  # numbers of a row and of a column per iteration, a divisor of width
+    AT_ONCE: gl.constexpr,  # elements of a row and of a column per iteration, a divisor of width
     X_STAGES: gl.constexpr,  # iterations whose rows are in flight, at most W_STAGES
     W_STAGES: gl.constexpr,  # those whose weights are
     REGISTERS: gl.constexpr,  # of a thread when the program starts
@@ -242,7 +242,7 @@ def hopper_row_products(
     tiles_0 = gl.cdiv(columns_0, BOX)
     tiles_1 = gl.cdiv(columns_1, BOX)
     units = (tiles_0 + tiles_1 + gl.cdiv(columns_2, BOX)) * iterations
-    # Programs wait only for those with a lower id, which start before them: these have the shares behind theirs.
+    # Programs wait only for those with a lower id, which start before them: these have the shares after theirs.
     programs = gl.num_programs(0)
     own_share = programs - 1 - gl.program_id(0)
     share = (own_share * units // programs, (own_share + 1) * units // programs)

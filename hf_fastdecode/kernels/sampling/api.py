@@ -33,7 +33,7 @@ _BOUNDS = {
 class Settings:
     """Sampling settings on the device, so that a captured graph serves other values.
 
-    Each number is a 0-dimensional view on the device, to be read or changed in place on any stream that is ordered
+    Each value is a 0-dimensional view on the device, to be read or changed in place on any stream that is ordered
     before the launch: ``temperature``, ``top_p``, ``min_p``, ``typical_p``, ``repetition_penalty`` (fp32), ``top_k``,
     ``seed``, ``step`` (tokens drawn so far; the caller counts), ``min_new_tokens``, ``pad_token_id`` and
     ``begin_step`` (int64).
@@ -47,7 +47,7 @@ class Settings:
         eos_token_ids: Tokens not to be drawn while ``step < min_new_tokens``.
         suppressed: ``[2, vocabulary]`` int8 on the device, see `suppressed_tokens`: tokens not to be drawn at any
             step, and at step ``begin_step``. Settings with it are for logits of this vocabulary.
-        values: Numbers by name, as for `update`; the others have no effect.
+        values: Values by name, as for `update`; the others have no effect.
     """
 
     temperature: Tensor
@@ -94,7 +94,7 @@ class Settings:
         return self.greedy, self.eos_count, *self.features.values()
 
     def update(self, **values: float | int) -> None:
-        """Set numbers in place, by name.
+        """Set values in place, by name.
 
         Raises:
             TypeError: A name is no setting.
@@ -120,7 +120,7 @@ class Settings:
 
 
 def _on(device: torch.device | str, numbers: Iterable[float], dtype: torch.dtype) -> Tensor:
-    """Numbers on a device, without waiting for what is queued there."""
+    """Values on a device, without waiting for what is queued there."""
     return torch.tensor(list(numbers), dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
@@ -195,10 +195,10 @@ def sample(
         logits: ``[rows, vocabulary]`` fp32, bf16 or fp16, the last dimension contiguous; not changed.
         row_ids: ``[rows]`` int32. Rows with -1, or an id beyond ``seen``, are skipped: they get the pad token and a
             log-probability of 0.
-        settings: Numbers and features, on the same device.
+        settings: Values and features, on the same device.
         seen: ``[row ids, ceil(vocabulary / 32)]`` int32, indexed by row id, for the repetition penalty: see
             `seen_tokens`. The drawn token is added.
-        steps: ``[rows]`` int64: tokens drawn so far of each row, in the place of ``settings.step``.
+        steps: ``[rows]`` int64: tokens drawn so far of each row, instead of ``settings.step``.
         tokens: ``[rows]`` int64 output, optional.
         logprobs: ``[rows]`` fp32 output, optional.
         config: Launch parameters.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..device import interpreted, triton_is_installed
 from ..failures import Kernel, failure
-from ..installed import interpreted, triton_is_installed
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -31,7 +31,7 @@ def append_token(
         coordinates: ``[rows, r]`` fp32, contiguous; r may be 0.
         key_offset: ``[heads * head_dim]`` fp32, which cached keys leave out.
         tables: cos and sin of the rows' positions, ``[rows or 1, rotary]`` fp32, contiguous: RoPE by halves of a
-            head's first numbers ("rotate half").
+            head's first elements ("rotate half").
         slots: ``[rows]`` int64: where each row's token is stored.
         stored: Cached keys ``[rows, slots, heads * head_dim]`` and V-coordinates ``[rows, slots, r]``, fp32, fp16 or
             bf16, the last dimension contiguous.

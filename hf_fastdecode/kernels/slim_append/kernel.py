@@ -33,7 +33,7 @@ def append_token(
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # at least ROTARY / 2
     BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
-    BLOCK: tl.constexpr,  # numbers that a program stores
+    BLOCK: tl.constexpr,  # elements that a program stores
 ):
     KEYS: tl.constexpr = HEADS * HEAD_DIM
     QUERY_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H

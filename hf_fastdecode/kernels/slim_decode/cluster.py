@@ -44,10 +44,7 @@ class ClusterShape:
     """What a kernel is compiled for.
 
     Attributes:
-        heads: Heads of the layer.
-        head_dim: Numbers per head.
-        rank: V-coordinates.
-        rotary_dim: Numbers of a head that RoPE rotates: all or none.
+        rotary_dim: Elements of a head that RoPE rotates: all or none.
         offset: Whether keys have an offset.
         starts: Whether rows begin with padding.
         dtype: Dtype of the cached keys: fp16, bf16, or one of 8 bits.
@@ -170,7 +167,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
 def tensor_maps(keys: Tensor, coordinates: Tensor, shape: ClusterShape) -> tuple[Any, Any]:
     """Describe a cache for the kernel's copies: keys in boxes of 128 bytes, all of a block's columns at once.
 
-    Numbers of 8 bits are copied by two, as if they were one of 16.
+    Elements of 8 bits are copied by two, as if they were one of 16.
 
     Args:
         keys: ``[rows, slots, heads * head_dim]``.

@@ -7,14 +7,14 @@ of its heads in one launch, and the averages of all heads over its columns in th
 keys and values. ``cuda/cluster.cu`` reads the keys once, on GPUs with thread block clusters.
 
 Groups take equal shares of the tiles of all rows (LeanAttention, section 4), computed on the device from the lengths.
-A *piece* is what a group has of one row; it writes an fp32 partial.
+A *piece* is what a group has of one row; it writes an fp32 partial. A third launch merges the pieces of a row, in
+order, so that results are bitwise reproducible.
 """
 
 import triton
 import triton.language as tl
 
-from ..forest_decode.node_kernel import LOWEST
-from .tiles import add_scaled_tile, add_tile, joined_bytes, load_scale_bytes, plain_numbers, scale_blocks, tile_unit
+from ..forest_decode.node_kernel import LN2, LOWEST
 
 # The two launches of a step.
 SCORES = tl.constexpr(0)
@@ -296,3 +296,159 @@ def slim_partials(
                 if member == 0:
                     lse = row_max + tl.log2(row_sum) - SHIFT
                     tl.store(part_lse + piece * HEADS + all_heads, lse, mask=all_heads < HEADS)
+
+
+@triton.jit
+def load_scale_bytes(scales, token, limit, stride, group, valid):
+    """Load scales ``[T, groups]`` of tokens below a limit in two bytes, since they may begin at odd addresses.
+
+    Triton prefetches no loads this small, so kernels load them a tile ahead.
+    """
+    at = scales + token.to(tl.int64)[:, None] * stride + 2 * group[None, :]
+    mask = (token < limit)[:, None] & valid[None, :]
+    return tl.load(at, mask=mask, other=0), tl.load(at + 1, mask=mask, other=0)
+
+
+@triton.jit
+def joined_bytes(low, high):
+    """Scales in fp32 from the bytes of bf16."""
+    return ((low.to(tl.int32) << 16) | (high.to(tl.int32) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def plain_numbers(numbers, FP8: tl.constexpr):
+    """Convert loaded int8, or bytes of float8_e4m3fn, to fp32 before their scales."""
+    if FP8:
+        numbers = numbers.to(tl.float8e4nv, bitcast=True)
+    return numbers.to(tl.float32)
+
+
+@triton.jit
+def tile_unit(scales):
+    """Power of 2 near the largest scale ``[T, groups]`` of a tile, and its inverse.
+
+    Elements over the unit are below 1,024 and fit in fp16, which has less range than the scales.
+    """
+    exponent = tl.max(tl.max(scales, 1), 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # whose inverse is a normal number too
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_blocks(numbers, scales, T: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Multiply elements ``[T, BLOCKS * COLUMNS]`` by the scales ``[T, BLOCKS]`` of each block of columns."""
+    numbers = tl.reshape(numbers, [T, BLOCKS, COLUMNS]) * scales[:, :, None]
+    return tl.reshape(numbers, [T, BLOCKS * COLUMNS])
+
+
+@triton.jit
+def add_tile(acc, rescale, weights, tile, PARTS: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr):
+    """``acc * rescale + weights @ tile``; weights ``[H, T]`` fp32 are multiplied in PARTS parts of the tile's dtype.
+
+    APART adds the product of a tile outside the matrix unit, whose accumulators truncate: errors of a column are
+    magnified by the matrix from keys to values, unlike errors of a weight, which all columns share.
+    """
+    element = tile.dtype
+    wide: tl.constexpr = tl.float32 if WIDE else element
+    coarse = weights.to(element)
+    if APART:
+        part = tl.zeros(acc.shape, tl.float32)
+    else:
+        part = acc * rescale[:, None]
+    if PARTS == 2:
+        fine = (weights - coarse.to(tl.float32)).to(element)
+        part = tl.dot(fine.to(wide), tile.to(wide), part, input_precision="ieee")
+    part = tl.dot(coarse.to(wide), tile.to(wide), part, input_precision="ieee")
+    if APART:
+        part = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), part)
+    return part
+
+
+@triton.jit
+def add_scaled_tile(acc, rescale, weights, tile, unit, PARTS: tl.constexpr):
+    """``acc * rescale + weights @ tile * unit`` for a tile in fp32 that was dequantised, over its unit.
+
+    An element of 8 bits times its scale has up to 15 bits, and fp16 has 11. Two PARTS of fp16 hold both operands; the
+    product of the fine parts is below the precision of fp32. One part rounds both to fp16.
+    """
+    coarse = tile.to(tl.float16)
+    coarse_weights = weights.to(tl.float16)
+    part = tl.zeros(acc.shape, tl.float32)
+    if PARTS == 2:
+        fine = (tile - coarse.to(tl.float32)).to(tl.float16)
+        fine_weights = (weights - coarse_weights.to(tl.float32)).to(tl.float16)
+        part = tl.dot(fine_weights, coarse, part, input_precision="ieee")
+        part = tl.dot(coarse_weights, fine, part, input_precision="ieee")
+    part = tl.dot(coarse_weights, coarse, part, input_precision="ieee")
+    return tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), part * unit)
+
+
+@triton.jit
+def merge_pieces(
+    part_out,  # arguments as in the kernels that wrote them, with the same tiles and groups
+    part_lse,
+    starts,
+    lengths,
+    out_keys,  # [rows, heads, e] fp32
+    out_coordinates,  # [rows, heads, r] fp32
+    out_lse,  # [rows, heads] fp32, natural logarithm
+    rows,
+    groups,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,  # e
+    RANK: tl.constexpr,
+    STARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns per program
+    MERGE: tl.constexpr,  # pieces loaded at once
+    WIDE: tl.constexpr,  # tiles times groups may exceed 31 bits; divisions of 64 bits take most of the time
+):
+    row = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    block = tl.program_id(1)
+    tiles, tile_starts = row_tiles(starts, lengths, rows, BLOCK_T, BLOCK_ROWS, STARTS)
+    total = tl.sum(tiles, 0)
+    all_rows = tl.arange(0, BLOCK_ROWS)
+    begin = tl.sum(tl.where(all_rows == row, tile_starts, 0), 0)
+    if WIDE:
+        begin = begin.to(tl.int64)
+    end = begin + tl.sum(tl.where(all_rows == row, tiles, 0), 0)
+    # The last group that starts at or before a tile has it.
+    some = tl.maximum(total, 1)
+    first = ((begin + 1) * groups - 1) // some
+    count = tl.where(end > begin, (end * groups - 1) // some - first + 1, 0).to(tl.int32)
+    first = first.to(tl.int32)
+
+    KEY_BLOCKS: tl.constexpr = (KEYS + BLOCK - 1) // BLOCK
+    of_keys = block < KEY_BLOCKS
+    column = tl.where(of_keys, block, block - KEY_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    kept = column < tl.where(of_keys, KEYS, RANK)
+    row_max = tl.full([1], LOWEST, tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, MERGE):
+        for index in tl.static_range(MERGE):  # independent loads
+            group = first + start + index
+            # A group without a tile, of more groups than tiles, has written no piece.
+            stop = share_start(group + 1, total, groups, WIDE)
+            has = (start + index < count) & (share_start(group, total, groups, WIDE) < stop)
+            piece = tl.cast(group + row, tl.int64) * HEADS + head
+            lse = tl.load(part_lse + piece + tl.arange(0, 1), mask=has, other=-float("inf"))
+            at = piece * (KEYS + RANK) + tl.where(of_keys, 0, KEYS) + column
+            part = tl.load(part_out + at, mask=kept & has, other=0.0)
+            new_row_max = tl.maximum(row_max, lse)
+            rescale = tl.exp2(row_max - new_row_max)
+            weight = tl.exp2(lse - new_row_max)
+            acc = acc * rescale + part * weight
+            row_sum = row_sum * rescale + weight
+            row_max = new_row_max
+    result = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))
+    at = (row * HEADS + head).to(tl.int64)
+    if of_keys:
+        tl.store(out_keys + at * KEYS + column, result, mask=kept)
+    else:
+        tl.store(out_coordinates + at * RANK + column, result, mask=kept)
+    if block == 0:
+        lse = tl.where(row_sum > 0, (row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0))) * LN2, -float("inf"))
+        tl.store(out_lse + at + tl.arange(0, 1), lse)

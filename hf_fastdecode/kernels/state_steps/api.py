@@ -7,17 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import overlap_options
 from ..failures import Kernel, launching
-from ..forest_decode.limits import overlap_options
-from .gates import L2_EPS, Gates
+
+
+class Gates(NamedTuple):
+    """How decays and betas are made of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``.
+
+    Attributes:
+        rates: ``[heads]``, contiguous: logarithms.
+        biases: Likewise.
+    """
+
+    rates: Tensor
+    biases: Tensor
+
+
+L2_EPS = 1e-6
+"""Added to sums of squares of queries and keys."""
+
 
 MOST_WIDTH = 256
-"""Numbers of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
+"""Elements of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
 
 _CHANNELS = 256  # of a program of `convolve`
 _NUMBERS = 4096  # of a state, of a program
@@ -31,7 +48,6 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
         states: ``[rows, channels, length]``, contiguous, in the dtype of `x`: the latest ones, overwritten.
         weight: ``[channels, taps]``, contiguous, at most length + 1 taps.
         bias: ``[channels]``, if any.
-        silu: Whether SiLU follows.
 
     Returns:
         ``[rows, channels]`` in the dtype of `x`.
@@ -153,12 +169,12 @@ def _launched(
     numbers: tuple[float, ...],
     **constants: int,
 ) -> Tensor:
-    """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` numbers of a row.
+    """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` elements of a row.
 
     Args:
         name: The kernel's name in ``kernel.py``.
         tensors: Arguments before the output.
-        numbers: Those behind it.
+        numbers: The outputs after it.
     """
     out = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     *outer, width = shape
@@ -171,7 +187,7 @@ def _launched(
 
 
 def _blocks(held: int, cut: int) -> tuple[int, int]:
-    """Of a state ``[held, cut]``, or its transpose, the numbers that a program has: all of `held`, some of `cut`."""
+    """Of a state ``[held, cut]``, or its transpose, the elements that a program has: all of `held`, some of `cut`."""
     block = _power_of_two(held)
     return block, min(_power_of_two(cut), _NUMBERS // block)
 

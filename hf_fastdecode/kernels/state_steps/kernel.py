@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def convolve(
     x,  # [rows, CHANNELS]
-    states,  # [rows, CHANNELS, LENGTH], contiguous: the latest inputs, which move by one place
+    states,  # [rows, CHANNELS, LENGTH], contiguous: the latest inputs, which move by one position
     weight,  # [CHANNELS, TAPS], contiguous
     bias,  # [CHANNELS]; not read unless BIASED
     out,  # [rows, CHANNELS], contiguous

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gates import L2_EPS, Gates
+from .api import L2_EPS, Gates
 
 
 def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,8 @@ import triton
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import interpreted, shared_memory
 from ..failures import Kernel, launching
-from ..forest_decode.limits import shared_memory
-from ..installed import interpreted
 from .kernel import stored_product as kernel
 
 MOST_ROWS = 64
@@ -41,7 +40,7 @@ class ProductConfig(NamedTuple):
 
     Attributes:
         columns: Columns per program.
-        width: Numbers of each row per iteration.
+        width: Elements of each row per iteration.
         stages: Iterations whose loads are in flight.
         warps: Warps per program.
         parts: Parts of the width, each for a program.
@@ -58,11 +57,8 @@ def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: in
     """Launch parameters, measured on an H200 for one row.
 
     Args:
-        rows: Rows of the factors.
-        groups: Groups of the factors.
         width: Width of the first factor.
-        columns: Columns of all groups.
-        itemsize: Bytes of a number of the factors.
+        itemsize: Bytes of an element of the factors.
         memory: Bytes of shared memory per block.
     """
     own, stages = 64, 4
@@ -94,7 +90,7 @@ def stored_product(
         constant: ``[groups * columns]`` fp32, to be added.
         config: Launch parameters; those of `choose_config` when None.
         in_range: Whether all factors are in fp16's range, so that rows need no scaling.
-        arrived: `kernels.counters`, which no launch uses at the same time; new ones when None.
+        arrived: `kernels.device.counters`, which no launch uses at the same time; new ones when None.
         dtype: Dtype of the result, to which sums are rounded.
 
     Returns:

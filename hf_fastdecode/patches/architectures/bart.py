@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import EncoderDecoderCache
 
 from ..._compat import takes_old_name
+from ...attention.interface import attend_shared, given_positions
 from ...attention.own_code import Method, OwnCode
-from ...attention.stand_in_calls import attend_shared, given_positions
 from ...errors import Unsupported
 from . import beside_encoder
 

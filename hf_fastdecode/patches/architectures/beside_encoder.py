@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import EncoderDecoderCache
 
 from ..._compat import CACHE_LENGTH, cache_in, takes_old_name
+from ...attention.interface import attend_encoded, attend_shared
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import attend_encoded, attend_shared
 from ...errors import Unsupported
 
 

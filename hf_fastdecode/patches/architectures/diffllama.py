@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import takes_old_name
+from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import attend_shared
 
 
 @takes_old_name

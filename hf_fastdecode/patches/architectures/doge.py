@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat import takes_old_name
+from ...attention.interface import attend_shared, outgrows
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import attend_shared, outgrows
 from ...errors import Unsupported
 from ..layers.key_bias import biased_widths, widened, with_key_bias, with_ones
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import attend_shared
 from ...errors import Unsupported
 from ..layers.key_bias import biased_widths, widened, with_key_bias, with_ones
 from .bloom import alibi_slopes

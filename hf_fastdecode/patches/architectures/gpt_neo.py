@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
 from ...attention.placeholders import SharedKV
-from ...attention.stand_in_calls import attend_shared
 
 
 def attend(

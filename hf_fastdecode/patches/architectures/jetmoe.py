@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat import takes_old_name
+from ...attention.interface import attend_shared
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import attend_shared
 
 
 @takes_old_name

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..._compat import cache_in, with_cache
-from ...attention.interface import shared_context_attention
+from ...attention.interface import positions_of_pass, shared_context_attention
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import positions_of_pass
 
 
 def attend(

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..._compat import CACHE_LENGTH
+from ...attention.interface import kept_for_capture, outgrows
 from ...attention.own_code import Method, OwnCode
-from ...attention.stand_in_calls import kept_for_capture, outgrows
 from ...errors import Unsupported
 from . import beside_encoder
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat import takes_old_name
+from ...attention.interface import attend_shared, positions_of_pass
 from ...attention.own_code import OwnCode
-from ...attention.stand_in_calls import attend_shared, positions_of_pass
 from ..layers import key_bias
 from ..layers.key_bias import biased_widths, widened, with_key_positions, with_query_positions
 

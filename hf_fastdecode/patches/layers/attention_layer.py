@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import QuantizedCache
 
 from ..._compat import takes_cache
-from ...attention.autocast import no_autocast
+from ...attention.active_passes import no_autocast
 from ...attention.kv import Segment
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache

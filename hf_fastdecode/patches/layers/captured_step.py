@@ -19,7 +19,7 @@ from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ...errors import Unsupported
-from ...kernels.counters import counters
+from ...kernels.device import counters
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
 from ...plain_modules import is_linear, is_unchanged

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..._compat import takes_cache
-from ...attention.autocast import no_autocast
-from ...attention.stand_in_calls import attend_encoded, attend_shared
+from ...attention.active_passes import no_autocast
+from ...attention.interface import attend_encoded, attend_shared
 from ...cache.layers.cross_view import CrossView
 from ...conversion.fit.cached_numbers import load, store
 from ..slim_layers import SlimLayer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...attention.autocast import no_autocast
+from ...attention.active_passes import no_autocast
 from .stored_products import wide
 
 

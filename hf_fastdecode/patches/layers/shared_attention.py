@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...attention.autocast import no_autocast
+from ...attention.active_passes import no_autocast
 from ...attention.kv import ForestKV, Scoring, Segment
 from ...attention.partial import Partial, merge
 from ...attention.placeholders import SlidingWindow

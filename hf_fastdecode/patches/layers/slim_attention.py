@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...attention.autocast import no_autocast
+from ...attention.active_passes import no_autocast
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ..slim_layers import SlimLayer, check_threshold
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.autocast import no_autocast
+from ...attention.active_passes import no_autocast
 from ...kernels.failures import Kernel, KernelFailedError, failure
 
 _REST = 2.0**11

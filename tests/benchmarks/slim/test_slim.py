@@ -8,7 +8,8 @@ from benchmarks.ops.ceilings import Ceilings
 from benchmarks.slim.cases import SLIM_SETS, SLIM_WAYS
 from benchmarks.slim.measure import SlimBench
 from hf_fastdecode.files import read_rows
-from hf_fastdecode.kernels.slim_decode import api, launches
+from hf_fastdecode.kernels.slim_decode import api
+from hf_fastdecode.kernels.slim_decode import api as launches
 
 from ..cli import command_line
 

@@ -20,10 +20,9 @@ from hf_fastdecode.generation.fused.experts import Form, form_of, kind
 from hf_fastdecode.generation.fused.largest import LargestOfFew
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.trial import tried
-from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT
-from hf_fastdecode.kernels.experts.forms import Gate
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, Gate
 from hf_fastdecode.kernels.failures import KernelFailedError
-from hf_fastdecode.kernels.pointwise.forms import Activation
+from hf_fastdecode.kernels.pointwise.api import Activation
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ragged_prompts, tiny_model

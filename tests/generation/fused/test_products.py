@@ -19,7 +19,7 @@ from hf_fastdecode.generation.fused.products import RowProducts, products_here
 from hf_fastdecode.generation.fused.sums import WaitingSums
 from hf_fastdecode.generation.steps import captured_prefill, modes
 from hf_fastdecode.generation.steps.projections import FusedProjections
-from hf_fastdecode.kernels.counters import MOST_COUNTERS
+from hf_fastdecode.kernels.device import MOST_COUNTERS
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.row_products import api
 

@@ -20,8 +20,7 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.products import RowProducts
 from hf_fastdecode.generation.fused.routers import form_of, kind, may_be
 from hf_fastdecode.generation.fused.trial import tried
-from hf_fastdecode.kernels.experts.config import MOST_ROUTED
-from hf_fastdecode.kernels.experts.forms import Routing
+from hf_fastdecode.kernels.experts.config import MOST_ROUTED, Routing
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from .half_models import DEVICE, Counted

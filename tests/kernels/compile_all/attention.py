@@ -12,7 +12,7 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
-from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks
+from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.prefill.api import prefill_attention, prefill_partial
 

@@ -7,17 +7,23 @@ from unittest.mock import patch
 
 import torch
 
-from hf_fastdecode.kernels.experts import grouped
+from hf_fastdecode.kernels.experts import api as grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
-from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS
-from hf_fastdecode.kernels.experts.forms import Gate, Routing, Weights
-from hf_fastdecode.kernels.pointwise.api import gated, gated_rms_norm, rms_norm, rotate
-from hf_fastdecode.kernels.pointwise.forms import Activation, GatedNormForm, NormForm, RotaryForm
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Weights
+from hf_fastdecode.kernels.pointwise.api import (
+    Activation,
+    GatedNormForm,
+    NormForm,
+    RotaryForm,
+    gated,
+    gated_rms_norm,
+    rms_norm,
+    rotate,
+)
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
-from hf_fastdecode.kernels.state_steps.api import convolve, delta_rule, scan
-from hf_fastdecode.kernels.state_steps.gates import Gates
+from hf_fastdecode.kernels.state_steps.api import Gates, convolve, delta_rule, scan
 
 from .pretended import CUDA, Claimed
 
@@ -97,7 +103,7 @@ def run_experts() -> None:
         listed = (chosen.view(-1), chosen.view(-1), chosen)
         with (
             patch.object(grouped, "_sorted", lambda *_, listed=listed: listed),
-            patch.object(grouped, "_multiply", lambda *_, gate_up=gate_up: gate_up),
+            patch.object(grouped, "_grouped_products", lambda *_, gate_up=gate_up: gate_up),
         ):
             for layout, activation in product(layouts, Activation):
                 grouped.grouped_experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))

@@ -10,8 +10,8 @@ from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.forest_decode import limits as devices
 from hf_fastdecode.kernels.slim_decode import api, inputs
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
-from hf_fastdecode.kernels.slim_decode.arguments import Arguments, is_aligned
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
+from hf_fastdecode.kernels.slim_decode.inputs import Arguments, is_aligned
 
 from ...cases import exhaustive_but
 from .problems import Case, make_problem

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.kernels.slim_decode import api, cluster, launches
+from hf_fastdecode.kernels.slim_decode import api, cluster
+from hf_fastdecode.kernels.slim_decode import api as launches
 from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
 
 CLUSTERS = 2
