@@ -37,21 +37,17 @@ _OTHER_DECODING: Final = ("custom_generate", "cache_implementation")
 """Arguments that may hand a call to code which the estimate does not know."""
 
 
-def saves_too_few(saved: int, least: int, remedy: str, *, at_most: bool = False) -> Unsupported:
+def saves_too_few(saved: object, least: int, remedy: str) -> Unsupported:
     """Sharing would save fewer tokens than `Options.fewest_saved`."""
-    return Unsupported(f"sharing would save {_bound(saved, at_most)}, fewer than {least} (min_saved_tokens)", remedy)
+    return Unsupported(f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", remedy)
 
 
-def takes_longer(saved: int, least: int, options: Options, *, at_most: bool = False) -> Unsupported:
+def takes_longer(saved: object, least: int, options: Options) -> Unsupported:
     """Sharing would save fewer tokens than pay for its time on the CPU."""
     return Unsupported(
-        f"sharing would save {_bound(saved, at_most)}, and on the CPU a call like this gains from about {least} on",
+        f"sharing would save {saved} tokens, and on the CPU a call like this gains from about {least} on",
         f"lower min_saved_tokens to share all the same: min_saved_tokens={options.fewest_saved}",
     )
-
-
-def _bound(saved: int, at_most: bool) -> str:
-    return f"at most {saved} tokens" if at_most else f"{saved} tokens"
 
 
 def what_helps(prompts: int, samples: int, reuse_prefix: bool | int) -> str:
@@ -101,6 +97,8 @@ class TextCall:
         mask = kwargs.get("attention_mask")
         ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+            return None
+        if ids.device.type != "cpu":
             return None
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return None
@@ -188,9 +186,11 @@ class ShortCalls:
     def known_from(cls, call: CallContext) -> ShortCalls | None:
         """What a call that saves too little shows; None where others of the model may be captured, divided or slim."""
         layout, options = call.structure.layout, call.options
-        estimates = {loop: one for loop in LOOPS if (one := Estimate.of(call, loop)) is not None}
         several = call.ranks.count > 1 or call.structure.parallel is not None
-        if not estimates or layout.own or call.inputs is not None or several or options.unmet_by_stock:
+        if layout.own or call.inputs is not None or several or options.unmet_by_stock:
+            return None
+        estimates = {loop: one for loop in LOOPS if (one := Estimate.of(call, loop)) is not None}
+        if not estimates:
             return None
         return cls(
             options=options,
@@ -220,13 +220,13 @@ class ShortCalls:
             saved += call.rows - 1
         if reuses:  # later calls may reuse every token
             saved = call.rows * call.ids.shape[1]
+        told = f"at most {saved}" if call.at_most else saved
         if saved < (least := options.fewest_saved):
-            remedy = what_helps(len(call.ids), call.samples, reuses)
-            return saves_too_few(saved, least, remedy, at_most=call.at_most)
+            return saves_too_few(told, least, what_helps(len(call.ids), call.samples, reuses))
         if reuses or call.new_tokens is None or options.min_saved_tokens != "auto":
             return None
         least = self.estimates[call.loop].fewest(call.new_tokens)
-        return takes_longer(saved, least, options, at_most=call.at_most) if saved < least else None
+        return takes_longer(told, least, options) if saved < least else None
 
 
 def _are_of_text(kwargs: Mapping[str, Any]) -> bool:
