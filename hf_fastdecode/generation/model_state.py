@@ -106,8 +106,8 @@ class ModelState:
             self.log_once(advice)
 
     def log_once(self, message: str, level: int = logging.WARNING) -> None:
-        """Log a message once; messages that differ only in numbers count as equal."""
-        kind = re.sub(r"\d+", "#", message)
+        """Log a message once; messages that differ only in numbers, or in their being bounds, count as equal."""
+        kind = re.sub(r"(at most )?\d+", "#", message)
         if kind not in self._logged:
             self._logged.add(kind)
             logger.log(level, message)
