@@ -52,10 +52,12 @@ def require_gain(
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
     if not call.must_share and call.mode == "eager" and not unshared and not divided:
-        if (refusal := _too_little(call, found, plan, may_save, max_suffix, loop)) is not None:
+        try:
+            _require_tokens(call, found, plan, may_save, max_suffix, loop)
+        except Unsupported:  # without a name, which would keep the frames' tensors alive
             if call.state.short_calls is None or not call.state.short_calls.hold_for(call.model, options):
                 call.state.short_calls = ShortCalls.known_from(call)
-            raise refusal
+            raise
         if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
@@ -74,18 +76,18 @@ def require_gain(
     report.cache = ref(found.cache)
 
 
-def _too_little(
+def _require_tokens(
     call: CallContext, found: Shared, plan: PromptPlan, may_save: int, max_suffix: int, loop: str
-) -> Unsupported | None:
-    """Why sharing would save too few tokens, or None."""
+) -> None:
+    """Raise `Unsupported` where sharing would save too few tokens."""
     options, groups = call.options, found.prompts.groups
     if may_save < (least := options.fewest_saved):
         remedy = _forgone(found.prompts) or what_helps(len(groups), groups[0].count, found.keeps)
-        return saves_too_few(may_save, least, remedy)
+        raise saves_too_few(may_save, least, remedy)
     if found.keeps or options.min_saved_tokens != "auto" or (estimate := Estimate.of(call, loop)) is None:
-        return None
-    least = estimate.fewest(max_suffix, sum(map(len, plan.forest.batches)))
-    return takes_longer(may_save, least, options) if may_save < least else None
+        return
+    if may_save < (least := estimate.fewest(max_suffix, sum(map(len, plan.forest.batches)))):
+        raise takes_longer(may_save, least, options)
 
 
 def _forgone(prompts: ComparedPrompts) -> str | None:
