@@ -53,7 +53,10 @@ _CACHE_NAMES: Final = ("cache", "past_key_values") if CACHE == "cache" else ("pa
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among the named arguments of a forward pass, as the installed transformers finds it, or None."""
-    return next((arguments[name] for name in _CACHE_NAMES if name in arguments), None)
+    for name in _CACHE_NAMES:  # a generator would take most of the time, in each pass of an enabled model
+        if name in arguments:
+            return arguments[name]
+    return None
 
 
 def ignored_cache(arguments: Mapping[str, Any]) -> Any:

@@ -46,7 +46,9 @@ class WeakMethod:
     @property
     def __self__(self) -> Any:
         """The instance; raises ReferenceError if it is gone."""
-        return _held(self._instance, self._function)
+        if (instance := self._instance()) is None:
+            raise _gone(self._function)
+        return instance
 
     def __getattr__(self, name: str) -> Any:
         """The function's attributes, such as ``__code__``."""
@@ -56,7 +58,9 @@ class WeakMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        return self._function(_held(self._instance, self._function), *args, **kwargs)  # as torch.compile traces it
+        if (instance := self._instance()) is None:
+            raise _gone(self._function)
+        return self._function(instance, *args, **kwargs)  # as torch.compile traces it
 
     def __eq__(self, other: object) -> bool:
         """As of bound methods: the same function of the same instance."""
@@ -74,9 +78,7 @@ class WeakMethod:
         return getattr, (self.__self__, self.__func__.__name__)
 
 
-def _held(instance: ref[object], function: Callable[..., Any]) -> Any:
-    """The instance of a method; raises ReferenceError if it is gone."""
-    if (held := instance()) is None:
-        name = getattr(function, "__name__", "this method")
-        raise ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")
-    return held
+def _gone(function: Callable[..., Any]) -> ReferenceError:
+    """The error of a method whose instance is gone."""
+    name = getattr(function, "__name__", "this method")
+    return ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 import transformers
@@ -37,7 +37,24 @@ KINDS: Final = {
     "an encoder": "T5ForConditionalGeneration",
 }
 FEW, MANY, ROWS, STEPS, REPEATS = 2, 6, 8, 32, 6
-HEADER: Final = "| calls with | measured on | a call, ms | a step and layer, µs |\n|---|---|---|---|\n"
+SAMPLES: Final[dict[str, Any]] = {"do_sample": True, "num_return_sequences": ROWS}
+
+
+def loop_of_a_user(model: PreTrainedModel, input_ids: Tensor, **arguments: Any) -> Any:
+    """A ``custom_generate``: transformers' own loop."""
+    return cast(Any, type(model))._sample(model, input_ids, **arguments)
+
+
+OTHER_LOOPS: Final[dict[str, list[dict[str, Any]]]] = {
+    "transformers'": [
+        {"do_sample": False, "num_beams": ROWS},
+        {**SAMPLES, "output_hidden_states": True, "return_dict_in_generate": True},
+    ],
+    "a user's": [{**SAMPLES, "custom_generate": loop_of_a_user}],
+}
+HEADER: Final = (
+    "| calls with | measured on | a call, ms | a step and layer, µs | a step, µs |\n|---|---|---|---|---|\n"
+)
 
 
 def model_of(name: str, layers: int) -> PreTrainedModel:
@@ -57,15 +74,15 @@ def model_of(name: str, layers: int) -> PreTrainedModel:
     return model
 
 
-def seconds(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int) -> float:
-    """The process's seconds of a call of `ROWS` samples of so many tokens."""
+def seconds(model: PreTrainedModel, inputs: dict[str, Any], tokens: int) -> float:
+    """The process's seconds of a call of so many tokens a row."""
     set_seed(0)
     begin = time.process_time()
-    model.generate(**inputs, do_sample=True, num_return_sequences=ROWS, max_new_tokens=tokens, min_new_tokens=tokens)
+    model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens)
     return time.process_time() - begin
 
 
-def lost(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int) -> float:
+def lost(model: PreTrainedModel, inputs: dict[str, Any], tokens: int) -> float:
     """Seconds that a call takes longer than stock's, with what sharing saved of prefill and reads added."""
     stock, shared, saved = float("inf"), float("inf"), 0
     for repeat in range(REPEATS):
@@ -81,16 +98,44 @@ def lost(model: PreTrainedModel, inputs: dict[str, Tensor], tokens: int) -> floa
     return shared - stock + saved * (savings.prefill + (tokens - 1) * savings.step)
 
 
-def costs_of(kind: str) -> HostCosts:
-    """The costs of one kind of calls."""
+def measured(kind: str, loop: dict[str, Any]) -> HostCosts:
+    """What calls of one kind take longer than stock in a loop, which these arguments ask for."""
     few, many = (model_of(KINDS[kind], layers) for layers in (FEW, MANY))
-    inputs = {"input_ids": torch.randint(3, 60, (1, 52))}
+    inputs: dict[str, Any] = {"input_ids": torch.randint(3, 60, (1, 52))}
     if kind == "images":
         inputs = prompts_with_images(few, [24, (4, 4), 24])
+    inputs |= loop
     first, every = lost(few, inputs, 1), [lost(model, inputs, 1 + STEPS) for model in (few, many)]
     layer = (every[1] - every[0]) / STEPS / (MANY - FEW)
-    of_steps = every[0] - first - STEPS * FEW * layer  # of a step, whatever its layers: counted with them
-    return HostCosts(max(0.0, first), layer + max(0.0, of_steps) / STEPS / FEW)
+    return HostCosts(first, layer, (every[0] - first) / STEPS - FEW * layer)
+
+
+def costs_of(kind: str) -> HostCosts:
+    """The costs of one kind of calls in this package's loop, what a step takes whatever its layers with these."""
+    found = measured(kind, SAMPLES)
+    return HostCosts(max(0.0, found.call), found.layer + max(0.0, found.step) / FEW)
+
+
+def costs_of_loop(loop: str) -> HostCosts:
+    """What a step and a call take longer in a loop of `OTHER_LOOPS` than in this package's."""
+    own = measured("keys and values", SAMPLES)
+    others = [measured("keys and values", arguments) for arguments in OTHER_LOOPS[loop]]
+    few, many = (
+        max(0.0, *(one.step + layers * one.layer - own.step - layers * own.layer for one in others))
+        for layers in (FEW, MANY)
+    )
+    layer = max(0.0, min((many - few) / (MANY - FEW), many / MANY))
+    return HostCosts(max(0.0, *(one.call - own.call for one in others)), layer, max(0.0, few - FEW * layer))
+
+
+def rounded(costs: HostCosts) -> HostCosts:
+    """Costs to the digits of the table."""
+    return HostCosts(round(costs.call, 4), round(costs.layer, 5), round(costs.step, 5))
+
+
+def line_of(kind: str, name: str, costs: HostCosts) -> str:
+    """A line of the table."""
+    return f"| {kind} | {name} | {1e3 * costs.call:.1f} | {1e6 * costs.layer:.0f} | {1e6 * costs.step:.0f} |\n"
 
 
 def main() -> None:
@@ -98,10 +143,13 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = []
     for kind, name in KINDS.items():
-        costs = costs_of(kind)
-        call, layer = round(1e3 * costs.call, 1), int(round(1e6 * costs.layer, -1))
-        print(f'    "{kind}": HostCosts(call={call}e-3, layer={layer}e-6),', flush=True)
-        lines.append(f"| {kind} | {name} | {call} | {layer} |\n")
+        costs = rounded(costs_of(kind))
+        print(f'    "{kind}": {costs},', flush=True)
+        lines.append(line_of(kind, name, costs))
+    for loop in OTHER_LOOPS:
+        costs = rounded(costs_of_loop(loop))
+        print(f'    "{loop}": {costs},', flush=True)
+        lines.append(line_of(f"{loop} loop, in addition", KINDS["keys and values"], costs))
     cpu = Path("/proc/cpuinfo").read_text()
     machine = next((line.split(":")[1].strip() for line in cpu.splitlines() if line.startswith("model name")), "a CPU")
     note = f"\nOne thread of {machine}, torch {torch.__version__}, transformers {transformers.__version__}, fp32.\n"

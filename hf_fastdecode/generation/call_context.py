@@ -115,10 +115,6 @@ class CallScope:
         self.let_go()
 
 
-# Options that a stock call fulfils anyway.
-_STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
-
-
 @dataclass
 class CallContext:
     """One `generate` call of an enabled model.
@@ -253,7 +249,7 @@ class CallContext:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
         reason = f"{error}; the given cache is not used" if self.must_share else str(error)
-        if unused := [option for option in self.options.forced if option not in _STOCK_OPTIONS]:
+        if unused := self.options.unmet_by_stock:
             reason = f"{reason}; {', '.join(unused)} not used"
         self.runs_stock = True
         self.report.path, self.report.reason = "stock", reason

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..log import logger
@@ -23,6 +24,9 @@ from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
 from .steps.captures import Captures
 from .structure import KeptStructure, Structure
+
+if TYPE_CHECKING:
+    from .prompts.short_calls import ShortCalls
 
 
 class ModelState:
@@ -46,6 +50,7 @@ class ModelState:
         self.structure = KeptStructure()
         self.prefix_store = PrefixStore()
         self.repeated = RepeatedPrompts()
+        self.short_calls: ShortCalls | None = None  # once a call has saved too little
         self._logged: set[str] = set()
         self._parallel: SequenceParallel | None = None
 
@@ -95,9 +100,14 @@ class ModelState:
         self.prefix_store.clear()
         self.captures.release()
 
+    def note_prompt(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        """Take note of a call's first prompt, and log what would help where prompts of several calls begin alike."""
+        if (advice := self.repeated.advice(model, tokens, least=self.options.fewest_saved)) is not None:
+            self.log_once(advice)
+
     def log_once(self, message: str, level: int = logging.WARNING) -> None:
-        """Log a message once; messages that differ only in numbers count as equal."""
-        kind = re.sub(r"\d+", "#", message)
+        """Log a message once; messages that differ only in numbers, or in their being bounds, count as equal."""
+        kind = re.sub(r"(at most )?\d+", "#", message)
         if kind not in self._logged:
             self._logged.add(kind)
             logger.log(level, message)

@@ -36,6 +36,9 @@ FEWEST_SAVED = 64
 TOKENS_OF_A_PASS = 2048
 """Tokens whose prefill takes about as long as the fixed cost of a pass."""
 
+_STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
+"""Options that a stock call fulfils anyway."""
+
 _SHORTEST_TIMEOUT = 3
 """Seconds within which a process that lives tells its peers so, with all its cores busy."""
 
@@ -79,6 +82,11 @@ class Options:
         """Options that a call fulfils or raises, not left at their default, formatted as ``name=value``."""
         forced = [f"{name}={getattr(self, name)!r}" for name in CHOICES if getattr(self, name) != "auto"]
         return forced if self.max_rows is None else [*forced, f"max_rows={self.max_rows}"]
+
+    @property
+    def unmet_by_stock(self) -> list[str]:
+        """Those of `forced` that a call which runs stock does not fulfil."""
+        return [option for option in self.forced if option not in _STOCK_OPTIONS]
 
     @property
     def needs_capture(self) -> str | None:

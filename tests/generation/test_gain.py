@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.prompts import gain, host_costs
-from hf_fastdecode.generation.prompts.host_costs import COSTS, HostCosts, Savings
+from hf_fastdecode.generation.prompts import host_costs
+from hf_fastdecode.generation.prompts.host_costs import COSTS, LOOPS, Estimate, HostCosts, Savings
 from hf_fastdecode.generation.structure import Structure
-from tools.host_costs import HEADER, KINDS
+from tools.host_costs import HEADER, KINDS, OTHER_LOOPS, line_of, loop_of_a_user
 from tools.pages import DOCS
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
+from ..short_calls import ESTIMATED
 from ..tiny_models import ragged_prompts, seeded
 from .image_calls import SMALL
 
@@ -61,7 +62,7 @@ def test_prompts_that_begin_alike_and_share_nothing_are_told_so(name):
 @pytest.fixture
 def estimated(monkeypatch):
     """The estimate of time that calls on the CPU have, which other tests leave out."""
-    monkeypatch.setattr(gain, "fewest_saved", host_costs.fewest_saved)
+    monkeypatch.setattr(Estimate, "fewest", ESTIMATED)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -92,6 +93,36 @@ def test_short_calls_of_every_kind_run_stock_on_the_cpu(estimated, kind, name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the estimate is of the CPU")
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"do_sample": False, "num_beams": 8},
+        {"num_return_sequences": 8, "output_hidden_states": True, "return_dict_in_generate": True},
+        {"num_return_sequences": 8, "custom_generate": loop_of_a_user},
+    ],
+    ids=["beams", "hidden-states", "users"],
+)
+def test_short_calls_of_other_loops_run_stock_on_the_cpu(estimated, model, loop):
+    """They need more saved tokens than this package's loop; with the option they share."""
+    prompt, tokens = ragged_prompts(48), {"do_sample": True, "max_new_tokens": 8, "min_new_tokens": 8} | loop
+
+    def run():
+        out = seeded(lambda: model.generate(**prompt, **tokens))
+        return out if isinstance(out, torch.Tensor) else out.sequences
+
+    stock = run()
+    with fd.enabled(model):
+        for _ in range(2):  # after all checks, and by shapes alone
+            assert torch.equal(run(), stock)
+            report = fd.explain(model).last_call
+            assert report.path == "stock"
+            assert "on the CPU a call like this gains from about" in report.reason
+    with fd.enabled(model, min_saved_tokens=64):
+        assert torch.equal(run(), stock)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the estimate is of the CPU")
 def test_long_calls_share_on_the_cpu(estimated):
     """Few-shot prompts of the embedded model, and more so the more tokens a row draws of them."""
     model, _ = fd.load_embedded()
@@ -107,6 +138,10 @@ def test_fewest_tokens_grow_with_steps_and_batches_of_nodes():
     fewest = [savings.fewest(costs.of_call(steps, 4), steps) for steps in (0, 1, 10, 100)]
     assert fewest[0] == 100
     assert all(one < other for one, other in pairwise(fewest))
+    for loop in OTHER_LOOPS:
+        in_loop = costs + LOOPS[loop]
+        assert in_loop.of_call(10, 4) == pytest.approx(costs.of_call(10, 4) + LOOPS[loop].of_call(10, 4))
+        assert savings.fewest(in_loop.of_call(10, 4), 10) > fewest[2]
     assert costs.of_call(10, 4, 3) == pytest.approx(costs.of_call(10, 4) + 10 * 4 * 2 * host_costs.BATCH)
     heavy = Savings(prefill=1e-2, step=1e-5)  # of half a billion weights
     assert heavy.fewest(costs.of_call(64, 24), 64) < 64
@@ -136,8 +171,7 @@ def test_a_model_that_does_not_name_its_embeddings_has_an_estimate(model, monkey
 
 
 def test_the_page_has_the_costs():
-    table = (DOCS / "limits.md").read_text().partition(HEADER)[2].splitlines()[: len(KINDS)]
-    assert table == [
-        f"| {kind} | {name} | {1e3 * COSTS[kind].call:.1f} | {1e6 * COSTS[kind].layer:.0f} |"
-        for kind, name in KINDS.items()
-    ]
+    lines = [line_of(kind, name, COSTS[kind]) for kind, name in KINDS.items()]
+    lines += [line_of(f"{loop} loop, in addition", KINDS["keys and values"], LOOPS[loop]) for loop in OTHER_LOOPS]
+    table = (DOCS / "limits.md").read_text().partition(HEADER)[2].splitlines(keepends=True)
+    assert table[: len(lines)] == lines

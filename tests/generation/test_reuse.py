@@ -1,8 +1,6 @@
 """`enable(model, reuse_prefix=True)`: prompts that come one at a time prefill only what is new."""
 
 import copy
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import pytest
@@ -14,7 +12,6 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout.model import ModelLayout
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import prefix_store
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -313,20 +310,6 @@ def test_no_advice_where_it_would_not_help(model, caplog, made, options):
         for prompt in made():
             run(model, prompt)
     assert not advised(caplog)
-
-
-def test_calls_of_several_threads_do_not_meet(model, monkeypatch):
-    def slow(*arguments):
-        time.sleep(0.001)  # other threads take note of their prompts meanwhile
-        return begin_alike(*arguments)
-
-    def call(prompt):
-        model.generate(**prompt, max_new_tokens=1)
-
-    begin_alike = prefix_store._begin_alike
-    monkeypatch.setattr(prefix_store, "_begin_alike", slow)
-    with fd.enabled(model), ThreadPoolExecutor(4) as pool:
-        list(pool.map(call, prompts(24, shared=0)))
 
 
 def test_no_advice_between_training_steps(model, caplog):

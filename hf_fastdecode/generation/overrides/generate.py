@@ -22,9 +22,11 @@ from ..call_context import CallContext
 from ..forward_pass import forget_offset, left_out
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import hold_before_encoding
+from ..instance_patch import left_out as overrides_left_out
 from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
+from ..prompts.short_calls import TextCall
 from ..report import CallReport
 from ..same_calls import require_same_call, require_same_draws
 from ..support.call import check_call, other_loop
@@ -126,6 +128,8 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
+    if (refusal := _told_by_shapes(model_state, model, args, kwargs)) is not None:
+        return _generate_stock(model_state, model, refusal, args, kwargs)
     original = model_state.methods.original(model, "generate")
     signature = signature_of(original)
     hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
@@ -133,7 +137,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     takes = takes and wrappers_pass_loop_on(original)
     given = signature.bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
-    with model_state.call(model) as may_share:
+    with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes and loop is None, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
@@ -165,6 +169,39 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _told_by_shapes(
+    model_state: ModelState, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Why a call runs stock, if the shapes of its arguments tell; takes note of its prompt."""
+    short, options = model_state.short_calls, model_state.options
+    if short is None or model_state.disable_pending or model_state.methods.wraps("generate"):
+        return None
+    call = TextCall.among(args, kwargs, model.generation_config)
+    if call is None or not short.hold_for(model, options) or (refusal := short.refusal(call)) is None:
+        return None
+    if short.advises and call.ids.shape[1] >= options.fewest_saved:
+        model_state.note_prompt(model, call.first_prompt)
+    return str(refusal)
+
+
+def _generate_stock(
+    model_state: ModelState, model: PreTrainedModel, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the model's own method without this package's loop, and report it."""
+    original = model_state.methods.original(model, "generate")
+    with model_state.call(model) as may_share, overrides_left_out(model):
+        if may_share:
+            mode_reason = "" if model_state.short_calls is None else model_state.short_calls.mode_reason
+            report = model_state.last_call = CallReport(reason=reason, mode_reason=mode_reason)
+            model_state.log_once(f"this generate call runs stock transformers: {reason}")
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            if may_share:
+                report.fail(error)
+            raise
 
 
 def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:

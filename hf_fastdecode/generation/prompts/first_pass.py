@@ -158,7 +158,7 @@ class FirstPassPrompts:
         call.set_mode(mode, why)
         if not users:
             with call.ranks.together():
-                require_gain(call, found, plan, max_suffix)
+                require_gain(call, found, plan, max_suffix, loop="transformers'")
         holds = held.enter_context(holding_captures(call))
         watches = users or self.loop.startswith(OWN_METHOD)
         unused = [option for option in call.options.forced if option in _UNSUPPORTED_OPTIONS]
@@ -277,7 +277,7 @@ class FirstPassPrompts:
             found.cache.inputs = inputs.inputs
         plan = found.prompts.plan()
         if self.loop == "custom_generate":  # it may read keys, so that it gets stock's cache unless sharing gains
-            require_gain(call, found, plan, max_suffix)
+            require_gain(call, found, plan, max_suffix, loop="a user's")
         return _PlannedFirstPass(
             *(ids, mask, positions, padded, apart, by_rows, tokens_say_all),
             *(embeddings, hidden, wanted, groups, found, plan, None if inputs is None else inputs.of_rows),

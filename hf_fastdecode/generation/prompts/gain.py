@@ -14,9 +14,10 @@ from ...cache.layout.stores import Kind
 from ...errors import Unsupported
 from ...parallel.groups import local_part
 from ..call_context import CallContext
-from .host_costs import fewest_saved
+from .host_costs import Estimate
 from .prompt_plan import ComparedPrompts, PromptPlan
 from .sharing import Shared
+from .short_calls import ShortCalls, saves_too_few, takes_longer, what_helps
 
 
 def require_gain(
@@ -27,7 +28,7 @@ def require_gain(
     *,
     unshared: int = 0,
     again: int = 0,
-    own_loop: bool = False,
+    loop: str,
 ) -> None:
     """Raise `Unsupported` unless sharing pays off, and report it.
 
@@ -37,7 +38,7 @@ def require_gain(
         unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
             has.
         again: Prompts whose last token is computed as the first step, and which the plan has without it.
-        own_loop: Whether steps are those of this package's loop, whose time on the CPU is known.
+        loop: Which loop decodes, of `host_costs.LOOPS`.
     """
     options, layout = call.options, call.structure.layout
     in_nodes = sum(plan.forest.context_lengths)
@@ -50,17 +51,12 @@ def require_gain(
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
     if not call.must_share and call.mode == "eager" and not unshared and not divided:
-        if may_save < (least := options.fewest_saved):
-            raise Unsupported(
-                f"sharing would save {may_save} tokens, fewer than {least} (min_saved_tokens)",
-                _what_helps(found.prompts, reuses),
-            )
-        estimated = own_loop and not reuses and options.min_saved_tokens == "auto"
-        if estimated and may_save < (least := fewest_saved(call, plan.forest, max_suffix)):
-            raise Unsupported(
-                f"sharing would save {may_save} tokens, and on the CPU a call like this gains from about {least} on",
-                f"lower min_saved_tokens to share all the same: min_saved_tokens={options.fewest_saved}",
-            )
+        try:
+            _require_tokens(call, found, plan, may_save, max_suffix, loop)
+        except Unsupported:  # without a name, which would keep the frames' tensors alive
+            if call.state.short_calls is None or not call.state.short_calls.hold_for(call.model, options):
+                call.state.short_calls = ShortCalls.known_from(call)
+            raise
         if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     report = call.report
@@ -79,6 +75,20 @@ def require_gain(
     report.cache = ref(found.cache)
 
 
+def _require_tokens(
+    call: CallContext, found: Shared, plan: PromptPlan, may_save: int, max_suffix: int, loop: str
+) -> None:
+    """Raise `Unsupported` where sharing would save too few tokens."""
+    options, groups = call.options, found.prompts.groups
+    if may_save < (least := options.fewest_saved):
+        remedy = _forgone(found.prompts) or what_helps(len(groups), groups[0].count, found.keeps)
+        raise saves_too_few(may_save, least, remedy)
+    if found.keeps or options.min_saved_tokens != "auto" or (estimate := Estimate.of(call, loop)) is None:
+        return
+    if may_save < (least := estimate.fewest(max_suffix, sum(map(len, plan.forest.batches)))):
+        raise takes_longer(may_save, least, options)
+
+
 def _forgone(prompts: ComparedPrompts) -> str | None:
     """Why prompts that begin alike share nothing, and the remedy, if they could."""
     if prompts.forgone is None:
@@ -87,23 +97,6 @@ def _forgone(prompts: ComparedPrompts) -> str | None:
     return (
         f"sharing what prompts begin with would save {saved} tokens, fewer than the {least} for which its further "
         "prefill passes pay; lower min_saved_tokens to share it"
-    )
-
-
-def _what_helps(prompts: ComparedPrompts, reuse_prefix: bool | int) -> str:
-    """What would make calls like one of these prompts save more."""
-    groups = prompts.groups
-    if (forgone := _forgone(prompts)) is not None:
-        return forgone
-    if reuse_prefix:
-        return "prompts this short are not kept for later calls; lower min_saved_tokens to keep them"
-    if len(groups) > 1:
-        return "rows share what neighbours begin with: put prompts that begin alike next to each other"
-    if groups[0].count > 1:
-        return "draw more samples, or of longer prompts"
-    return (
-        "draw several samples in a call (num_return_sequences), or enable(model, reuse_prefix=True) for prompts that "
-        "begin alike and arrive one at a time"
     )
 
 

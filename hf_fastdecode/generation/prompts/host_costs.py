@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...attention.forest import Forest
 from ...cache.layout.stores import Kind
 from ..call_context import CallContext
 from ..options import FEWEST_SAVED
@@ -30,14 +29,20 @@ class HostCosts:
     Attributes:
         call: Fixed, per call.
         layer: Per step and decoder layer.
+        step: Per step, whatever its layers.
     """
 
     call: float
     layer: float
+    step: float = 0.0
+
+    def __add__(self, other: HostCosts) -> HostCosts:
+        """Costs of what has both."""
+        return HostCosts(self.call + other.call, self.layer + other.layer, self.step + other.step)
 
     def of_call(self, steps: int, layers: int, batches: int = 1) -> float:
         """Seconds of a call with so many steps, whose forest has so many batches of alike nodes."""
-        return self.call + steps * layers * (self.layer + (max(1, batches) - 1) * BATCH)
+        return self.call + steps * (self.step + layers * (self.layer + (max(1, batches) - 1) * BATCH))
 
 
 COSTS: Final = {
@@ -48,6 +53,16 @@ COSTS: Final = {
     "an encoder": HostCosts(call=4.5e-3, layer=1080e-6),
 }
 """Costs by what a call has beside text, or by what layers store."""
+
+LOOPS: Final = {
+    "this package's": HostCosts(call=0.0, layer=0.0),
+    "transformers'": HostCosts(call=0.9e-3, layer=190e-6),
+    "a user's": HostCosts(call=1.1e-3, layer=120e-6, step=620e-6),
+}
+"""Further costs by the loop that decodes. In a user's each pass asks whether the model has changed.
+
+That transformers' beam search copies all keys and values to reorder rows, but not shared ones, is not counted.
+"""
 
 BATCH: Final = 70e-6
 """Further seconds for each step and layer of a further batch of nodes, which differ in length or in spacing."""
@@ -100,16 +115,31 @@ def kind_of(call: CallContext) -> str:
     return "keys and values" if call.inputs is None else "images"
 
 
-def fewest_saved(call: CallContext, forest: Forest, new_tokens: int) -> int:
-    """Least tokens that sharing must save in a call with up to so many new tokens a row, to take no longer than stock.
+@dataclass(frozen=True)
+class Estimate:
+    """What sharing costs and saves a model's calls of one kind on the CPU, which has so many layers."""
 
-    Other devices than the CPU have `FEWEST_SAVED`.
-    """
-    if call.model.device.type != "cpu":
-        return FEWEST_SAVED
-    steps, batches = max(0, new_tokens - 1), sum(map(len, forest.batches))
-    seconds = COSTS[kind_of(call)].of_call(steps, len(call.structure.layout.layers), batches)
-    return max(FEWEST_SAVED, Savings.of(call.model, call.structure).fewest(seconds, steps))
+    costs: HostCosts
+    layers: int
+    savings: Savings
+
+    @classmethod
+    def of(cls, call: CallContext, loop: str) -> Estimate | None:
+        """That of a call in a loop of `LOOPS`; None on other devices than the CPU."""
+        if call.model.device.type != "cpu":
+            return None
+        costs, layers = COSTS[kind_of(call)] + LOOPS[loop], len(call.structure.layout.layers)
+        return cls(costs, layers, Savings.of(call.model, call.structure))
+
+    def fewest(self, new_tokens: int, batches: int = 1) -> int:
+        """Least tokens that sharing must save to take no longer than stock, at least `FEWEST_SAVED`.
+
+        Args:
+            new_tokens: Most new tokens of a row.
+            batches: Batches of alike nodes in the forest.
+        """
+        steps = max(0, new_tokens - 1)
+        return max(FEWEST_SAVED, self.savings.fewest(self.costs.of_call(steps, self.layers, batches), steps))
 
 
 def _weights_of_a_token(model: PreTrainedModel, structure: Structure) -> int:

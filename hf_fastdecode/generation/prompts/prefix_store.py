@@ -170,14 +170,14 @@ def _settings(model: PreTrainedModel, structure: Structure) -> tuple[Any, ...]:
 
 _CALLS_TO_TELL = 3
 _RECENT = 8  # prompts that a new one is compared with
-_LONGEST = 1024  # tokens of each that are kept
+_LONGEST = 1024  # tokens by which prompts are compared
 
 
 class RepeatedPrompts:
     """Counts calls whose first prompt begins like one of the last few, for the same weights."""
 
     def __init__(self) -> None:
-        self._recent: deque[Tensor] = deque(maxlen=_RECENT)
+        self._recent: deque[list[int]] = deque(maxlen=_RECENT)
         self._weights: object = None
         self._repeated = 0
         self._lock = Lock()  # calls of several threads are counted together
@@ -185,21 +185,23 @@ class RepeatedPrompts:
     def __deepcopy__(self, memo: dict[int, Any]) -> RepeatedPrompts:
         return RepeatedPrompts()
 
-    def advice(self, model: PreTrainedModel, groups: list[PromptGroup], *, least: int) -> str | None:
-        """Take note of a call, and say what would help once this is the third that begins like an earlier one.
+    def advice(self, model: PreTrainedModel, prompt: Tensor, *, least: int) -> str | None:
+        """Take note of a call's prompt, and say what would help once it is the third that begins like an earlier one.
 
         Prompts begin alike by their first `least` tokens. After a training step they must be computed again, so that
         counting begins anew.
         """
+        if not len(prompt) >= least <= _LONGEST:
+            return None
         weight = next(model.parameters())
         weights = (local_part(weight).data_ptr(), tensor_version(weight))
-        tokens = groups[0].tokens[:_LONGEST].clone()
+        beginning = prompt[:least].tolist()
         with self._lock:
             if weights != self._weights:
                 self._weights, self._repeated = weights, 0
                 self._recent.clear()
-            self._repeated += any(_begin_alike(tokens, other, least) for other in self._recent)
-            self._recent.append(tokens)
+            self._repeated += beginning in self._recent
+            self._recent.append(beginning)
             repeated = self._repeated
         if repeated != _CALLS_TO_TELL:
             return None
@@ -207,7 +209,3 @@ class RepeatedPrompts:
             f"{repeated} calls had a prompt that begins like an earlier call's; "
             "hf_fastdecode.enable(model, reuse_prefix=True) keeps prompts, so that later calls prefill new tokens only"
         )
-
-
-def _begin_alike(one: Tensor, other: Tensor, least: int) -> bool:
-    return min(len(one), len(other)) >= least and bool((one[:least] == other[:least]).all())

@@ -81,9 +81,7 @@ def find_shared(
         if not ahead and not numbers_hold(call):
             base = None
     elif reuse and text and not layout.prefills_by_rows:
-        advice = call.state.repeated.advice(call.model, groups, least=options.fewest_saved)
-        if advice is not None:
-            call.state.log_once(advice)
+        call.state.note_prompt(call.model, groups[0].tokens)
     alike = alike or not text
     apart = by_rows and not states and not alike  # `from_ends` decides of those with states
     least = max(len(group.tokens) for group in groups) + 1 if apart else options.min_shared_tokens

@@ -192,7 +192,7 @@ def _planned(
     plan = found.prompts.plan()
     again = len(groups) if rerun_last_token else 0
     of_suffixes = 0 if unshared is None else unshared.total
-    require_gain(call, found, plan, max_suffix, unshared=of_suffixes, again=again, own_loop=True)
+    require_gain(call, found, plan, max_suffix, unshared=of_suffixes, again=again, loop="this package's")
     inputs_of = None if inputs is None else inputs.of_rows
     return _Planned(found, plan, unshared, rerun_last_token, padded, by_rows, inputs_of)
 

@@ -1,0 +1,241 @@
+"""Tells by the shapes of a call's arguments alone that sharing would save too few tokens.
+
+Checks of a model, of a call and of its prompts take one to two milliseconds, as long as a step of a small model. Most
+calls that run stock for saving too little can be told from the number and length of their prompts, in some 20 µs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin
+
+from ...errors import Unsupported
+from ...parallel.groups import in_several_processes
+from ..call_context import CallContext
+from ..options import Options
+from .host_costs import LOOPS, Estimate
+
+_OF_TOKENS: Final = frozenset({"inputs", "input_ids", "attention_mask", "position_ids"})
+"""Arguments of a text: no others may hold a value per token."""
+
+_OF_LOOPS: Final = frozenset(
+    {
+        *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer"),
+        *("assistant_model", "assistant_tokenizer", "tokenizer", "eos_token_id"),
+    }
+)
+_SCALARS: Final = (bool, int, float, str)
+_COUNTS: Final = ("num_return_sequences", "num_beams")
+_OTHER_DECODING: Final = ("custom_generate", "cache_implementation")
+"""Arguments that may hand a call to code which the estimate does not know."""
+
+
+def saves_too_few(saved: object, least: int, remedy: str) -> Unsupported:
+    """Sharing would save fewer tokens than `Options.fewest_saved`."""
+    return Unsupported(f"sharing would save {saved} tokens, fewer than {least} (min_saved_tokens)", remedy)
+
+
+def takes_longer(saved: object, least: int, options: Options) -> Unsupported:
+    """Sharing would save fewer tokens than pay for its time on the CPU."""
+    return Unsupported(
+        f"sharing would save {saved} tokens, and on the CPU a call like this gains from about {least} on",
+        f"lower min_saved_tokens to share all the same: min_saved_tokens={options.fewest_saved}",
+    )
+
+
+def what_helps(prompts: int, samples: int, reuse_prefix: bool | int) -> str:
+    """What would make calls of so many distinct prompts, the first with so many samples, save more."""
+    if reuse_prefix:
+        return "prompts this short are not kept for later calls; lower min_saved_tokens to keep them"
+    if prompts > 1:
+        return "rows share what neighbours begin with: put prompts that begin alike next to each other"
+    if samples > 1:
+        return "draw more samples, or of longer prompts"
+    return (
+        "draw several samples in a call (num_return_sequences), or enable(model, reuse_prefix=True) for prompts that "
+        "begin alike and arrive one at a time"
+    )
+
+
+@dataclass
+class TextCall:
+    """A call of `generate` that is given a text alone, by the shapes of its arguments.
+
+    Attributes:
+        ids: ``[prompts, width]``.
+        samples: Most rows of a prompt.
+        new_tokens: Most new tokens of a row; None if another setting bounds them.
+        padding: Token that stands for padding where there is no mask.
+        loop: Which loop of `host_costs.LOOPS` decodes, as far as the arguments tell; the one of least cost otherwise.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    samples: int
+    new_tokens: int | None
+    padding: object
+    loop: str
+
+    @classmethod
+    def among(
+        cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], defaults: GenerationConfig | None
+    ) -> TextCall | None:
+        """The call with these arguments; None if they may give more than a text, or are not what `generate` takes.
+
+        Args:
+            defaults: The model's own generation config.
+        """
+        if len(args) > 1 or not _are_of_text(kwargs):
+            return None
+        mask = kwargs.get("attention_mask")
+        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+            return None
+        if ids.device.type != "cpu":
+            return None
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+            return None
+        sources = [kwargs, *(vars(one) for one in (kwargs.get("generation_config"), defaults) if one is not None)]
+        samples, beams, new_tokens, padding = 1, 1, None, None
+        for source in reversed(sources):  # the first counts where several say something
+            for name in _COUNTS:
+                count = source.get(name)
+                if count is not None:
+                    if type(count) is not int:
+                        return None
+                    samples, beams = max(samples, count), count if name == "num_beams" else beams
+            if (found := source.get("max_new_tokens")) is not None:
+                new_tokens = found
+            if (found := source.get("pad_token_id")) is not None:
+                padding = found
+        if new_tokens is not None and type(new_tokens) is not int:
+            return None
+        loop = "transformers'" if beams > 1 or kwargs.get("output_hidden_states") else "this package's"
+        if kwargs.get("custom_generate") is not None:
+            loop = "a user's"
+        return cls(ids, mask, samples, new_tokens, padding, loop)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the prompts have no padding."""
+        if self.mask is not None:
+            return bool(self.mask.all())
+        return self.padding is None or (type(self.padding) is int and not bool((self.ids == self.padding).any()))
+
+    @property
+    def rows(self) -> int:
+        """Most rows."""
+        return len(self.ids) * self.samples
+
+    @property
+    def at_most(self) -> bool:
+        """Whether rows may share less than `shared`: prompts that differ, or have padding."""
+        return len(self.ids) > 1 or (self.samples > 1 and not self.whole)
+
+    @property
+    def shared(self) -> int:
+        """Most tokens that rows share with a row before."""
+        prompts, width = self.ids.shape
+        if prompts > 1 and self.whole:
+            of_others = int((self.ids[1:] == self.ids[:-1]).cumprod(1).sum())
+        else:  # padding may hide what prompts begin with
+            of_others = (prompts - 1) * width
+        return (self.rows - prompts) * width + of_others
+
+    @property
+    def first_prompt(self) -> Tensor:
+        """``[length]``: the tokens of the first prompt."""
+        return self.ids[0] if self.mask is None else self.ids[0][self.mask[0].bool()]
+
+
+@dataclass(frozen=True)
+class ShortCalls:
+    """What tells short calls of a model, known from one that passed all checks but for saving too little.
+
+    Such a call runs stock, which is right for any model: of what may have changed since, only that matters which makes
+    sharing worth more, and that is asked for.
+
+    Attributes:
+        options: Those that it holds for.
+        kind: The model's class.
+        dtype: Of its parameters.
+        threads: Threads of PyTorch.
+        has_encoder: Whether prompts are an encoder's.
+        advises: Whether prompts that begin like those of earlier calls are noticed.
+        estimates: By loop, on the CPU.
+        mode_reason: Why steps would run eagerly.
+    """
+
+    options: Options
+    kind: type[PreTrainedModel]
+    dtype: torch.dtype
+    threads: int
+    has_encoder: bool
+    advises: bool
+    estimates: Mapping[str, Estimate]
+    mode_reason: str
+
+    @classmethod
+    def known_from(cls, call: CallContext) -> ShortCalls | None:
+        """What a call that saves too little shows; None where others of the model may be captured, divided or slim."""
+        layout, options = call.structure.layout, call.options
+        several = call.ranks.count > 1 or call.structure.parallel is not None
+        if layout.own or call.inputs is not None or several or options.unmet_by_stock:
+            return None
+        estimates = {loop: one for loop in LOOPS if (one := Estimate.of(call, loop)) is not None}
+        if not estimates:
+            return None
+        return cls(
+            options=options,
+            kind=type(call.model),
+            dtype=call.model.dtype,
+            threads=torch.get_num_threads(),
+            has_encoder=bool(layout.cross),
+            advises=not (options.reuse_prefix or layout.prefills_by_rows),
+            estimates=estimates,
+            mode_reason=call.report.mode_reason,
+        )
+
+    def hold_for(self, model: PreTrainedModel, options: Options) -> bool:
+        """Whether they are told by `refusal` for a model, which is as it was as far as a step's time depends on it."""
+        if options is not self.options or type(model) is not self.kind or in_several_processes():
+            return False
+        if "prepare_inputs_for_generation" in vars(model) or self.kind.generate is not GenerationMixin.generate:
+            return False  # which may add tokens: PEFT's virtual ones
+        first = next(model.parameters())
+        of_model = first.device.type == "cpu" and first.dtype is self.dtype
+        return of_model and torch.get_num_threads() == self.threads
+
+    def refusal(self, call: TextCall) -> Unsupported | None:
+        """Why a call runs stock; None where it may share, or more must be asked to tell."""
+        options, reuses, saved = self.options, self.options.reuse_prefix, call.shared
+        if self.has_encoder:  # a token of the decoder beside
+            saved += call.rows - 1
+        if reuses:  # later calls may reuse every token
+            saved = call.rows * call.ids.shape[1]
+        told = f"at most {saved}" if call.at_most else saved
+        if saved < (least := options.fewest_saved):
+            return saves_too_few(told, least, what_helps(len(call.ids), call.samples, reuses))
+        if reuses or call.new_tokens is None or options.min_saved_tokens != "auto":
+            return None
+        least = self.estimates[call.loop].fewest(call.new_tokens)
+        return takes_longer(told, least, options) if saved < least else None
+
+
+def _are_of_text(kwargs: Mapping[str, Any]) -> bool:
+    """Whether arguments give nothing but a text and how to decode it, so that its shape bounds what is saved."""
+    for name, value in kwargs.items():
+        if value is None or name in _OF_TOKENS or name in _OF_LOOPS:
+            continue
+        if name == "custom_generate" and callable(value):
+            continue
+        if not isinstance(value, _SCALARS) or name in _OTHER_DECODING:
+            return False
+    return isinstance(kwargs.get("generation_config"), GenerationConfig | None)
