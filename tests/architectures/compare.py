@@ -100,7 +100,8 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
         if report.path == "stock":
             return "stock", report.reason
         Savings.of(model, Structure(model))  # as min_saved_tokens="auto" estimates them
-        for call in _CALLS.keys() & stock:
+        calls = [call for call in _CALLS if call in stock]
+        for call in calls:
             if model.config.is_encoder_decoder:  # whose prompts belong to an input
                 break
             if not torch.equal(_generate(model, inputs, call, _kept(model)), stock[call]):
