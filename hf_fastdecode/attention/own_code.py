@@ -47,6 +47,7 @@ class OwnCode:
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
             to them, which stand-ins add instead; stand-ins pass windows to `interface.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
+        ignores_positions: By config, whether ``forward`` takes positions that nothing reads but its stand-ins.
         counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
             ``forward`` names none; it hands them on, or stand-ins read those of the pass.
         places_tokens: Whether its code derives positions from the ids of a whole prompt; passes are given none, and
@@ -72,6 +73,7 @@ class OwnCode:
     in_captures: Mapping[str, Mapping[str, Method]] = field(default_factory=dict)
     reads_masks: bool = False
     takes_no_positions: bool = False
+    ignores_positions: Callable[[Any], bool] = lambda config: False
     counts_padding: bool = False
     places_tokens: bool = False
     hands_generate_on: Callable[[Mapping[str, Any]], bool] = lambda arguments: False

@@ -52,5 +52,8 @@ STATES_NOT_SHARED: Final[Mapping[str, str]] = {
     **dict.fromkeys((*_INKLING, *_INKLING_2), "each of its queries adds a bias of its own to each distance's scores"),
     "rwkv": "transformers mixes the rows of a batch in its steps, so that a row's tokens depend on the others "
     "(RwkvSelfAttention.extract_key_value)",
+    **dict.fromkeys(
+        ("voxtral_realtime", "voxtral_realtime_text"), "each of its steps adds another part of the sound to its token"
+    ),
 }
 """Model types that run stock for another reason than where they keep states."""

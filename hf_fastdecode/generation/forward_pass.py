@@ -53,6 +53,12 @@ def counts_positions(model: PreTrainedModel) -> bool:
     return _takes(type(model).forward, prompt_names(model).positions)
 
 
+def reads_positions(model: PreTrainedModel) -> bool:
+    """Whether the model's own code reads ``position_ids`` that a caller gives it; others change no token."""
+    own = None if model.config.is_encoder_decoder else own_code_of(type(model))
+    return counts_positions(model) and not (own is not None and own.ignores_positions(model.config))
+
+
 def counts_padding(model: PreTrainedModel) -> bool:
     """Whether the model's positions always count the padding of prompts, see `OwnCode.counts_padding`."""
     own = own_code_of(type(model))
@@ -99,13 +105,18 @@ _LEFT_OUT: Final = frozenset({"labels"})
 
 
 def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
-    """Names of model arguments that no pass gets, by the model's own preparation, so that they change no token."""
+    """Names of model arguments that no pass gets, by the model's own preparation, or that none reads, so that they
+    change no token."""
     given = {name: arguments[name] for name in _LEFT_OUT & arguments.keys()}
+    unread = set[str]()
+    positions = arguments.get(name := prompt_names(model).positions)
+    if isinstance(positions, Tensor) and positions.dim() and not reads_positions(model):  # a scalar raises in stock
+        unread.add(name)
     if not given:
-        return set()
+        return unread
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     try:
         prepared = model.prepare_inputs_for_generation(ids, use_cache=True, is_first_iteration=False, **given)
     except Exception:  # a method of the model's own, which needs more than that
-        return set()
-    return given.keys() - prepared.keys()
+        return unread
+    return unread | (given.keys() - prepared.keys())

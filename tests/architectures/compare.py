@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,15 @@ def verdict_on(name: str) -> Verdict:
 
 
 def stock_tokens(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a model generates that is not enabled, by call."""
-    calls = {call: _generate(model, inputs, call) for call in _CALLS}
-    return calls | {call: _generate(model, inputs, call) for call in _WITH_ENCODER if model.config.is_encoder_decoder}
+    """What a model generates that is not enabled, by call; without those whose mode its class refuses."""
+    found: dict[str, Tensor] = {}
+    for call in (_CALLS | _WITH_ENCODER) if model.config.is_encoder_decoder else _CALLS:
+        try:
+            found[call] = _generate(model, inputs, call)
+        except ValueError as error:
+            if not found or not re.search("only supports|is incompatible with|incompatible mode", str(error)):
+                raise
+    return found
 
 
 def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str, Tensor]) -> tuple[str, str]:
@@ -93,7 +100,8 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
         if report.path == "stock":
             return "stock", report.reason
         Savings.of(model, Structure(model))  # as min_saved_tokens="auto" estimates them
-        for call in _CALLS:
+        calls = [call for call in _CALLS if call in stock]
+        for call in calls:
             if model.config.is_encoder_decoder:  # whose prompts belong to an input
                 break
             if not torch.equal(_generate(model, inputs, call, _kept(model)), stock[call]):
@@ -101,7 +109,10 @@ def compared(model: PreTrainedModel, inputs: dict[str, Tensor], stock: dict[str,
         # One call suffices: some classes' sampled tokens are near uniform, and some repeat one token when greedy.
         last = fd.explain(model).last_call
         continued = last is not None and any(last.known_tokens or ())
-        if all(torch.equal(_spoilt_tokens(model, inputs, call, continued), _new(stock[call])) for call in _CALLS):
+        if all(
+            torch.equal(_spoilt_tokens(model, inputs, call, continued), _new(stock[call]))
+            for call in _CALLS.keys() & stock
+        ):
             return "blind", "tokens do not depend on the shared context"
         return "shared", ""
 

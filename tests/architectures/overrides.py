@@ -37,6 +37,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "AudioFlamingo3ForConditionalGeneration": _SOUND,
     "BambaForCausalLM": {"attn_layer_indices": [1]},
+    "Blip2ForConditionalGeneration": {"image_token_index": 100, "text_config": {"bos_token_id": 1}},
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 128, "num_hidden_layers": 2},
     "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 100}, "image_token_id": 100, "vq_config": _VQ},
     "CohereCompassForCausalLM": {
@@ -45,6 +46,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassForConditionalGeneration": {
         "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     },
+    "CsmForConditionalGeneration": {"codec_config": _CODEC},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "DeepseekOcr2ForConditionalGeneration": {
         "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
@@ -103,6 +105,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},  # of 64 numbers each
     },
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
     "MoshiForCausalLM": {"sliding_window": 512},  # by which its cache forgets tokens that its attention would read
     "MoshiForConditionalGeneration": {"audio_encoder_config": _CODEC, "depth_decoder_config": {"input_size": 64}},
     "MuseSparkForConditionalGeneration": {"audio_config": {"hidden_sizes": [8, 16, 32, 64]}},
@@ -156,19 +159,30 @@ OVERRIDES["Ernie4_5_VL_MoeForConditionalGeneration"] = OVERRIDES["Ernie4_5_VLMoe
 OVERRIDES["Qwen4ExpForCausalLM"] = OVERRIDES["Qwen4ExpForConditionalGeneration"]["text_config"]
 
 INPUTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "Blip2ForConditionalGeneration": {"pixel_values": (3, 3, 56, 56)},
     "BlipForConditionalGeneration": {"pixel_values": (3, 3, 64, 64)},
     "BlipForQuestionAnswering": {"pixel_values": (3, 3, 64, 64)},
+    "CanaryForConditionalGeneration": {"input_features": (3, 60, 128)},
+    "CohereAsrForConditionalGeneration": {"input_features": (3, 60, 128)},
     "GraniteSpeech5ForCTC": {"input_features": (3, 60, 320)},
-    "IdeficsForVisionText2Text": {"pixel_values": (3, 1, 3, 56, 56)},
+    "IdeficsForVisionText2Text": {"pixel_values": (3, 1, 3, 56, 56), "image_attention_mask": (3, 71, 1)},
     "LasrForCTC": {"input_features": (3, 60, 128)},
     "MoonshineForConditionalGeneration": {"input_values": (3, 4000)},
     "ParakeetForCTC": {"input_features": (3, 60, 80)},
+    "MoonshineStreamingForConditionalGeneration": {"input_values": (3, 4000)},
+    "Nemotron3_5AsrForRNNT": {"input_features": (3, 60, 80)},
+    "NemotronAsrStreamingForRNNT": {"input_features": (3, 60, 80)},
+    "OmniASRForCTC": {"input_values": (3, 1, 4000)},
+    "PPFormulaNetForConditionalGeneration": {"pixel_values": (3, 3, 64, 64)},
+    "ParakeetForRNNT": {"input_features": (3, 60, 80)},
+    "ParakeetForTDT": {"input_features": (3, 60, 80)},
     "SeamlessM4TForSpeechToText": {"input_features": (3, 60, 160)},
     "SeamlessM4Tv2ForSpeechToText": {"input_features": (3, 60, 160)},
     "Speech2TextForConditionalGeneration": {"input_features": (3, 60, 80)},
     "SpeechEncoderDecoderModel": {"inputs": (3, 4000)},
     "SpeechT5ForSpeechToText": {"input_values": (3, 4000)},
     "VisionEncoderDecoderModel": {"pixel_values": (3, 3, 64, 64)},
+    "VoxtralRealtimeForConditionalGeneration": {"input_features": (3, 128, 1600)},
     "WhisperForConditionalGeneration": {"input_features": (3, 80, 3000)},
 }
 """Shapes of random inputs, for classes that `generate` is not called for with text alone."""

@@ -46,6 +46,7 @@ def test_images_that_layers_attend_to():
         ("GitForCausalLM", "its steps count the tokens of an image before each prompt"),
         ("CpmAntForCausalLM", "does not use transformers' attention interface"),
         ("OpenAIGPTLMHeadModel", "OpenAIGPTLMHeadModel.forward takes no cache"),
+        ("VoxtralRealtimeForConditionalGeneration", "each of its steps adds another part of the sound"),
         ("GraniteSpeech5ForCTC", "generate of GraniteSpeech5ForCTC does not call that of transformers"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -100,6 +101,30 @@ def test_kept_caches_know_each_of_a_prompts_images(name):
         known = fd.explain(model).last_call.known_tokens[0]
     token = getattr(model.config, f"{kind}_token_id")
     assert 0 < int((other["input_ids"][0, :known] == token).sum()) < int((other["input_ids"] == token).sum())
+
+
+def test_images_of_one_token():
+    """Whose encoder drops a dimension where one is alone, and raises: in stock's calls with a single image only."""
+    model, one, other = tiny_model_of("Mistral3ForConditionalGeneration"), (2, 2, 1), (2, 2, 2)
+    for batch in ([(4, one, 5), (3, one, 9)], [(4, one, 5), (3, other, 9), (5, one, other, 6)]):
+        inputs = prompts_with_images(model, *batch, sized=True)
+        copies = prompts_with_images(model, *[prompt for prompt in batch for _ in range(3)], sized=True)
+        expected = run(model, copies, "one sample"), run(model, inputs, "greedy")
+        for most in (16384, 4):
+            with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
+                for call, tokens in zip(("samples", "greedy"), expected, strict=True):
+                    assert torch.equal(run(model, inputs, call), tokens)
+                    assert fd.explain(model).last_call.path == "shared" or call == "greedy"
+    single = {name: value[:1] for name, value in inputs.items()}
+    for call in ("greedy", "samples"):  # before 5.24, stock encodes it for each sample
+        outcomes = []
+        for enabled in (nullcontext, lambda: fd.enabled(model, min_saved_tokens=1)):
+            with enabled():
+                try:
+                    outcomes.append(run(model, single, call).tolist())
+                except RuntimeError as error:
+                    outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
 
 
 def test_no_size_is_counted_that_is_not_asked_for(monkeypatch):

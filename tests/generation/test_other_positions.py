@@ -118,7 +118,55 @@ def test_positions_of_one_row_for_several_prompts(name, call):
     with fd.enabled(model, min_saved_tokens=1):
         assert tokens() == stock
         report = fd.explain(model).last_call
-        assert report.path in ("failed", "stock")
+        assert report.path in (
+            ("shared",) if name in ("MambaForCausalLM", "BloomForCausalLM") else ("failed", "stock")
+        )
+
+
+_ALIBI = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True, "multi_query": False}
+UNREAD = {
+    "bloom": lambda: tiny_model_of("BloomForCausalLM"),
+    "mpt": lambda: tiny_model_of("MptForCausalLM"),
+    "falcon": lambda: tiny_model_of_type("falcon", **_ALIBI),
+    "bart": lambda: tiny_model_of("BartForCausalLM"),
+    "mamba": lambda: tiny_model_of("MambaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_positions_that_no_code_reads(name):
+    """Whatever their shape and values: tokens are those of stock, and sharing is that of a call without them."""
+    model, width = UNREAD[name](), RAGGED["input_ids"].shape[1]
+    inputs = {key: value[[0, 0, 1, 1, 2, 2]] for key, value in RAGGED.items()}
+    hidden = {"output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 3}
+    given = [torch.randint(0, 60, shape) for shape in ((3, 6, width), (4, 1, width), (6, width), (width,))]
+    for call in (SAMPLES, BEAMS, hidden):
+
+        def tokens(call=call, **more):
+            found = seeded(lambda: model.generate(**inputs, **call, **more))
+            return found if isinstance(found, torch.Tensor) else found.sequences
+
+        stock = tokens()
+        with fd.enabled(model, min_saved_tokens=1):
+            tokens()
+            path = fd.explain(model).last_call.path
+            for positions in given:
+                assert torch.equal(tokens(position_ids=positions), stock)
+                assert fd.explain(model).last_call.path == path
+    if name not in ("bart", "mamba"):
+        assert path == "shared"
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_positions_that_no_code_reads_in_direct_passes(name):
+    model, ids = UNREAD[name](), RAGGED["input_ids"][1:2]
+    with torch.no_grad():
+        stock = model(ids).logits[:, 40:]
+        with fd.enabled(model):
+            cache = fd.prefill(model, ids[:, :40])
+            places = torch.randint(0, 60, (3, 1, ids.shape[1] - 40))
+            found = model(ids[:, 40:], position_ids=places, **{CACHE: cache}).logits
+    torch.testing.assert_close(found, stock, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.int32], ids=str)

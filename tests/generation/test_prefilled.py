@@ -365,6 +365,32 @@ def test_prefill_refuses_prompts_that_no_call_could_go_on_from(kind):
     assert torch.equal(given, model.generate(ids, **arguments))
 
 
+@pytest.mark.parametrize("kind", LIMITED)
+def test_continuations_end_where_frequencies_change(kind):
+    """Also of several prompts with padding, behind prompts or completions, and after a stock call beyond the limit."""
+    model = tiny_model("llama-gqa", **LIMITED[kind], max_position_embeddings=64)
+    prompts, longer = ragged_prompts(59, 50, 55, shared=30), ragged_prompts(70)
+    greedy = {"do_sample": False, "max_new_tokens": 5}
+
+    def continued(new, cache, inputs=prompts):
+        call = greedy | {"max_new_tokens": new, "return_dict_in_generate": True}
+        return model.generate(**inputs, **call, **{CACHE: cache})
+
+    stock = model.generate(**prompts, **greedy)
+    with fd.enabled(model, min_saved_tokens=1):
+        model.generate(**longer, **greedy)
+        kept = fd.prefill(model, prompts["input_ids"][:1, :30])
+        with pytest.raises(ValueError, match="changes beyond 64 tokens, and max_length is 65"):
+            continued(6, kept)
+        assert torch.equal(continued(5, kept).sequences, stock)
+        begun = continued(3, kept)
+        mask = torch.cat([prompts["attention_mask"], torch.ones(3, 3, dtype=torch.long)], 1)
+        behind = {"input_ids": begun.sequences, "attention_mask": mask}
+        assert torch.equal(continued(2, begun[CACHE], behind).sequences, stock)
+        with pytest.raises(ValueError, match="changes beyond 64 tokens"):
+            continued(3, begun[CACHE], behind)
+
+
 @pytest.mark.parametrize("between", [4, 80], ids=["short", "longer than the limit"])
 @pytest.mark.parametrize("kind", LIMITED)
 def test_frequencies_that_every_pass_writes_are_no_other_weights(kind, between):

@@ -140,8 +140,10 @@ def test_a_message_comes_once(model, caplog):
     assert len([record for record in caplog.records if record.name == "hf_fastdecode"]) == 1
 
 
-def test_dynamic_rope_runs_stock_beyond_its_limit():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+@pytest.mark.parametrize("entry", [{}, {"original_max_position_embeddings": 512}], ids=["", "another original length"])
+def test_dynamic_rope_runs_stock_beyond_its_limit(entry):
+    """Which transformers reads from the config, and not from its entry for RoPE."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0} | entry
     model = tiny_model("llama-gqa", max_position_embeddings=88, rope_parameters=rope)
     stock, shared, call = both(model, lambda: SAMPLING)
     assert call.path == "stock"

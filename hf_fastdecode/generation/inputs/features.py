@@ -7,6 +7,9 @@ Those of a pass are kept until the next one, whose prompts often have the same i
 Images are told apart by all tensors that the method is given: rows of each, or patches that a grid counts. Where parts
 of an argument, or of the features, are not those of single images (features of several sounds end to end, without a
 grid; rows of several images of which some are padding, which methods leave out), the method runs as ever.
+
+Some methods drop a dimension of size one, and so raise for a single image of one token (Mistral 3). Where the call has
+several images, which stock encodes together, such an image is encoded twice in one pass of the encoder.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from transformers.utils import ModelOutput
 
 from ...attention.active_passes import as_stock
 from ..replaced_calls import ReplacedCall, replaced_calls
-from .items import KINDS, Items
+from .items import KINDS, SHAPE_ERRORS, Items
 
 _KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}
 """Kind of the items that each method encodes."""
@@ -87,9 +90,11 @@ class SharedFeatures:
 
     Args:
         model: The model whose passes these are.
+        counts: Number of the call's images, videos or sounds, by kind, where it is known.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, counts: Mapping[str, int] | None = None):
+        self._counts = counts or {}
         owners = [
             (next((one for one in (model.base_model, model) if hasattr(type(one), name)), None), name)
             for name in _KIND
@@ -123,19 +128,23 @@ class SharedFeatures:
             places.append(place)
         found = [next((one for one in before if image.equals(one.image)), None) for image in distinct]
         new = [image for image, one in zip(distinct, found, strict=True) if one is None]
-        output, parts = None, iter(list[_Features]())
+        output, parts, whole = None, iter(list[_Features]()), len(new) == len(images)
         if new:
-            few: dict[str, Tensor] = {}
-            if len(new) < len(images):
-                few = {name: torch.cat([image.parts[name] for image in new]) for name in new[0].parts}
-            output = method(**arguments | few)
+            try:
+                output = method(**arguments | ({} if whole else _arguments_of(new)))
+            except SHAPE_ERRORS as error:
+                alone = len(new) == 1 and self._counts.get(_KIND[name], 0) > 1
+                if not alone or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                whole, new = False, new * 2
+                output = method(**arguments | _arguments_of(new))
             encoded = _of_images(output, new)
             if encoded is None:
                 self._not_apart.add(name)
-                return output if len(new) == len(images) else method(**arguments)
+                return output if whole else method(**arguments)
             parts = iter(encoded)
         known = self._known[name] = [next(parts) if one is None else one for one in found]
-        if output is not None and len(new) == len(images):
+        if whole:
             return output
         joined = _joined([known[place] for place in places])
         return method(**arguments) if joined is None else joined
@@ -184,6 +193,10 @@ def _images(kind: str, arguments: Mapping[str, Any]) -> list[_Image] | None:
         _Image(dict(zip(tensors, own, strict=True)), numbers, None if patches is None else patches[index])
         for index, (own, numbers) in enumerate(zip(zip(*parts, strict=True), zip(*sums, strict=True), strict=True))
     ]
+
+
+def _arguments_of(images: Sequence[_Image]) -> dict[str, Tensor]:
+    return {name: torch.cat([image.parts[name] for image in images]) for name in images[0].parts}
 
 
 def _of_images(output: Any, images: Sequence[_Image]) -> list[_Features] | None:

@@ -71,6 +71,11 @@ class GivenInputs:
         """Whether this is text alone, as the numbers of its tokens say."""
         return set(self.arguments) == {"mm_token_type_ids"} and not bool(self.arguments["mm_token_type_ids"].any())
 
+    @property
+    def encoded_once(self) -> bool:
+        """Whether transformers encodes them before it repeats them for samples and beams."""
+        return self._encode is not None
+
     def expand(self, expand: Callable[..., tuple[Any, dict[str, Any]]], ids: Tensor, copies: int) -> None:
         """Remember how transformers expands arguments of these prompts for so many samples or beams."""
         self._expand, self.ids, self.copies = expand, ids, copies

@@ -47,6 +47,9 @@ _OF_TOKENS: Final = ("token_type_ids", "cross_attention_mask", "position_mask")
 _FEW: Final = 64
 """Most floats of an item that count as its size, such as seconds; more are pixels or features."""
 
+SHAPE_ERRORS: Final = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+"""What an encoder raises for shapes that it does not expect."""
+
 CountTokens = Callable[[str, Hashable, dict[str, Tensor]], "int | None"]
 """Number of tokens of an item, from its kind, size and part of each argument; None if unknown."""
 
@@ -61,32 +64,39 @@ def counting_tokens(model: PreTrainedModel, structure: Structure, arguments: Map
 
     def count(kind: str, size: Hashable, parts: dict[str, Tensor]) -> int | None:
         question = "tokens of an item", kind, blake2b(repr(size).encode(), digest_size=16).digest()
-        return structure.kept(question, lambda: _encoded_tokens(model, structure, kind, plain | parts))
+        return structure.kept(question, lambda: _encoded_tokens(model, structure, kind, plain, parts))
 
     return count
 
 
 @torch.no_grad()
 def _encoded_tokens(
-    model: PreTrainedModel, structure: Structure, kind: str, arguments: Mapping[str, Any]
+    model: PreTrainedModel, structure: Structure, kind: str, plain: Mapping[str, Any], parts: Mapping[str, Tensor]
 ) -> int | None:
-    """How many features the model makes of an item; None where it has no method for it, or that fails."""
+    """How many features the model makes of an item; None where it has no method for it, or that fails.
+
+    An item of one token may fail alone, see `features`, and is encoded twice then.
+    """
     name = f"get_{kind}_features"
     method = next((getattr(one, name) for one in (model.base_model, model) if hasattr(type(one), name)), None)
     if method is None:
         return None
     parameters = signature(method).parameters
-    try:
-        with as_stock():
-            output = method(**{name: value for name, value in arguments.items() if name in parameters})
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
-        return None
-    features = getattr(output, "pooler_output", output)
-    parts = [features] if isinstance(features, Tensor) else features
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
-        return None
-    tokens, rest = divmod(sum(part.numel() for part in parts), int(structure.text_config.hidden_size))
-    return None if rest else tokens
+    for times in (1, 2):
+        arguments = plain | {name: torch.cat([part] * times) for name, part in parts.items()}
+        try:
+            with as_stock():
+                output = method(**{name: value for name, value in arguments.items() if name in parameters})
+        except SHAPE_ERRORS:
+            continue
+        features = getattr(output, "pooler_output", output)
+        of_items = [features] if isinstance(features, Tensor) else features
+        if not isinstance(of_items, list | tuple) or not all(isinstance(one, Tensor) for one in of_items):
+            return None
+        size = int(structure.text_config.hidden_size) * times
+        tokens, rest = divmod(sum(one.numel() for one in of_items), size)
+        return None if rest else tokens
+    return None
 
 
 def of_tokens(name: str, value: Any, ids: Tensor) -> bool:

@@ -51,6 +51,7 @@ class InputRows:
         self._arguments, self._ids, self._config = given.arguments, given.ids, config
         self._count_tokens = count_tokens
         self.copies, self.rows, self.width = given.copies, *given.ids.shape
+        self._encoded_copies = 1 if given.encoded_once else given.copies
 
     @property
     def apart(self) -> bool:
@@ -163,6 +164,12 @@ class InputRows:
     def text_after(self, row: int) -> int:
         """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
         return self._text_after[row // self.copies]
+
+    @property
+    def encoded_together(self) -> dict[str, int]:
+        """How many images of each kind stock encodes in one pass of the encoder, where they are known."""
+        copies = {kind: self.copies if kind == "audio" else self._encoded_copies for kind in KINDS}
+        return {kind: len(items) * copies[kind] for kind, items in self._items.items()}
 
     @property
     def text_token(self) -> Tensor:

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
 from ...attention.active_passes import RowLengths
-from ...attention.interface import at_positions
+from ...attention.interface import at_positions, given_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
 from ..active_call import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
-from ..forward_pass import input_device, takes_positions
+from ..forward_pass import input_device, reads_positions, takes_positions
 from ..inputs.encoded import prompt_names
 from ..model_state import ModelState
 from ..same_calls import require_same_pass
@@ -45,9 +45,12 @@ def _forward_shared(
 ) -> Any:
     names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
     given = named_arguments(names, args, kwargs)
+    called = prompt_names(model)
+    if called.positions in given and given_positions() is None and not reads_positions(model):  # of a caller's
+        del given[called.positions]
+        args, kwargs = (), dict(given)
     if cache.first_pass is not None:
         return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
-    called = prompt_names(model)
     input_ids = given.get(called.ids)
     inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)

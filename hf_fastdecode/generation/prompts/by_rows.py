@@ -183,7 +183,7 @@ def row_passes(
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
         runs = passes_by_input(prompts, rows.inputs_of, *at_once)
-    features = None if rows.images is None else SharedFeatures(model)
+    features = None if rows.images is None else SharedFeatures(model, rows.images.encoded_together)
     if rows.images is not None:
         runs = _runs_of_known(rows.images, runs, prompts, room)
     for run in runs:

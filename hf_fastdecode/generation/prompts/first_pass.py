@@ -25,7 +25,7 @@ from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions, reduced
-from ..forward_pass import counts_padding, counts_positions, places_tokens
+from ..forward_pass import counts_padding, places_tokens, reads_positions
 from ..inputs.encoded import find_inputs
 from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images
 from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
@@ -237,7 +237,7 @@ class FirstPassPrompts:
         given = positions if text else Positions(None)
         check_prompts(model, call.structure, ids, mask, given, longest=self.longest)
         inputs = find_inputs(arguments, len(ids)) if cross else None
-        counts = positions.ids is None and (counts_positions(model) or counts_padding(model))
+        counts = positions.ids is None and (reads_positions(model) or counts_padding(model))
         if counts and not text:
             raise Unsupported("without position_ids, models count those behind images by themselves")
         padded = mask is not None and counts and not bool(mask.all())

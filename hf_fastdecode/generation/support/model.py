@@ -199,5 +199,7 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
     for entry in (rope, *rope.values()):  # for all layers, or per layer type
         kind = (entry.get("rope_type") or "") if isinstance(entry, dict) else ""
         if kind == "longrope" or "dynamic" in kind:
-            return int(entry.get("original_max_position_embeddings") or config.max_position_embeddings)
+            original = int(entry.get("original_max_position_embeddings") or config.max_position_embeddings)
+            # Dynamic embeddings change beyond max_position_embeddings, whatever the entry says.
+            return original if kind == "longrope" else min(original, int(config.max_position_embeddings))
     return None

@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 from ...attention.own_code import own_code_of
 from ...errors import Unsupported
 from ..call_context import CallContext, Positions
-from ..forward_pass import counts_padding, counts_positions
+from ..forward_pass import counts_padding, reads_positions
 from ..structure import Structure
 
 PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
@@ -97,7 +97,7 @@ def require_rows(positions: Positions, rows: int) -> None:
 
 def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
-    counts = counts_positions(model) and positions.ids is None and not prepares_positions(model)
+    counts = reads_positions(model) and positions.ids is None and not prepares_positions(model)
     if mask is not None and counts and not bool(mask.all()):
         raise Unsupported("without position_ids, models count the padding of prompts in positions")
 

@@ -70,6 +70,7 @@ def _slopes(heads: int, device: torch.device) -> Tensor:
 FALCON = OwnCode(
     {"FalconAttention": {"forward": attend}},
     reads_masks=True,
+    ignores_positions=lambda config: config.alibi,
     compares_name=True,
     widths=lambda config, key, value: biased_widths(config, key, value) if config.alibi else (key, value),
     repeats_heads=lambda config: config.new_decoder_architecture,
