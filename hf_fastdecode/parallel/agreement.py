@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PeerFailedError, Unsupported, ran_out_of_memory
-from .unwatched import UNWATCHED, Unwatched
+from .watchdog import NO_WATCHDOG, NoWatchdog
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,11 +35,11 @@ class Ranks(Protocol):
 
     Attributes:
         count: Number of processes.
-        watch: Ends the calls of all when one fails.
+        watchdog: Ends the calls of all when one fails.
     """
 
     count: int
-    watch: Unwatched
+    watchdog: NoWatchdog
 
     def first(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor; all ranks give one of the same shape and dtype, which may be written to."""
@@ -82,7 +82,7 @@ class Alone:
     """A process with a model of its own."""
 
     count = 1
-    watch = UNWATCHED
+    watchdog = NO_WATCHDOG
 
     def first(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -109,22 +109,22 @@ class Together:
     Args:
         group: The group that the model's own passes communicate over: as it is one, the order of all collectives is.
         device: That of the model.
-        watch: The group's.
+        watchdog: The group's.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, watch: Unwatched = UNWATCHED):
-        self._group, self._device, self.watch = group, device, watch
+    def __init__(self, group: ProcessGroup, device: torch.device, watchdog: NoWatchdog = NO_WATCHDOG):
+        self._group, self._device, self.watchdog = group, device, watchdog
         self.count, self._rank = group.size(), group.rank()
 
     def first(self, tensor: Tensor) -> Tensor:
         sent = tensor.to(self._device).contiguous()
-        self.watch.step("a broadcast of rank 0")  # after the copy, which may wait for the device until a peer fails
+        self.watchdog.step("a broadcast of rank 0")  # after the copy, which may wait for the device until a peer fails
         dist.broadcast(sent, group=self._group, group_src=0)
         return sent.to(tensor.device)
 
     def smallest(self, *numbers: int) -> list[int]:
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        self.watch.step(f"a comparison of {len(numbers)}")
+        self.watchdog.step(f"a comparison of {len(numbers)}")
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
         return [int(one) for one in found.tolist()]
 
@@ -169,7 +169,7 @@ class Together:
 
     def _gathered(self, one: Any) -> list[Any]:
         """What each rank gave."""
-        self.watch.step("an exchange of errors")
+        self.watchdog.step("an exchange of errors")
         found: list[Any] = [None] * self.count
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             dist.all_gather_object(found, one, group=self._group)

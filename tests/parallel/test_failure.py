@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.decisions import Decisions
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.parallel import judge
+from hf_fastdecode.parallel import watchdog
 
 from ..workers import made_once
 from .failing import Calls, Ended, at_nth, run_all, scenario, send_itself
@@ -76,9 +76,9 @@ def raises_beside_graphs(calls: Calls) -> None:
     """Communication closes once no graph holds it, as NCCL's does, and the call of rank 0 waits for that."""
     fd.enable(calls.model, peer_timeout=TIMEOUT)
     calls.make(lambda: generate(calls))
-    graph, close = Graph(), judge.abort
-    state_of(calls.model).structure_of(calls.model).ranks.watch.frees(graph)
-    judge.abort = lambda group: close(group) if calls.rank == 0 and graph.freed.wait(3 * TIMEOUT) else None
+    graph, close = Graph(), watchdog.abort
+    state_of(calls.model).structure_of(calls.model).ranks.watchdog.frees(graph)
+    watchdog.abort = lambda group: close(group) if calls.rank == 0 and graph.freed.wait(3 * TIMEOUT) else None
 
     def fail() -> None:
         if calls.rank:
@@ -229,18 +229,18 @@ def test_an_error_of_one_process_before_they_compare_their_calls(seen):
 def test_processes_that_call_different_functions(seen):
     for first, again in seen["makes_another_call"].values():
         assert first.error.startswith("PeerFailedError: ")
-        assert "a call of generate where another process began a call of prefill" in first.error or (
-            "a call of prefill where another process began a call of generate" in first.error
+        assert "a call of generate where another process reached a call of prefill" in first.error or (
+            "a call of prefill where another process reached a call of generate" in first.error
         )
         assert first.seconds < TIMEOUT
-        refused(again, first.rank, "where another process began")
+        refused(again, first.rank, "where another process reached")
 
 
 @pytest.mark.parametrize(
     ("name", "victim", "cause"),
     [
-        ("is_killed", 1, "its connections were closed, and it is silent (last seen in "),
-        ("first_is_killed", 0, "its connections were closed, and the store of the process group with them"),
+        ("is_killed", 1, "its connections were closed, and it is silent for more than 2 s (last seen in "),
+        ("first_is_killed", 0, "the store of the process group, which this rank or torchrun holds, is gone ("),
         ("is_stopped", 1, f"it is silent for more than {TIMEOUT} s (last seen in "),
         ("first_is_stopped", 0, "the store of the process group, which this rank or torchrun holds, has not answered"),
     ],

@@ -16,7 +16,7 @@ from hf_fastdecode.generation.prompts import first_pass, start
 from hf_fastdecode.generation.steps.call_lock import LockHolder
 from hf_fastdecode.generation.steps.captures import Captures
 from hf_fastdecode.parallel.agreement import Together
-from hf_fastdecode.parallel.failure import PeerWatch
+from hf_fastdecode.parallel.watchdog import Watchdog
 
 from .processes import Models, scenario
 from .scenarios import (
@@ -141,7 +141,7 @@ def comparisons(models: Models) -> Any:
                     if refuses:
                         stack.enter_context(raising(1, models, where, "check_prompts", refused))
                     asked = [stack.enter_context(_counting(name)) for name in ("first", "smallest", "_gathered")]
-                    asked.append(stack.enter_context(_counting("enter_foreign_loop", PeerWatch)))
+                    asked.append(stack.enter_context(_counting("enter_foreign_loop", Watchdog)))
                     draw(model, 0, **arguments)
                 found[loop, refuses] = *[one.call_count for one in asked], reason(model)[:6]
     return list(found.values())

@@ -116,7 +116,7 @@ class CapturedGraph:
                     outputs = run()
         self._graph = graph
         self._outputs = tuple(map(unowned, outputs))
-        ranks.watch.frees(self)
+        ranks.watchdog.frees(self)
 
     def clear(self) -> None:
         """Free the graph, whoever refers to it; no replay follows. A communicator closes once no graph holds it."""
