@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import product
@@ -118,11 +118,6 @@ class Heartbeat(NamedTuple):
         beat, in_call, count, events, failed = json.loads(text)
         return cls(beat, in_call, count, tuple(Event(*one) for one in events), failed and (failed[0], failed[1]))
 
-    @property
-    def error(self) -> str | None:
-        """The error of the last call, until the next one begins."""
-        return self.events[-1].error if self.events else None
-
 
 def difference(rank: int, mine: Heartbeat, peer: int, theirs: Heartbeat) -> tuple[int, str] | None:
     """The rank that failed and the cause, if events of two processes differ; None if those that both have do not.
@@ -161,7 +156,7 @@ class Watchdog(NoWatchdog):
         self._turn = RLock()  # of the thread whose call it is
         self._news = Condition(Lock())  # notified of events, heartbeats, and what follows from them
         # Of this process. The log is replaced as a whole: the heartbeat reads it while a call goes on.
-        self._log: tuple[int, tuple[Event, ...]] = (0, ())
+        self._log: tuple[int, tuple[Event, ...]] = (1, (Event("no call"),))
         self._in_call = self._in_foreign_loop = self._connection_broke = self._is_ending = False
         self._timeout = self._entered = float("inf")
         # Of heartbeats, in seconds of `_now`.
@@ -194,17 +189,12 @@ class Watchdog(NoWatchdog):
                 yield
                 return
             self._enter(name, timeout)
-            error: BaseException | None = None
             try:
                 yield
-            except BaseException as raised:
-                error = raised
+            except BaseException as error:
+                self._leave(error)
                 raise
-            finally:
-                try:
-                    self._leave(error)
-                finally:
-                    error = None  # whose traceback holds this frame
+            self._leave(None)
 
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
@@ -214,7 +204,7 @@ class Watchdog(NoWatchdog):
             return
         with nullcontext() if self._in_call else self.call("forward", timeout):
             self._raise_if_failed()
-            communicates = self._communicates
+            communicates = self._last.communicates
             self._advance("a forward pass", communicates=True)
             yield
             self._advance("the end of a forward pass", communicates=communicates)
@@ -249,9 +239,8 @@ class Watchdog(NoWatchdog):
             thread.join(_SILENT)
 
     @property
-    def _communicates(self) -> bool:
-        events = self._log[1]
-        return bool(events) and events[-1].communicates
+    def _last(self) -> Event:
+        return self._log[1][-1]
 
     def _advance(self, doing: str, *, communicates: bool = False, error: str | None = None) -> None:
         count, events = self._log
@@ -289,7 +278,7 @@ class Watchdog(NoWatchdog):
             by_peer = self.failed
             if broke and text is not None:
                 self._fail(self._rank, text)
-            self._advance(_END, communicates=self._communicates, error=text)
+            self._advance(_END, communicates=self._last.communicates, error=text)
             self._in_call = self._connection_broke = False
             self._send()
             if by_peer is None and error is not None:
@@ -311,10 +300,8 @@ class Watchdog(NoWatchdog):
 
     def _is_settled(self) -> bool:
         """Whether the last call ended without an error, or all peers have been seen to leave it too."""
-        count, events = self._log
-        if not events or events[-1].error is None:
-            return True
-        return all(rank in self._peers and self._peers[rank].count >= count for rank in self._others)
+        left = {rank for rank, peer in self._peers.items() if peer.count >= self._log[0]}
+        return self._last.error is None or left.issuperset(self._others)
 
     def _send(self) -> None:
         self._wanted += 1
@@ -327,8 +314,10 @@ class Watchdog(NoWatchdog):
         """
         wanted, last = self._wanted, self._beats + 3 if self._rank == 0 else 0
         self._news.wait_for(
-            lambda: self._lost is not None
-            or (self._written >= wanted and (self._beats >= last or (self.failed is None and self._is_settled()))),
+            lambda: (
+                self._lost is not None
+                or (self._written >= wanted and (self._beats >= last or (self.failed is None and self._is_settled())))
+            ),
             1.0,
         )
 
@@ -356,24 +345,59 @@ class Watchdog(NoWatchdog):
                 self._written = wanted
                 self._beats += 1
                 group = self._groups[0]()
-                self._is_ending |= group is None or group not in distributed.distributed_c10d._world.pg_map  # destroyed
+                self._is_ending |= (
+                    group is None or group not in distributed.distributed_c10d._world.pg_map
+                )  # destroyed
+                self._look()
                 self._news.notify_all()
                 if self._is_ending:
                     return
-                seconds = _IN_CALLS if self._in_call or mine.error is not None else _BETWEEN_CALLS
+                seconds = _IN_CALLS if self._in_call or self._last.error is not None else _BETWEEN_CALLS
                 if self._wanted == wanted:
                     self._news.wait(seconds)
             sleep(_LEAST)
 
+    def _look(self) -> None:
+        """Give up the groups if a peer did, cannot take part in this call any more, or is silent."""
+        now, mine, is_waiting = self._now(), self._heartbeat(), self._in_call or not self._is_settled()
+        limit = _SILENT if self._connection_broke else self._timeout
+        for rank, peer in self._peers.items():
+            theirs, since = peer.events[-1], self._behind.pop(rank, now)
+            if peer.failed is not None:
+                self._fail(*peer.failed)
+            elif (failed := difference(self._rank, mine, rank, peer)) is not None:
+                self._fail(*failed)
+            elif mine.in_call and theirs.error is not None and peer.count == mine.count + 1:
+                # This process raises the error too, or goes on to a collective; within one, it waits for the peer.
+                self._behind[rank] = since
+                if now - since > (_GRACE if self._last.communicates else self._timeout):
+                    self._fail(rank, theirs.error)
+            elif is_waiting and now - self._heard[rank] > limit:
+                closed = "its connections were closed, and " if self._connection_broke else ""
+                seen = f"in {theirs.doing}" if peer.in_call else "outside of a call"
+                self._fail(rank, f"{closed}it is silent for more than {limit:g} s (last seen {seen})")
+        if is_waiting and now - self._entered > self._timeout:
+            self._entered = float("inf")  # once a call
+            away = [rank for rank in self._others if rank not in self._peers or not self._peers[rank].in_call]
+            for rank in away:
+                waited = f"a call of a model has waited {self._timeout:g} s for rank {rank}"
+                why = "which does not take part in it: every process of the model must make the same calls"
+                logger.warning("%s, %s", waited, why)
+
     def _watch(self) -> None:
-        """Body of the thread that looks at the peers in calls, and aborts the groups when one failed."""
+        """Body of the thread that aborts the groups once they are given up, and notices that the store is gone."""
         with self._news:
             while self.failed is None:
                 if self._is_ending:
                     return
-                self._look()
+                is_waiting, now = self._in_call or not self._is_settled(), self._now()
+                if is_waiting and self._lost is not None:
+                    if self._connection_broke or now - self._lost[0] > _GRACE:
+                        self._fail(0, f"{_STORE} is gone ({self._lost[1]})")
+                elif is_waiting and now - self._answered > self._timeout:
+                    self._fail(0, f"{_STORE} has not answered for {self._timeout:g} s")
                 if self.failed is None:
-                    self._news.wait(_IN_CALLS if self._in_call or not self._is_settled() else None)
+                    self._news.wait(_IN_CALLS if is_waiting else None)
             # Before connections close, which others notice at once, and before this process ends with the store in it.
             self._wait_until_sent()
             self._is_ending = True
@@ -384,41 +408,6 @@ class Watchdog(NoWatchdog):
                     abort(one)
                 except Exception:
                     logger.warning("the communication of a process group cannot be closed", exc_info=True)
-
-    def _look(self) -> None:
-        """Give up the groups if a peer did, cannot take part in this call any more, or is silent."""
-        now, mine = self._now(), self._heartbeat()
-        for peer in self._peers.values():
-            if peer.failed is not None:
-                self._fail(*peer.failed)
-        if not mine.in_call and self._is_settled():
-            return
-        limit = _SILENT if self._connection_broke else self._timeout
-        for rank, theirs in self._peers.items():
-            if (failed := difference(self._rank, mine, rank, theirs)) is not None:
-                self._fail(*failed)
-            elif mine.in_call and theirs.error is not None and theirs.count == mine.count + 1:
-                # This process raises the error too, or goes on to a collective; within one, it waits for the peer.
-                since = self._behind.setdefault(rank, now)
-                if now - since > (_GRACE if mine.events[-1].communicates else self._timeout):
-                    self._fail(rank, theirs.error)
-            else:
-                self._behind.pop(rank, None)
-                if self._answered - self._heard[rank] > limit:
-                    closed = "its connections were closed, and " if self._connection_broke else ""
-                    seen = f"in {theirs.events[-1].doing}" if theirs.in_call else "outside of a call"
-                    self._fail(rank, f"{closed}it is silent for more than {limit:g} s (last seen {seen})")
-        if self._lost is not None and (self._connection_broke or now - self._lost[0] > _GRACE):
-            self._fail(0, f"{_STORE} is gone ({self._lost[1]})")
-        elif self._lost is None and now - self._answered > self._timeout:
-            self._fail(0, f"{_STORE} has not answered for {self._timeout:g} s")
-        if now - self._entered > self._timeout:
-            self._entered = float("inf")  # once a call
-            for rank in self._others:
-                if rank not in self._peers or not self._peers[rank].in_call:
-                    waited = f"a call of a model has waited {self._timeout:g} s for rank {rank}"
-                    why = "which does not take part in it: every process of the model must make the same calls"
-                    logger.warning("%s, %s", waited, why)
 
     def _fail(self, rank: int, cause: str) -> None:
         """Give up the groups, for the first cause that is given."""
