@@ -77,6 +77,11 @@ class Structure:
         return Together(groups[0], input_device(self._model), watchdog_of(groups))
 
     @property
+    def spans_processes(self) -> bool:
+        """Whether several processes compute the model, or divide its contexts."""
+        return self.parallel is not None or self.ranks.count > 1
+
+    @property
     def gathering(self) -> Gathering | None:
         """What gathers parameters in each pass, from processes which may each have prompts of their own."""
         return find_gathering(self.walk)

@@ -10,11 +10,11 @@ All methods of `Ranks` are collective: every process of the group calls the same
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,32 +30,44 @@ _NAMED = 4
 """Differing fields that an error names at most."""
 
 
-class Ranks(Protocol):
-    """The processes that compute a model together, numbered from 0 in their group.
+class NoRoomError(torch.OutOfMemoryError):
+    """Memory of one process of the model does not suffice, which all of them know and raise at the same place."""
+
+
+class PassFailedError(RuntimeError):
+    """A forward pass failed within, so that this process cannot agree with the others, which may wait in that pass."""
+
+
+class Ranks:
+    """The processes that compute a model together, numbered from 0 in their group: here one, which agrees with itself.
 
     Attributes:
         count: Number of processes.
         watchdog: Ends the calls of all when one fails.
     """
 
-    count: int
-    watchdog: NoWatchdog
+    count = 1
+    watchdog = NO_WATCHDOG
 
     def first(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor; all ranks give one of the same shape and dtype, which may be written to."""
-        ...
+        return tensor
 
     def smallest(self, *numbers: int) -> list[int]:
         """Each number's minimum over the ranks."""
-        ...
+        return list(numbers)
 
     def all(self, *conditions: bool) -> list[bool]:
         """For each condition, whether it holds on every rank."""
-        ...
+        return [bool(one) for one in self.smallest(*conditions)]
 
-    def differences(self, fields: Mapping[str, str]) -> str | None:
-        """Which fields differ between ranks, with their values, for errors; None if they are the same everywhere."""
-        ...
+    def differences(self, fields: Callable[[], Mapping[str, str]]) -> str | None:
+        """Which fields differ between ranks, with their values, for errors; None if they are the same everywhere.
+
+        Args:
+            fields: Makes them where there are ranks to compare them with.
+        """
+        return None
 
     def together(self) -> AbstractContextManager[None]:
         """Context of work without communication, which fails on every rank if it does on one.
@@ -67,44 +79,22 @@ class Ranks(Protocol):
             PeerFailedError: Another rank raised another error than `Unsupported`, and this one `Unsupported` or none.
             Unsupported: Only this error was raised; with the reason of the first such rank where this one has none.
         """
-        ...
+        return nullcontext()
 
+    def pass_before_capture(self) -> AbstractContextManager[None]:
+        """Context of a first pass that is not captured yet.
 
-class NoRoomError(torch.OutOfMemoryError):
-    """Memory of one process of the model does not suffice, which all of them know and raise at the same place."""
-
-
-class PassFailedError(RuntimeError):
-    """A forward pass failed within, so that this process cannot agree with the others, which may wait in that pass."""
-
-
-class Alone:
-    """A process with a model of its own."""
-
-    count = 1
-    watchdog = NO_WATCHDOG
-
-    def first(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def smallest(self, *numbers: int) -> list[int]:
-        return list(numbers)
-
-    def all(self, *conditions: bool) -> list[bool]:
-        return list(conditions)
-
-    def differences(self, fields: Mapping[str, str]) -> str | None:
-        return None
-
-    def together(self) -> AbstractContextManager[None]:
+        Raises:
+            PassFailedError: It failed on this one of several ranks, other than by `Unsupported`, which all raise.
+        """
         return nullcontext()
 
 
-ALONE = Alone()
+ALONE = Ranks()
 
 
-class Together:
-    """The processes of a group, which communicate tensors of one device.
+class Together(Ranks):
+    """Several processes, which communicate tensors of one device.
 
     Args:
         group: The group that the model's own passes communicate over: as it is one, the order of all collectives is.
@@ -128,13 +118,11 @@ class Together:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
         return [int(one) for one in found.tolist()]
 
-    def all(self, *conditions: bool) -> list[bool]:
-        return [bool(one) for one in self.smallest(*conditions)]
-
-    def differences(self, fields: Mapping[str, str]) -> str | None:
-        digest = int.from_bytes(blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=7).digest())
+    def differences(self, fields: Callable[[], Mapping[str, str]]) -> str | None:
+        made = dict(fields())
+        digest = int.from_bytes(blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=7).digest())
         least, most = self.smallest(digest, -digest)
-        return None if least == -most else differences(self._gathered(dict(fields)))
+        return None if least == -most else differences(self._gathered(made))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -166,6 +154,18 @@ class Together:
             raise Unsupported(f"on rank {rank}, {text}")
         finally:
             error = None  # whose traceback holds this frame
+
+    @contextmanager
+    def pass_before_capture(self) -> Iterator[None]:
+        try:
+            yield
+        except (Unsupported, PeerFailedError):
+            raise
+        except Exception as error:
+            raise PassFailedError(
+                f"a forward pass failed before its capture, in which the other processes of the model may wait "
+                f"({error_text(error)}); use mode='eager'"
+            ) from error
 
     def _gathered(self, one: Any) -> list[Any]:
         """What each rank gave."""

@@ -1,14 +1,25 @@
-"""The collective of sequence parallelism: what every process of a group has, on all of them."""
+"""Collectives of contexts that are divided between processes: gathered tokens, and merged attention (Tree Attention).
+
+In each layer of a step, each rank attends to its own tokens, and writes the partial to a flat buffer ``[out | lse]``.
+The buffers of all ranks are gathered by one collective, and each rank merges them in the order of ranks: all get the
+same bits. The paper reduces a maximum, a numerator and a denominator in three collectives, and leaves the order of
+sums to the library.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.kv import Segment
+from ..attention.partial import Partial
+from ..kernels.failures import KernelFailedError
+from ..kernels.installed import interpreted, triton_is_installed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,3 +57,71 @@ def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGro
         part.reshape(-1, *shape[1:]).index_select(0, order).transpose(0, 1)
         for part, shape in zip(by_rank.split(sizes, dim=1), shapes, strict=True)
     )
+
+
+class PartialBuffer(NamedTuple):
+    """A partial in one piece of memory, to be sent as it is.
+
+    Attributes:
+        flat: ``[numbers]`` fp32 (fp64 for fp64 partials): all of ``out``, then all of ``lse``.
+        partial: Views of it, to be written: ``out`` ``[..., head_dim]`` and ``lse`` ``[...]``.
+    """
+
+    flat: Tensor
+    partial: Partial
+
+
+def partial_buffer(
+    shape: Sequence[int], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PartialBuffer:
+    """An uninitialized buffer of a partial whose ``out`` has this shape.
+
+    Every number of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
+    """
+    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=dtype, device=device)
+    numbers = prod(shape)
+    return PartialBuffer(flat, Partial(flat[:numbers].view(*shape), flat[numbers:].view(*shape[:-1])))
+
+
+def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
+    """The partial over the keys of all ranks: ``lse = logsumexp(lse_r)``, ``out = sum(exp(lse_r - lse) out_r)``.
+
+    The sums are in the order of ranks. An empty shard has weight 0, and all empty ones stay ``(0, -inf)``.
+
+    Args:
+        buffers: ``[ranks, numbers]`` fp32: the `PartialBuffer.flat` of each rank.
+        shape: That of ``out``.
+    """
+    numbers = prod(shape)
+    out, lse = buffers[:, :numbers].view(-1, *shape), buffers[:, numbers:].view(-1, *shape[:-1])
+    largest = lse.amax(0).clamp_min(torch.finfo(lse.dtype).min)  # -inf - (-inf) would be nan
+    weights = (lse - largest).exp()
+    total = weights.sum(0)
+    mean = (weights[..., None] * out).sum(0) / total.clamp_min(torch.finfo(lse.dtype).tiny)[..., None]
+    return Partial(mean, largest + total.log())
+
+
+def merge_over(group: ProcessGroup, buffer: PartialBuffer, dtype: torch.dtype | None = None) -> Partial:
+    """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective.
+
+    Args:
+        buffer: That over the keys of this rank.
+        dtype: Of the result's ``out``; the buffer's when None.
+    """
+    by_rank, like = gathered(buffer.flat, group), buffer.partial
+    if triton_is_installed() and _by_kernel(by_rank):
+        from ..kernels.forest_decode.ranks import merge_ranks
+
+        found = Partial(torch.empty_like(like.out, dtype=dtype), torch.empty_like(like.lse))
+        try:
+            merge_ranks(by_rank, found.out, found.lse)
+            return found
+        except KernelFailedError:  # on this rank alone, whose last bits then differ; rank 0 draws the tokens
+            pass
+    found = merged(by_rank, like.out.shape)
+    return Partial(found.out.to(dtype or like.out.dtype), found.lse)
+
+
+def _by_kernel(partials: Tensor) -> bool:
+    """Whether a kernel merges: alike on all ranks, which would otherwise differ in the last bits."""
+    return partials.dtype == torch.float32 and (partials.is_cuda or interpreted())

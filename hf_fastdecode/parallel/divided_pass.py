@@ -2,12 +2,14 @@
 
 The tokens of a pass are cut into two pieces a rank, and rank ``r`` of ``P`` computes pieces ``r`` and ``2P - 1 - r``:
 as a token attends to those before it, all ranks have the same work. In each layer the keys and values of the pass are
-gathered; each rank attends with its own queries, and keeps its own part of the nodes.
+gathered; each rank attends with its own queries, and keeps its own part of the nodes. Earlier context is gathered by
+all ranks alike, whatever each of them reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..attention.forest import Span
 from ..attention.kv import Segment
 from ..attention.runs import PackedRuns, Run
 from .collectives import gathered_tokens
+from .shards import gathered_order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,12 +67,8 @@ class DividedPass:
         if tokens < FEWEST_TOKENS * ranks:
             return None
         places = [places_of(tokens, rank, ranks) for rank in range(ranks)]
-        longest = max(map(len, places))
-        order = torch.empty(tokens, dtype=torch.long, device="cpu")
-        for rank, own in enumerate(places):
-            order[own] = rank * longest + torch.arange(len(own), device="cpu")
         own = places[group.rank()]
-        return cls(group, tokens, own, PackedRuns(cut_runs(runs, own)), order, longest)
+        return cls(group, tokens, own, PackedRuns(cut_runs(runs, own)), *gathered_order(places))
 
     def segment_of_all(self, own: Segment) -> Segment:
         """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
@@ -107,3 +107,37 @@ def cut_runs(runs: Sequence[Run], places: Tensor) -> list[Run]:
             found.append(Run(len(part), (*run.context, *before)))
         start += run.length
     return found
+
+
+class GatheredContexts:
+    """Gathers spans in one order on all ranks, of which each reads those that its own tokens see.
+
+    A rank that left out what it does not read would receive what others gather later.
+
+    Args:
+        spans: All that the pass reads, in the order in which they are gathered.
+        read_here: Those that this rank reads.
+        gather: Gathers keys and values of a span, with all ranks.
+    """
+
+    def __init__(self, spans: Sequence[Span], read_here: Collection[Span], gather: Callable[[Span], Segment]):
+        self._left, self._read_here, self._gather = deque(spans), read_here, gather
+        self._gathered: dict[Span, Segment] = {}
+        self._last: Span | None = None
+
+    def __call__(self, span: Span) -> Segment:
+        """Keys and values of a span, which may be asked for again until the next one is."""
+        if self._last not in (None, span):
+            del self._gathered[self._last]
+        self._last = span
+        while span not in self._gathered:
+            one = self._left.popleft()
+            found = self._gather(one)
+            if one in self._read_here:
+                self._gathered[one] = found
+        return self._gathered[span]
+
+    def finish(self) -> None:
+        """Gather what this rank has not read."""
+        while self._left:
+            self._gather(self._left.popleft())

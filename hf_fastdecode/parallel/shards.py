@@ -14,7 +14,7 @@ these are: it consists of as many runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -131,8 +131,17 @@ def places_by_rank(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
     Returns:
         For each token, rank * longest + place there: ``[length]`` int64, on the CPU; and the longest part's tokens.
     """
-    places = [replace(shard, rank=rank).places(start, stop) - start for rank in range(shard.ranks)]
-    longest, order = max(map(len, places)), torch.empty(stop - start, dtype=torch.long, device="cpu")
-    for rank, own in enumerate(places):
-        order[own] = rank * longest + torch.arange(len(own), device="cpu")
+    return gathered_order([replace(shard, rank=rank).places(start, stop) - start for rank in range(shard.ranks)])
+
+
+def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Where tokens are after a gather; see `places_by_rank`.
+
+    Args:
+        tokens_by_rank: Of each rank the tokens that it has, int64, each of ``0 .. length - 1`` on one rank.
+    """
+    longest, length = max(map(len, tokens_by_rank)), sum(map(len, tokens_by_rank))
+    order = torch.empty(length, dtype=torch.long, device="cpu")
+    for rank, tokens in enumerate(tokens_by_rank):
+        order[tokens] = rank * longest + torch.arange(len(tokens), device="cpu")
     return order, longest

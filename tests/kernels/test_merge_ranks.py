@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastdecode.parallel.merge import merged
+from hf_fastdecode.parallel.collectives import merged
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode.ranks import merge_ranks

@@ -12,10 +12,9 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
 from hf_fastdecode.attention.launch import own_nodes
 from hf_fastdecode.attention.launch.own_nodes import OwnNodes
-from hf_fastdecode.parallel import step_tables
-from hf_fastdecode.parallel.merge import PartialBuffer, merged
-from hf_fastdecode.parallel.sequence import SequenceParallel
-from hf_fastdecode.parallel.step_tables import DividedStepTables
+from hf_fastdecode.parallel import sequence
+from hf_fastdecode.parallel.collectives import PartialBuffer, merged
+from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -42,9 +41,7 @@ def test_steps_of_all_ranks_attend_to_all_keys(monkeypatch, ragged):
     monkeypatch.setattr("hf_fastdecode.parallel.sequence.SUFFIX_BLOCK", BLOCK)
     monkeypatch.setattr(own_nodes, "STEP", 8)
     buffers: list[PartialBuffer] = []
-    monkeypatch.setattr(
-        step_tables, "merge_over", lambda group, buffer, dtype: buffers.append(buffer) or buffer.partial
-    )
+    monkeypatch.setattr(sequence, "merge_over", lambda group, buffer, dtype: buffers.append(buffer) or buffer.partial)
     generator = torch.Generator().manual_seed(0)
     nodes = Segment(*torch.randn(2, 2, 50, 16, generator=generator))
     tokens = Segment(*torch.randn(2, ROWS, 2, MOST, 16, generator=generator))

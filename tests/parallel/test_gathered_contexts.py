@@ -6,7 +6,7 @@ import torch
 
 from hf_fastdecode.attention.forest import Span
 from hf_fastdecode.attention.kv import Segment
-from hf_fastdecode.parallel.contexts import GatheredContexts
+from hf_fastdecode.parallel.divided_pass import GatheredContexts
 
 SPANS = [Span(number, 0, 1 + number) for number in range(4)]
 

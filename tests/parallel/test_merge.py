@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.failures import KernelFailedError
-from hf_fastdecode.parallel import merge
-from hf_fastdecode.parallel.merge import merged, partial_buffer
+from hf_fastdecode.parallel import collectives
+from hf_fastdecode.parallel.collectives import merged, partial_buffer
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, random_forest
@@ -110,10 +110,10 @@ def test_a_kernel_that_fails_leaves_the_merge_to_pytorch(monkeypatch: pytest.Mon
     def fail(*given: Tensor) -> None:
         raise KernelFailedError("no compiler")
 
-    monkeypatch.setattr(merge, "gathered", lambda *_: by_rank)
-    monkeypatch.setattr(merge, "_by_kernel", lambda _: True)
+    monkeypatch.setattr(collectives, "gathered", lambda *_: by_rank)
+    monkeypatch.setattr(collectives, "_by_kernel", lambda _: True)
     monkeypatch.setattr(ranks, "merge_ranks", fail)
     for dtype in (torch.float32, torch.bfloat16):
-        found, expected = merge.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
+        found, expected = collectives.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
         assert torch.equal(found.out, expected.out.to(dtype))
         assert torch.equal(found.lse, expected.lse)

@@ -18,10 +18,11 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
-from hf_fastdecode.generation.steps import cuda_graph, graph_capture, modes
+from hf_fastdecode.generation.steps import cuda_graph, modes
 from hf_fastdecode.generation.steps.call_lock import LockHolder
 from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
 from hf_fastdecode.generation.steps.runners import CapturedSteps
+from hf_fastdecode.parallel.agreement import Together
 
 from .processes import Models, scenario
 from .scenarios import (
@@ -267,7 +268,7 @@ def failing_pass_of_a_capture(models: Models) -> Any:
     """A pass that fails ends the call in its process, which does not go on eagerly."""
 
     def fail(step: CapturedStep) -> None:
-        with graph_capture.pass_before_capture(mock.Mock(count=2)):
+        with Together(models.group, torch.device("cpu")).pass_before_capture():
             raise torch.OutOfMemoryError("no memory")
 
     with (
