@@ -99,13 +99,7 @@ class Event(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """What a process sends its peers: the number of the heartbeat, and
-
-    in_call: Whether a call is in progress.
-    count: Events so far.
-    events: The latest of them.
-    failed: The rank that failed, and its cause, if the process gave up the group.
-    """
+    """What a process sends its peers: `count` events so far, the latest `events`, and `failed` as of `Watchdog`."""
 
     beat: int
     in_call: bool
@@ -258,7 +252,6 @@ class Watchdog(NoWatchdog):
                     self._threads[-1].start()
             self._timeout, self._entered = timeout, self._now()
             self._news.notify_all()
-            # After an error, all must have left that call alike.
             self._news.wait_for(lambda: self.failed is not None or self._is_settled())
             self._raise_if_failed(" (in an earlier call)")
             self._in_foreign_loop, self._in_call = False, True
@@ -378,8 +371,7 @@ class Watchdog(NoWatchdog):
                 self._fail(rank, f"{closed}it is silent for more than {limit:g} s (last seen {seen})")
         if is_waiting and now - self._entered > self._timeout:
             self._entered = float("inf")  # once a call
-            away = [rank for rank in self._others if rank not in self._peers or not self._peers[rank].in_call]
-            for rank in away:
+            for rank in {*self._others}.difference(rank for rank, peer in self._peers.items() if peer.in_call):
                 waited = f"a call of a model has waited {self._timeout:g} s for rank {rank}"
                 why = "which does not take part in it: every process of the model must make the same calls"
                 logger.warning("%s, %s", waited, why)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_fastdecode.attention.forest import Span
+from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.attention.runs import PackedRuns, Run
 from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
-from hf_fastdecode.parallel.divided_pass import InPass, cut_runs, places_of
+from hf_fastdecode.parallel.divided_pass import GatheredContexts, InPass, cut_runs, places_of
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 CONTEXT = "before"
@@ -58,3 +60,22 @@ def test_parts_are_the_attention_of_the_whole(runs: list[Run], ranks: int) -> No
         keys, values = (part[:, own] for part in whole)
         found = causal_attention(query[:, own], keys, values, HEAD_DIM**-0.5, runs=PackedRuns(parts), stored=stored)
         torch.testing.assert_close(found, expected[:, own], rtol=0, atol=1e-6)
+
+
+SPANS = [Span(number, 0, 1 + number) for number in range(4)]
+
+
+def test_every_rank_gathers_all_in_one_order() -> None:
+    orders = []
+    for asked in ([], SPANS, [SPANS[2], SPANS[0], SPANS[3]], [SPANS[1], SPANS[1]]):
+        gathered: list[Span] = []
+
+        def gather(span: Span, gathered: list[Span] = gathered) -> Segment:
+            gathered.append(span)
+            return Segment(torch.full((1,), span.segment), torch.full((1,), span.segment))
+
+        contexts = GatheredContexts(SPANS, set(asked), gather)
+        assert [int(contexts(span).keys) for span in asked] == [span.segment for span in asked]
+        contexts.finish()
+        orders.append(gathered)
+    assert orders == [SPANS] * 4
