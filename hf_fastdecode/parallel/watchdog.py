@@ -99,18 +99,18 @@ class Event(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """What a process sends its peers: `count` events so far, the latest `events`, and `failed` as of `Watchdog`."""
+    """What a process sends its peers: `total` events so far, the latest `events`, and `failed` as of `Watchdog`."""
 
     beat: int
     in_call: bool
-    count: int
+    total: int
     events: tuple[Event, ...]
     failed: tuple[int, str] | None = None
 
     @classmethod
     def of_text(cls, text: bytes | str) -> Heartbeat:
-        beat, in_call, count, events, failed = json.loads(text)
-        return cls(beat, in_call, count, tuple(Event(*one) for one in events), failed and (failed[0], failed[1]))
+        beat, in_call, total, events, failed = json.loads(text)
+        return cls(beat, in_call, total, tuple(Event(*one) for one in events), failed and (failed[0], failed[1]))
 
 
 def difference(rank: int, mine: Heartbeat, peer: int, theirs: Heartbeat) -> tuple[int, str] | None:
@@ -118,8 +118,8 @@ def difference(rank: int, mine: Heartbeat, peer: int, theirs: Heartbeat) -> tupl
 
     Errors between collectives need not be the same: no process waits for another one there.
     """
-    first, theirs_first = mine.count - len(mine.events), theirs.count - len(theirs.events)
-    for number in range(max(first, theirs_first), min(mine.count, theirs.count)):
+    first, theirs_first = mine.total - len(mine.events), theirs.total - len(theirs.events)
+    for number in range(max(first, theirs_first), min(mine.total, theirs.total)):
         here, there = mine.events[number - first], theirs.events[number - theirs_first]
         if here.doing != there.doing or (here.communicates and here.error != there.error):
             if there.error is not None:
@@ -293,7 +293,7 @@ class Watchdog(NoWatchdog):
 
     def _is_settled(self) -> bool:
         """Whether the last call ended without an error, or all peers have been seen to leave it too."""
-        left = {rank for rank, peer in self._peers.items() if peer.count >= self._log[0]}
+        left = {rank for rank, peer in self._peers.items() if peer.total >= self._log[0]}
         return self._last.error is None or left.issuperset(self._others)
 
     def _send(self) -> None:
@@ -360,7 +360,7 @@ class Watchdog(NoWatchdog):
                 self._fail(*peer.failed)
             elif (failed := difference(self._rank, mine, rank, peer)) is not None:
                 self._fail(*failed)
-            elif mine.in_call and theirs.error is not None and peer.count == mine.count + 1:
+            elif mine.in_call and theirs.error is not None and peer.total == mine.total + 1:
                 # This process raises the error too, or goes on to a collective; within one, it waits for the peer.
                 self._behind[rank] = since
                 if now - since > (_GRACE if self._last.communicates else self._timeout):
@@ -445,7 +445,8 @@ def abort(group: ProcessGroup) -> None:
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     backends = [getattr(one, "wrapped_pg", one) for one in backends]  # by TORCH_DISTRIBUTED_DEBUG=DETAIL
     for backend in {id(one): one for one in backends}.values():
-        if not (distributed.is_gloo_available() and isinstance(backend, distributed.ProcessGroupGloo)):
+        is_gloo = distributed.is_gloo_available() and isinstance(backend, distributed.ProcessGroupGloo)
+        if not is_gloo:
             backend.abort()
             continue
         # gloo's `abort` ends nothing that is in flight, but a message that is late closes all connections. One from a
@@ -473,7 +474,7 @@ def watchdog_of(groups: Sequence[ProcessGroup]) -> Watchdog:
         from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
         if not _made:  # threads end before the interpreter, in whose last moments they must not run
-            atexit.register(lambda: [watchdog.end() for watchdog in list(_watchdogs.values())])
+            atexit.register(_end_all)
             os.register_at_fork(after_in_child=_watchdogs.clear)
         _made[first.group_name] += 1
         store = _get_process_group_store(first).clone()  # type: ignore[attr-defined]  # its own connection: on one, requests wait
@@ -482,3 +483,8 @@ def watchdog_of(groups: Sequence[ProcessGroup]) -> Watchdog:
     else:
         found.also(groups)
     return found
+
+
+def _end_all() -> None:
+    for watchdog in list(_watchdogs.values()):
+        watchdog.end()

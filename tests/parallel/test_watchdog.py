@@ -340,4 +340,4 @@ def test_events_are_read_while_a_call_goes_on(monkeypatch):
         next(told)
         dog._advance("a pass")
         assert len(list(told)) <= 64
-    assert (len(dog._heartbeat().events), dog._heartbeat().count) == (64, 101)
+    assert (len(dog._heartbeat().events), dog._heartbeat().total) == (64, 101)
