@@ -119,7 +119,7 @@ def make_step(way: str, stack: Stack, processes: Processes) -> Step:
 
 def _divided(layer: StoredLayer, parallel: SequenceParallel) -> StoredLayer:
     """The layer with what this process stores of its suffixes."""
-    places = parallel.suffix_shard.places(0, SUFFIX + 1).to(layer.held.device)
+    places = parallel.suffix_shard.stored_tokens(0, SUFFIX + 1).to(layer.held.device)
     return StoredLayer(layer.held, Segment._make(part.index_select(2, places) for part in layer.suffix))
 
 

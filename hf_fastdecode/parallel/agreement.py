@@ -1,7 +1,7 @@
 """What the processes of a model decide together.
 
-They run the same forward passes, in each of which they communicate: one that went another way, with fewer rows or by
-another path, would leave the others waiting, or receive numbers of another pass. Therefore they compare each call at
+They run the same forward passes, in each of which they communicate: one with fewer rows, or by
+another path, would leave the others waiting, or receive data of another pass. Therefore they compare each call at
 its start, take the tokens that rank 0 draws, and take together each decision that one of them could take otherwise.
 
 All methods of `Ranks` are collective: every process of the group calls the same ones in the same order.
@@ -227,7 +227,7 @@ def checksum(tensor: Tensor) -> int:
     """64 bits that depend on a tensor's bytes and their order, computed on its device; only they leave it."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
-    places = torch.arange(1, len(words) + 1, device=words.device)
-    mixed = (words ^ (places * _MULTIPLIERS[0])) * _MULTIPLIERS[1]
+    positions = torch.arange(1, len(words) + 1, device=words.device)
+    mixed = (words ^ (positions * _MULTIPLIERS[0])) * _MULTIPLIERS[1]
     mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIERS[0]
     return int(mixed.sum()) % 2**64

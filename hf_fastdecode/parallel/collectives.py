@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Gather the numbers of each process, one after the other."""
+    """Gather the elements of each process, one after the other."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(found, own, group=group)
 
 
 def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
-    """``[ranks, numbers]``: the numbers of each process in order of ranks, of as many on all; `own` is contiguous."""
+    """``[ranks, elements]``: those of each process in order of ranks, as many on all; `own` is contiguous."""
     found = own.new_empty(group.size() * own.numel())
     all_gather(found, own.view(-1), group=group)
     return found.view(group.size(), -1)
@@ -44,13 +44,13 @@ def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGro
     Args:
         own: Those of this process, ``[kv_heads, own, head_dim]`` each.
         longest: Most tokens of a process.
-        order: ``[tokens]`` int64, on the CPU: for each token, rank and place there, as rank * `longest` + place.
+        order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
     """
     shapes = [(longest, part.shape[0], part.shape[2]) for part in own]
     sizes = list(map(prod, shapes))
     sent = own.keys.new_zeros(sum(sizes))
-    for room, shape, part in zip(sent.split(sizes), shapes, own, strict=True):
-        room.view(shape)[: part.shape[1]] = part.transpose(0, 1)
+    for slot, shape, part in zip(sent.split(sizes), shapes, own, strict=True):
+        slot.view(shape)[: part.shape[1]] = part.transpose(0, 1)
     by_rank = gathered(sent, group)
     order = order.to(by_rank.device)
     return Segment._make(
@@ -63,7 +63,7 @@ class PartialBuffer(NamedTuple):
     """A partial in one piece of memory, to be sent as it is.
 
     Attributes:
-        flat: ``[numbers]`` fp32 (fp64 for fp64 partials): all of ``out``, then all of ``lse``.
+        flat: ``[elements]`` fp32 (fp64 for fp64 partials): all of ``out``, then all of ``lse``.
         partial: Views of it, to be written: ``out`` ``[..., head_dim]`` and ``lse`` ``[...]``.
     """
 
@@ -76,11 +76,11 @@ def partial_buffer(
 ) -> PartialBuffer:
     """An uninitialized buffer of a partial whose ``out`` has this shape.
 
-    Every number of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
+    Every element of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
     """
     flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=dtype, device=device)
-    numbers = prod(shape)
-    return PartialBuffer(flat, Partial(flat[:numbers].view(*shape), flat[numbers:].view(*shape[:-1])))
+    elements = prod(shape)
+    return PartialBuffer(flat, Partial(flat[:elements].view(*shape), flat[elements:].view(*shape[:-1])))
 
 
 def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
@@ -89,11 +89,11 @@ def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
     The sums are in the order of ranks. An empty shard has weight 0, and all empty ones stay ``(0, -inf)``.
 
     Args:
-        buffers: ``[ranks, numbers]`` fp32: the `PartialBuffer.flat` of each rank.
+        buffers: ``[ranks, elements]`` fp32: the `PartialBuffer.flat` of each rank.
         shape: That of ``out``.
     """
-    numbers = prod(shape)
-    out, lse = buffers[:, :numbers].view(-1, *shape), buffers[:, numbers:].view(-1, *shape[:-1])
+    elements = prod(shape)
+    out, lse = buffers[:, :elements].view(-1, *shape), buffers[:, elements:].view(-1, *shape[:-1])
     largest = lse.amax(0).clamp_min(torch.finfo(lse.dtype).min)  # -inf - (-inf) would be nan
     weights = (lse - largest).exp()
     total = weights.sum(0)

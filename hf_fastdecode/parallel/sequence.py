@@ -24,7 +24,7 @@ from ..attention.launch.step_tables import StepTables
 from ..attention.partial import Partial
 from ..errors import Unsupported
 from .collectives import gathered_tokens, merge_over, partial_buffer
-from .shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
+from .shards import SUFFIX_BLOCK, Shard, order_after_gather, stored_forest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,11 +39,11 @@ class OwnTokens(NamedTuple):
 
     Attributes:
         spans: Where it stores them.
-        places: Their indices among the tokens of the pass: ``[tokens]`` int64, on the CPU.
+        indices: Of them among the tokens of the pass: ``[tokens]`` int64, on the CPU.
     """
 
     spans: Path
-    places: Tensor
+    indices: Tensor
 
 
 class SequenceParallel:
@@ -111,11 +111,11 @@ class SequenceParallel:
 
     def own_tokens(self, spans: Path) -> OwnTokens:
         """What this process stores of tokens that a pass computes for these spans, one after the other."""
-        places, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
+        indices, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
         for span in spans:
-            places.append(self.shard.places(span.start, span.stop) - span.start + before)
+            indices.append(self.shard.stored_tokens(span.start, span.stop) - span.start + before)
             before += span.length
-        return OwnTokens(joined(self.shard.span(span) for span in spans), torch.cat(places))
+        return OwnTokens(joined(self.shard.span(span) for span in spans), torch.cat(indices))
 
     def merge(self, own: Partial) -> Partial:
         """The partial over what all processes store, bitwise the same on all of them: one collective.
@@ -144,7 +144,7 @@ class SequenceParallel:
             runs: As for `shard_of`.
         """
         shard = self.shard_of(runs, span.segment)
-        order, longest = places_by_rank(shard, span.start, span.stop)
+        order, longest = order_after_gather(shard, span.start, span.stop)
         return gathered_tokens(stored.view(shard.span(span)), longest, order, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:

@@ -12,7 +12,7 @@ from hf_fastdecode.attention.forest import Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.attention.runs import PackedRuns, Run
 from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
-from hf_fastdecode.parallel.divided_pass import GatheredContexts, InPass, cut_runs, places_of
+from hf_fastdecode.parallel.divided_pass import GatheredContexts, InPass, cut_runs, tokens_of_rank
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 CONTEXT = "before"
@@ -21,14 +21,14 @@ CONTEXT = "before"
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("tokens", [0, 5, 64, 101])
 def test_ranks_compute_each_token_once_and_alike_many(tokens: int, ranks: int) -> None:
-    places = [places_of(tokens, rank, ranks) for rank in range(ranks)]
+    places = [tokens_of_rank(tokens, rank, ranks) for rank in range(ranks)]
     assert sorted(torch.cat(places).tolist()) == list(range(tokens))
     assert all(bool((own.diff() > 0).all()) for own in places)
     assert max(map(len, places)) - min(map(len, places)) <= 2
 
 
 def test_ranks_attend_to_alike_many_keys() -> None:
-    keys = [int((places_of(8000, rank, 4) + 1).sum()) for rank in range(4)]
+    keys = [int((tokens_of_rank(8000, rank, 4) + 1).sum()) for rank in range(4)]
     assert max(keys) - min(keys) < 0.001 * min(keys)
 
 
@@ -55,7 +55,7 @@ def test_parts_are_the_attention_of_the_whole(runs: list[Run], ranks: int) -> No
 
     expected = causal_attention(query, *whole, HEAD_DIM**-0.5, runs=PackedRuns(runs), stored=stored)
     for rank in range(ranks):
-        own = places_of(tokens, rank, ranks)
+        own = tokens_of_rank(tokens, rank, ranks)
         parts = cut_runs(runs, own)
         keys, values = (part[:, own] for part in whole)
         found = causal_attention(query[:, own], keys, values, HEAD_DIM**-0.5, runs=PackedRuns(parts), stored=stored)

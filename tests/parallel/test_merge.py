@@ -74,7 +74,7 @@ def test_merged_shards_keep_the_error_rule(ranks: int, dtype: torch.dtype, sinks
     for rank in range(ranks):
         shard, buffer = Shard(rank, ranks), partial_buffer(shape)
         buffer.flat.fill_(torch.nan)  # whatever is not written shows
-        own = (storage[0][:, shard.places(0, stored)], storage[1][:, shard.places(0, stored)])
+        own = (storage[0][:, shard.stored_tokens(0, stored)], storage[1][:, shard.stored_tokens(0, stored)])
         here = stored_forest(forest, lambda _, shard=shard: shard)
         part = over_forest(query, here, own, sink if shard.counts_sinks else None)
         for view, one in zip(buffer.partial, part, strict=True):
@@ -161,7 +161,7 @@ def test_steps_of_all_ranks_attend_to_all_keys(monkeypatch, ragged):
     for parallel in ranks:
         here = parallel.stored(forest, {})
         tables.append(DividedStepTables(parallel, ROWS, [0], here, CPU, OwnNodes(used=True)))
-        own = Segment._make(part[:, parallel.shard.places(0, 50)] for part in nodes)
+        own = Segment._make(part[:, parallel.shard.stored_tokens(0, 50)] for part in nodes)
         room = Segment._make(torch.full((ROWS, 2, MOST // RANKS + BLOCK, 16), torch.nan) for _ in range(2))
         layers.append(Stored(own, room))
     scoring, shorter = Scoring(0.25, sinks=torch.randn(4, generator=generator)), torch.arange(ROWS) * ragged * 3
