@@ -188,7 +188,10 @@ class Watchdog(NoWatchdog):
             except BaseException as error:
                 self._leave(error)
                 raise
-            self._leave(None)
+            else:
+                self._leave(None)
+            finally:
+                self._in_call = False  # also where the wait for peers was interrupted
 
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
@@ -306,13 +309,12 @@ class Watchdog(NoWatchdog):
         Rank 0, which may end, and the store with it, waits until they have read it.
         """
         wanted, last = self._wanted, self._beats + 3 if self._rank == 0 else 0
-        self._news.wait_for(
-            lambda: (
-                self._lost is not None
-                or (self._written >= wanted and (self._beats >= last or (self.failed is None and self._is_settled())))
-            ),
-            1.0,
-        )
+
+        def is_sent() -> bool:
+            is_read = self._is_settled() if self.failed is None else all(one.failed for one in self._peers.values())
+            return self._lost is not None or (self._written >= wanted and (is_read or self._beats >= last))
+
+        self._news.wait_for(is_sent, 1.0)
 
     def _exchange(self) -> None:
         """Body of the heartbeat thread: writes this process's heartbeat, and reads the others'."""
