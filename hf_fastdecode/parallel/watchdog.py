@@ -156,8 +156,8 @@ class Watchdog(NoWatchdog):
         # Of heartbeats, in seconds of `_now`.
         self._peers: dict[int, Heartbeat] = {}
         self._heard: dict[int, float] = {}  # when a peer's last new heartbeat was read
-        self._behind: dict[int, float] = {}  # since when a peer's error has not been raised here
-        self._time = self._answered = 0.0
+        self._behind: dict[int, float] = {}  # for how long a peer's error has not been raised here
+        self._time = self._answered = self._looked = 0.0
         self._read = monotonic()
         self._lost: tuple[float, str] | None = None  # since when the store is out of reach, and its error
         self._beats = self._wanted = self._written = 0
@@ -291,7 +291,7 @@ class Watchdog(NoWatchdog):
     def _now(self) -> float:
         """Seconds in which this process ran: while it was stopped, or held the GIL, no peer could be heard."""
         read, self._read = self._read, monotonic()
-        self._time += min(self._read - read, 2 * _IN_CALLS)
+        self._time += min(self._read - read, 2 * _BETWEEN_CALLS)
         return self._time
 
     def _is_settled(self) -> bool:
@@ -355,17 +355,19 @@ class Watchdog(NoWatchdog):
     def _look(self) -> None:
         """Give up the groups if a peer did, cannot take part in this call any more, or is silent."""
         now, mine, is_waiting = self._now(), self._heartbeat(), self._in_call or not self._is_settled()
+        # Where this process was stopped, its call gets time to leave, as the peer did.
+        step, self._looked = min(now - self._looked, 2 * _IN_CALLS), now
         limit = _SILENT if self._connection_broke else self._timeout
         for rank, peer in self._peers.items():
-            theirs, since = peer.events[-1], self._behind.pop(rank, now)
+            theirs, waited = peer.events[-1], self._behind.pop(rank, -step) + step
             if peer.failed is not None:
                 self._fail(*peer.failed)
             elif (failed := difference(self._rank, mine, rank, peer)) is not None:
                 self._fail(*failed)
             elif mine.in_call and theirs.error is not None and peer.total == mine.total + 1:
                 # This process raises the error too, or goes on to a collective; within one, it waits for the peer.
-                self._behind[rank] = since
-                if now - since > (_GRACE if self._last.communicates else self._timeout):
+                self._behind[rank] = waited
+                if waited > (_GRACE if self._last.communicates else self._timeout):
                     self._fail(rank, theirs.error)
             elif is_waiting and now - self._heard[rank] > limit:
                 closed = "its connections were closed, and " if self._connection_broke else ""
@@ -374,9 +376,9 @@ class Watchdog(NoWatchdog):
         if is_waiting and now - self._entered > self._timeout:
             self._entered = float("inf")  # once a call
             for rank in {*self._others}.difference(rank for rank, peer in self._peers.items() if peer.in_call):
-                waited = f"a call of a model has waited {self._timeout:g} s for rank {rank}"
+                what = f"a call of a model has waited {self._timeout:g} s for rank {rank}"
                 why = "which does not take part in it: every process of the model must make the same calls"
-                logger.warning("%s, %s", waited, why)
+                logger.warning("%s, %s", what, why)
 
     def _watch(self) -> None:
         """Body of the thread that aborts the groups once they are given up, and notices that the store is gone."""
