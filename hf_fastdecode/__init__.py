@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .conversion.to_slim import to_slim
     from .generation.decoding.token_log_probs import TokenLogProbs
     from .generation.report import CallReport, Report
-    from .parallel.plans import sequence_parallel_plan
+    from .parallel.groups import sequence_parallel_plan
     from .trainer_callback import FastDecodeCallback
 
 __version__ = "0.2.0"
@@ -45,7 +45,7 @@ _MODULES = {
     "embedded_folder": "assets",
     "load_embedded": "assets",
     "measure_sparsity": "conversion.sparsity",
-    "sequence_parallel_plan": "parallel.plans",
+    "sequence_parallel_plan": "parallel.groups",
     "to_slim": "conversion.to_slim",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }

@@ -22,9 +22,8 @@ from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.attention.torch_operators import decode_ops
 from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
 from hf_fastdecode.kernels.device import interpreted, triton_is_installed
-from hf_fastdecode.parallel.merge import partial_buffer
-from hf_fastdecode.parallel.sequence import SequenceParallel
-from hf_fastdecode.parallel.step_tables import DividedStepTables
+from hf_fastdecode.parallel.collectives import partial_buffer
+from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel
 
 from .cases import SUFFIX
 from .processes import Processes
@@ -120,7 +119,7 @@ def make_step(way: str, stack: Stack, processes: Processes) -> Step:
 
 def _divided(layer: StoredLayer, parallel: SequenceParallel) -> StoredLayer:
     """The layer with what this process stores of its suffixes."""
-    places = parallel.suffix_shard.places(0, SUFFIX + 1).to(layer.held.device)
+    places = parallel.suffix_shard.stored_tokens(0, SUFFIX + 1).to(layer.held.device)
     return StoredLayer(layer.held, Segment._make(part.index_select(2, places) for part in layer.suffix))
 
 

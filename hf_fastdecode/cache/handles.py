@@ -22,8 +22,7 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
-from ..parallel.contexts import GatheredContexts
-from ..parallel.divided_pass import InPass
+from ..parallel.divided_pass import GatheredContexts, InPass
 from ..parallel.sequence import window_is_not_divided
 from .layers.expanded_steps import EagerExpandedKV
 from .layout.stores import Store

@@ -19,9 +19,8 @@ from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
 from ..attention.torch_operators import Backend, TorchBackend
 from ..parallel.divided_pass import DividedPass
-from ..parallel.sequence import GATHERED_TOKENS, OwnTokens, SequenceParallel
+from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
-from ..parallel.step_tables import DividedStepTables
 from .layers.expanded import ExpandedNodes
 from .suffixes import Suffixes
 

@@ -6,7 +6,7 @@ the communication library, in a hang, or in tokens that no process would compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,8 +27,11 @@ def require_same_call(call: CallContext, given: Mapping[str, Tensor], loop: str)
         given: Tensors that `generate` was given, by name.
         loop: What decodes.
     """
-    if call.ranks.count == 1:
-        return
+    _require_same(call.model, call.ranks, lambda: _fields(call, given, loop), "generate was called differently")
+
+
+def _fields(call: CallContext, given: Mapping[str, Tensor], loop: str) -> dict[str, str]:
+    """What is compared of a call, by name."""
     fields = {"decoding loop": loop}
     fields |= {name: described(value) for name, value in given.items() if name not in call.arguments}
     fields |= {
@@ -40,20 +43,22 @@ def require_same_call(call: CallContext, given: Mapping[str, Tensor], loop: str)
     fields |= {f"enable(..., {name}=)": described(value) for name, value in vars(call.options).items()}
     cache = call.arguments.get(CACHE)
     fields[CACHE] = _of_cache(cache) if isinstance(cache, SharedContextCache) else described(cache)
-    _require_same(call.model, call.ranks, fields, "generate was called differently")
+    return fields
 
 
 def require_same_prefill(
     model: PreTrainedModel, ranks: Ranks, new_tokens: Tensor, rows: int, max_prefill_tokens: int
 ) -> None:
     """Raise ValueError on all ranks if they would prefill different tokens, or in different passes."""
-    if ranks.count > 1:
-        fields = {
+
+    def fields() -> dict[str, str]:
+        return {
             "the prompts' tokens": described(new_tokens),
             "number of prompts": described(rows),
             "max_prefill_tokens": described(max_prefill_tokens),
         }
-        _require_same(model, ranks, fields, "prefill was called differently")
+
+    _require_same(model, ranks, fields, "prefill was called differently")
 
 
 def require_same_pass(model: PreTrainedModel, ranks: Ranks, input_ids: object, queries: int) -> None:
@@ -64,25 +69,31 @@ def require_same_pass(model: PreTrainedModel, ranks: Ranks, input_ids: object, q
     Args:
         input_ids: ``[rows, queries]`` int64; embeddings are compared by their number of tokens alone.
     """
-    if ranks.count > 1:
-        fields = {"input_ids": described(input_ids), "number of tokens of a row": described(queries)}
-        _require_same(model, ranks, fields, "a forward pass was called differently")
+
+    def fields() -> dict[str, str]:
+        return {"input_ids": described(input_ids), "number of tokens of a row": described(queries)}
+
+    _require_same(model, ranks, fields, "a forward pass was called differently")
 
 
 def require_same_ends(call: CallContext, end_tokens: Tensor | None, max_length: int | None) -> None:
     """Raise ValueError on all ranks if stopping criteria end rows at other tokens or lengths on some of them."""
-    if call.ranks.count > 1:
-        fields = {"stopping_criteria's end tokens": described(end_tokens), "max_length": described(max_length)}
-        _require_same(call.model, call.ranks, fields, "generate was called differently")
+
+    def fields() -> dict[str, str]:
+        return {"stopping_criteria's end tokens": described(end_tokens), "max_length": described(max_length)}
+
+    _require_same(call.model, call.ranks, fields, "generate was called differently")
 
 
 def require_same_draws(call: CallContext, loop: str) -> None:
     """Raise ValueError on all ranks if a loop other than this package's would draw other tokens on some of them."""
-    if call.ranks.count == 1 or not call.config.do_sample:
-        return
     device = call.model.device
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    if call.ranks.differences({"random generator": described(state)}):
+
+    def generator() -> dict[str, str]:
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return {"random generator": described(state)}
+
+    if call.config.do_sample and call.ranks.differences(generator):
         raise ValueError(
             f"the random generators ({device.type}) of the {call.ranks.count} processes that compute "
             f"{type(call.model).__name__} together differ, so that this call, which {loop} decodes, would draw other "
@@ -90,7 +101,7 @@ def require_same_draws(call: CallContext, loop: str) -> None:
         )
 
 
-def _require_same(model: PreTrainedModel, ranks: Ranks, fields: dict[str, str], what: str) -> None:
+def _require_same(model: PreTrainedModel, ranks: Ranks, fields: Callable[[], dict[str, str]], what: str) -> None:
     if (found := ranks.differences(fields)) is not None:
         raise ValueError(
             f"{what} on the {ranks.count} processes that compute {type(model).__name__} together: {found}; give all "

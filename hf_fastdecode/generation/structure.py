@@ -16,7 +16,7 @@ from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import SequenceParallel
-from ..parallel.watches import watch_of
+from ..parallel.watchdog import watchdog_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .gathering import Gathering, find_gathering
@@ -74,7 +74,12 @@ class Structure:
             groups = [] if dividing is None else [dividing]
         if not groups or (dividing is None and self.gathering is not None):
             return ALONE
-        return Together(groups[0], input_device(self._model), watch_of(groups))
+        return Together(groups[0], input_device(self._model), watchdog_of(groups))
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether several processes compute the model, or divide its contexts."""
+        return self.parallel is not None or self.ranks.count > 1
 
     @property
     def gathering(self) -> Gathering | None:

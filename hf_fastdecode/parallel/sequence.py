@@ -7,7 +7,8 @@ merges that of all processes. Whatever else the model computes, each process com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -16,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import Segment, SuffixLengths
+from ..attention.kv import Scoring, Segment, SuffixLengths
+from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
+from ..attention.launch.step_tables import DescribedStep, NewTokens, StepTables
 from ..attention.partial import Partial
 from ..errors import Unsupported
-from .collectives import gathered_tokens
-from .merge import merge_over, partial_buffer
-from .shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
+from .collectives import gathered_tokens, merge_over, partial_buffer
+from .shards import SUFFIX_BLOCK, Shard, order_after_gather, stored_forest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,11 +38,11 @@ class OwnTokens(NamedTuple):
 
     Attributes:
         spans: Where it stores them.
-        places: Their indices among the tokens of the pass: ``[tokens]`` int64, on the CPU.
+        indices: Of them among the tokens of the pass: ``[tokens]`` int64, on the CPU.
     """
 
     spans: Path
-    places: Tensor
+    indices: Tensor
 
 
 class SequenceParallel:
@@ -108,11 +110,11 @@ class SequenceParallel:
 
     def own_tokens(self, spans: Path) -> OwnTokens:
         """What this process stores of tokens that a pass computes for these spans, one after the other."""
-        places, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
+        indices, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
         for span in spans:
-            places.append(self.shard.places(span.start, span.stop) - span.start + before)
+            indices.append(self.shard.stored_tokens(span.start, span.stop) - span.start + before)
             before += span.length
-        return OwnTokens(joined(self.shard.span(span) for span in spans), torch.cat(places))
+        return OwnTokens(joined(self.shard.span(span) for span in spans), torch.cat(indices))
 
     def merge(self, own: Partial) -> Partial:
         """The partial over what all processes store, bitwise the same on all of them: one collective.
@@ -141,7 +143,7 @@ class SequenceParallel:
             runs: As for `shard_of`.
         """
         shard = self.shard_of(runs, span.segment)
-        order, longest = places_by_rank(shard, span.start, span.stop)
+        order, longest = order_after_gather(shard, span.start, span.stop)
         return gathered_tokens(stored.view(shard.span(span)), longest, order, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
@@ -152,6 +154,71 @@ class SequenceParallel:
             f"a cache that is divided between {self.ranks} processes cannot be saved: each has a part of it; keep the "
             "prompts, and prefill them again"
         )
+
+
+class DividedStepTables(StepTables):
+    """As `StepTables`, of what this process stores of nodes and suffixes; attention is merged with the others'.
+
+    Args:
+        parallel: The processes.
+        rows: As for `StepTables`, likewise the others; the forest is what this process stores of the whole one.
+    """
+
+    def __init__(
+        self,
+        parallel: SequenceParallel,
+        rows: int,
+        layers: Iterable[int],
+        forest: Forest,
+        device: torch.device,
+        own_nodes: OwnNodes = NO_OWN_NODES,
+    ):
+        super().__init__(rows, layers, forest, device, own_nodes)
+        self._parallel = parallel
+        # Lengths and new tokens as `forest_decode` reads them, and the lengths of whole suffixes.
+        with torch.inference_mode(False):
+            self._divided = torch.zeros(4, rows, dtype=torch.int32, device=device)
+        self.lengths = self._divided[0]
+
+    @property
+    def _kernel_lengths(self) -> Tensor:
+        return self._divided[:3]
+
+    def _stored(self, suffixes: SuffixLengths) -> SuffixLengths:
+        return self._parallel.stored_suffixes(suffixes)
+
+    def _write_lengths(self, now: DescribedStep) -> None:
+        shard, whole = self._parallel.suffix_shard, now.suffixes.per_row
+        if whole is None:
+            whole = torch.tensor([now.suffixes.longest], dtype=torch.int32, device="cpu")
+        first, stop = shard.next_stored(whole)
+        table = torch.stack([shard.counts(whole) - now.own_tokens, first, stop, whole])
+        rows = self.rows if now.suffixes.per_row is None else len(whole)
+        self._divided[:, :rows].copy_(table, non_blocking=True)  # the host need not wait: the copy is staged
+
+    def new_tokens(self) -> NewTokens:
+        stored, first, _, whole = self._divided
+        return NewTokens(whole.long(), stored.long(), stored + (first == 0))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        new_keys: Tensor,
+        new_values: Tensor,
+        scoring: Scoring,
+        origins: Tensor | None = None,
+        other: Partial | None = None,
+        into: Partial | None = None,
+    ) -> Tensor:
+        """As `StepTables.attend`, with one collective after all that could raise; without `other` and `into`."""
+        if scoring.window is not None:
+            raise window_is_not_divided(scoring.window)
+        if scoring.sinks is not None and not self._parallel.suffix_shard.counts_sinks:
+            scoring = replace(scoring, sinks=None)
+        buffer = partial_buffer(query.shape, query.device)
+        super().attend(layer, query, new_keys, new_values, scoring, origins, into=buffer.partial)
+        return merge_over(self._parallel.group, buffer, query.dtype).out
 
 
 def window_is_not_divided(window: int) -> Unsupported:

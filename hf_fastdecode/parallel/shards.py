@@ -14,7 +14,7 @@ these are: it consists of as many runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -78,11 +78,11 @@ class Shard:
 
     def next_stored(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Of the tokens that follow the first `lengths` of a run: the first that this rank stores, and the first
-        behind it that it does not, both counted from 0.
+        after it that it does not, both counted from 0.
 
         Of the ``(ranks - 1) * block + 1`` tokens that follow the first `lengths`, it stores no others.
         """
-        ahead = (self.rank * self.block - lengths) % (self.block * self.ranks)  # to the next block's beginning
+        ahead = (self.rank * self.block - lengths) % (self.block * self.ranks)  # to the next block's start
         first = torch.where(self.stores(lengths), 0, ahead)
         return first, first + self.block - (lengths + first) % self.block
 
@@ -97,7 +97,7 @@ class Shard:
         first = self.count(span.start)
         return Span(span.segment, first, self.count(span.stop) - first)
 
-    def places(self, start: int, stop: int) -> Tensor:
+    def stored_tokens(self, start: int, stop: int) -> Tensor:
         """The tokens in ``start .. stop - 1`` that this rank stores, in order: int64, on the CPU."""
         tokens = torch.arange(start, stop, device="cpu")
         return tokens[self.stores(tokens % self.run if self.run else tokens)]
@@ -122,17 +122,28 @@ def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
 
 
 @lru_cache(maxsize=64)  # all layers of a pass gather the same spans
-def places_by_rank(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
+def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
     """Where tokens ``start .. stop - 1`` are among what all ranks store of them, each rank's part padded alike.
 
     Args:
         shard: Any rank's.
 
     Returns:
-        For each token, rank * longest + place there: ``[length]`` int64, on the CPU; and the longest part's tokens.
+        For each token, rank * longest + index there: ``[length]`` int64, on the CPU; and the longest part's tokens.
     """
-    places = [replace(shard, rank=rank).places(start, stop) - start for rank in range(shard.ranks)]
-    longest, order = max(map(len, places)), torch.empty(stop - start, dtype=torch.long, device="cpu")
-    for rank, own in enumerate(places):
-        order[own] = rank * longest + torch.arange(len(own), device="cpu")
+    return gathered_order(
+        [replace(shard, rank=rank).stored_tokens(start, stop) - start for rank in range(shard.ranks)]
+    )
+
+
+def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Where tokens are after a gather; see `order_after_gather`.
+
+    Args:
+        tokens_by_rank: Of each rank the tokens that it has, int64, each of ``0 .. length - 1`` on one rank.
+    """
+    longest, length = max(map(len, tokens_by_rank)), sum(map(len, tokens_by_rank))
+    order = torch.empty(length, dtype=torch.long, device="cpu")
+    for rank, tokens in enumerate(tokens_by_rank):
+        order[tokens] = rank * longest + torch.arange(len(tokens), device="cpu")
     return order, longest

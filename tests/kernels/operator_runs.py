@@ -149,10 +149,10 @@ def decode_divided(
     before, nodes = whole - queries, replace(shard, block=1)
     forest = stored_forest(kv.forest, lambda _: nodes)
     segments = [
-        Segment._make(part[:, nodes.places(0, part.shape[1]).to(part.device)] for part in segment)
+        Segment._make(part[:, nodes.stored_tokens(0, part.shape[1]).to(part.device)] for part in segment)
         for segment in kv.segments
     ]
-    places = [shard.places(0, int(length)).to(query.device) for length in whole]
+    places = [shard.stored_tokens(0, int(length)).to(query.device) for length in whole]
     stored = Segment(*(torch.full_like(part, torch.nan) for part in kv.suffix))
     expected = Segment(*(part.clone() for part in stored))
     for row, own in enumerate(places):

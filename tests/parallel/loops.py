@@ -1,4 +1,4 @@
-"""Decoding loops other than this package's: those of transformers on two GPUs, and one of the user's."""
+"""Decoding loops other than this package's, and errors of tokens and logits in half precision against fp64."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 
-from .exactness import lost_by, lost_by_beams
+
+def clear_model(**sizes: Any) -> PreTrainedModel:
+    """A model whose every step has a clear winner, for its head is its embedding: tokens of all ways are the same."""
+    torch.manual_seed(0)
+    usual = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    usual |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
+    config = LlamaConfig(**usual | sizes, tie_word_embeddings=False, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0) * 8)
+    return model.to(torch.bfloat16).eval()
+
 
 Action = int | Callable[[PreTrainedModel, SharedContextCache], None]
 
@@ -100,3 +111,37 @@ def _is_exact(found: torch.Tensor, stock: torch.Tensor, exact: torch.Tensor) -> 
 def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     """Whether logits in fp32 are the same but for roundings."""
     return all(torch.allclose(*two, atol=1e-4, rtol=1e-4) for two in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def exact_logits(model: PreTrainedModel, tokens: Tensor, given: dict[str, Any]) -> tuple[Tensor, float]:
+    """Logits in fp64 that the tokens after the prompts were drawn from, and PyTorch's own largest error of them.
+
+    Args:
+        tokens: ``[rows, length]`` int64, which begin with the prompts.
+        given: The call's arguments.
+    """
+    length = given["input_ids"].shape[1]
+    mask = torch.ones_like(tokens)
+    mask[:, :length] = given.get("attention_mask", mask[:, :length])
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    exact = copy.deepcopy(model).double()(**inputs).logits[:, length - 1 : -1]
+    error = (model(**inputs).logits[:, length - 1 : -1] - exact).abs().max()
+    return exact, error.item()
+
+
+def lost_by(model: PreTrainedModel, tokens: Tensor, given: dict[str, Any]) -> tuple[float, float]:
+    """By how much logits of the greedy tokens are below the largest in fp64, and PyTorch's own largest error."""
+    exact, error = exact_logits(model, tokens, given)
+    chosen = exact.gather(-1, tokens[:, given["input_ids"].shape[1] :, None])
+    return (exact.amax(-1, keepdim=True) - chosen).max().item(), error
+
+
+def lost_by_beams(model: PreTrainedModel, tokens: Tensor, stock: Tensor, given: dict[str, Any]) -> tuple[float, float]:
+    """By how much scores of sequences are below stock's in fp64, and PyTorch's own largest error of logits."""
+    scores, length = [], given["input_ids"].shape[1]
+    for sequences in (tokens, stock):
+        exact, error = exact_logits(model, sequences, given)
+        chosen = exact.log_softmax(-1).gather(-1, sequences[:, length:, None])
+        scores.append(chosen.mean(1))
+    return (scores[1] - scores[0]).max().item(), error

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_fastdecode.attention.forest import Span
+from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.attention.runs import PackedRuns, Run
 from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
-from hf_fastdecode.parallel.divided_pass import InPass, cut_runs, places_of
+from hf_fastdecode.parallel.divided_pass import GatheredContexts, InPass, cut_runs, tokens_of_rank
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16
 CONTEXT = "before"
@@ -19,14 +21,14 @@ CONTEXT = "before"
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("tokens", [0, 5, 64, 101])
 def test_ranks_compute_each_token_once_and_alike_many(tokens: int, ranks: int) -> None:
-    places = [places_of(tokens, rank, ranks) for rank in range(ranks)]
+    places = [tokens_of_rank(tokens, rank, ranks) for rank in range(ranks)]
     assert sorted(torch.cat(places).tolist()) == list(range(tokens))
     assert all(bool((own.diff() > 0).all()) for own in places)
     assert max(map(len, places)) - min(map(len, places)) <= 2
 
 
 def test_ranks_attend_to_alike_many_keys() -> None:
-    keys = [int((places_of(8000, rank, 4) + 1).sum()) for rank in range(4)]
+    keys = [int((tokens_of_rank(8000, rank, 4) + 1).sum()) for rank in range(4)]
     assert max(keys) - min(keys) < 0.001 * min(keys)
 
 
@@ -53,8 +55,27 @@ def test_parts_are_the_attention_of_the_whole(runs: list[Run], ranks: int) -> No
 
     expected = causal_attention(query, *whole, HEAD_DIM**-0.5, runs=PackedRuns(runs), stored=stored)
     for rank in range(ranks):
-        own = places_of(tokens, rank, ranks)
+        own = tokens_of_rank(tokens, rank, ranks)
         parts = cut_runs(runs, own)
         keys, values = (part[:, own] for part in whole)
         found = causal_attention(query[:, own], keys, values, HEAD_DIM**-0.5, runs=PackedRuns(parts), stored=stored)
         torch.testing.assert_close(found, expected[:, own], rtol=0, atol=1e-6)
+
+
+SPANS = [Span(number, 0, 1 + number) for number in range(4)]
+
+
+def test_every_rank_gathers_all_in_one_order() -> None:
+    orders = []
+    for asked in ([], SPANS, [SPANS[2], SPANS[0], SPANS[3]], [SPANS[1], SPANS[1]]):
+        gathered: list[Span] = []
+
+        def gather(span: Span, gathered: list[Span] = gathered) -> Segment:
+            gathered.append(span)
+            return Segment(torch.full((1,), span.segment), torch.full((1,), span.segment))
+
+        contexts = GatheredContexts(SPANS, set(asked), gather)
+        assert [int(contexts(span).keys) for span in asked] == [span.segment for span in asked]
+        contexts.finish()
+        orders.append(gathered)
+    assert orders == [SPANS] * 4

@@ -33,7 +33,7 @@ def generate(calls: Calls) -> Any:
 def closing() -> bool:
     """Whether the thread that closes communication is still at it, as it is while a graph holds the communicator."""
     end = time.monotonic() + 20
-    while any(one.name == "hf_fastdecode-peers" for one in threading.enumerate()) and time.monotonic() < end:
+    while any(one.name == "hf_fastdecode-watchdog" for one in threading.enumerate()) and time.monotonic() < end:
         gc.collect()
         time.sleep(0.1)
     return time.monotonic() >= end

@@ -21,7 +21,7 @@ from hf_fastdecode.generation.steps.cuda_graph import CaptureOptions
 from hf_fastdecode.generation.steps.pass_agreement import PassAgreement, Way
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 from hf_fastdecode.parallel import sequence
-from hf_fastdecode.parallel.agreement import Alone, NoRoomError, Together
+from hf_fastdecode.parallel.agreement import NoRoomError, Ranks, Together
 
 from .loops import close, logits_of_loop, reorder
 from .processes import Models, scenario
@@ -196,7 +196,7 @@ def failing_capture_of_a_pass(models: Models) -> Any:
         return draw(model, 0, PROMPT, **BEAMS)
 
 
-class _Ranks(Alone):
+class _Ranks(Ranks):
     """This process, and another one that answers for itself."""
 
     count = 2

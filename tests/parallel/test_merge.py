@@ -1,18 +1,24 @@
-"""Attention over contexts divided between ranks, merged, against attention over the whole in fp64."""
+"""Attention over contexts divided between ranks, merged, against attention over the whole."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_fastdecode.attention.forest import Forest
+from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
+from hf_fastdecode.attention.launch import plan
+from hf_fastdecode.attention.launch.plan import OwnNodes
 from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.failures import KernelFailedError
-from hf_fastdecode.parallel import merge
-from hf_fastdecode.parallel.merge import merged, partial_buffer
+from hf_fastdecode.parallel import collectives, sequence
+from hf_fastdecode.parallel.collectives import PartialBuffer, merged, partial_buffer
+from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, random_forest
@@ -68,7 +74,7 @@ def test_merged_shards_keep_the_error_rule(ranks: int, dtype: torch.dtype, sinks
     for rank in range(ranks):
         shard, buffer = Shard(rank, ranks), partial_buffer(shape)
         buffer.flat.fill_(torch.nan)  # whatever is not written shows
-        own = (storage[0][:, shard.places(0, stored)], storage[1][:, shard.places(0, stored)])
+        own = (storage[0][:, shard.stored_tokens(0, stored)], storage[1][:, shard.stored_tokens(0, stored)])
         here = stored_forest(forest, lambda _, shard=shard: shard)
         part = over_forest(query, here, own, sink if shard.counts_sinks else None)
         for view, one in zip(buffer.partial, part, strict=True):
@@ -110,10 +116,67 @@ def test_a_kernel_that_fails_leaves_the_merge_to_pytorch(monkeypatch: pytest.Mon
     def fail(*given: Tensor) -> None:
         raise KernelFailedError("no compiler")
 
-    monkeypatch.setattr(merge, "gathered", lambda *_: by_rank)
-    monkeypatch.setattr(merge, "_by_kernel", lambda _: True)
+    monkeypatch.setattr(collectives, "gathered", lambda *_: by_rank)
+    monkeypatch.setattr(collectives, "_by_kernel", lambda _: True)
     monkeypatch.setattr(ranks, "merge_ranks", fail)
     for dtype in (torch.float32, torch.bfloat16):
-        found, expected = merge.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
+        found, expected = collectives.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
         assert torch.equal(found.out, expected.out.to(dtype))
         assert torch.equal(found.lse, expected.lse)
+
+
+CPU = torch.device("cpu")
+ROWS, RANKS, BLOCK, MOST = 3, 2, 4, 24
+
+
+class Stored:
+    """A layer's keys and values."""
+
+    def __init__(self, nodes: Segment, suffix: Segment):
+        self.segments, self.suffix, self.version = {0: nodes}, suffix, object()
+
+
+def rank(number: int) -> SequenceParallel:
+    """One of the processes, without communication."""
+    parallel = SequenceParallel(SimpleNamespace(rank=lambda: number, size=lambda: RANKS))
+    assert parallel.suffix_shard.block == BLOCK
+    return parallel
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+def test_steps_of_all_ranks_attend_to_all_keys(monkeypatch, ragged):
+    """Suffixes grow into own nodes, of unequal lengths."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("hf_fastdecode.parallel.sequence.SUFFIX_BLOCK", BLOCK)
+    monkeypatch.setattr(plan, "STEP", 8)
+    buffers: list[PartialBuffer] = []
+    monkeypatch.setattr(sequence, "merge_over", lambda group, buffer, dtype: buffers.append(buffer) or buffer.partial)
+    generator = torch.Generator().manual_seed(0)
+    nodes = Segment(*torch.randn(2, 2, 50, 16, generator=generator))
+    tokens = Segment(*torch.randn(2, ROWS, 2, MOST, 16, generator=generator))
+    forest = Forest(ROWS, [Node(Span(0, 0, 30), 0, ROWS), Node(Span(0, 30, 1), 1, 1, 1)])
+    ranks = [rank(number) for number in range(RANKS)]
+    tables, layers = [], []
+    for parallel in ranks:
+        here = parallel.stored(forest, {})
+        tables.append(DividedStepTables(parallel, ROWS, [0], here, CPU, OwnNodes(used=True)))
+        own = Segment._make(part[:, parallel.shard.stored_tokens(0, 50)] for part in nodes)
+        room = Segment._make(torch.full((ROWS, 2, MOST // RANKS + BLOCK, 16), torch.nan) for _ in range(2))
+        layers.append(Stored(own, room))
+    scoring, shorter = Scoring(0.25, sinks=torch.randn(4, generator=generator)), torch.arange(ROWS) * ragged * 3
+    for before in range(MOST - 1):
+        lengths = (before - shorter).clamp_min(0)
+        given = SuffixLengths(before, lengths.int() if ragged else None, int(lengths.min()))
+        query = torch.randn(ROWS, 4, 1, 16, generator=generator)
+        new = [part[torch.arange(ROWS), :, lengths][:, :, None] for part in tokens]
+        buffers.clear()
+        for parallel, table, layer in zip(ranks, tables, layers, strict=True):
+            table.follow(parallel.stored(forest, {}), given, {0: layer})
+            table.attend(0, query, *new, scoring)
+        found = merged(torch.stack([buffer.flat for buffer in buffers]), query.shape)
+        kv = ForestKV(forest, {0: nodes}, tokens, (lengths + 1).tolist())
+        out, lse = reference.forest_attention(query, kv, 0.25, sinks=scoring.sinks)
+        torch.testing.assert_close(found.out, out.float(), atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(found.lse, lse.float(), atol=2e-6, rtol=2e-6)
+    assert all(len(table.forest.nodes) > 2 for table in tables)  # own nodes among them

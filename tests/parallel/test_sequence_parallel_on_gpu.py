@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 
-from .exactness import lost_by
-from .loops import loops_on_gpu, require_captured_loops
+from .loops import clear_model, loops_on_gpu, lost_by, require_captured_loops
 from .processes import Models, Seen, run_scenarios, scenario
-from .scenarios import split_model
+from .scenarios import same_value, split_model
 
 LONG = 1500
 """Tokens of a prompt whose prefill two GPUs divide."""
@@ -27,15 +26,8 @@ FED = 300
 """Tokens of a prompt that passes and steps append: several blocks of a suffix on each GPU."""
 
 
-def make_model(models: Models, **sizes: Any) -> PreTrainedModel:
-    """A model whose every step has a clear winner, for its head is its embedding: tokens of all ways are the same."""
-    torch.manual_seed(0)
-    usual = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    usual |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096}
-    config = LlamaConfig(**usual | sizes, tie_word_embeddings=False, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0) * 8)
-    return model.to(torch.bfloat16).eval().to(f"cuda:{models.rank}")
+def make_model(models: Models, kv_heads: int = 2) -> PreTrainedModel:
+    return clear_model(num_key_value_heads=kv_heads).to(f"cuda:{models.rank}")
 
 
 def prompts(models: Models, length: int, rows: int) -> dict[str, Tensor]:
@@ -96,7 +88,7 @@ def sequence_seeds(models: Models) -> Any:
 
 @scenario
 def sequence_slim(models: Models) -> Any:
-    model = make_model(models, num_key_value_heads=8)
+    model = make_model(models, kv_heads=8)
     text = torch.randint(3, 512, (1024,), generator=torch.Generator().manual_seed(5))
     slim, found = to_slim(model, text), []
     given = prompts(models, LONG, 4) | {"do_sample": False, "max_new_tokens": 16}
@@ -133,7 +125,7 @@ def sequence_errors(models: Models) -> Any:
 @scenario
 def sequence_and_weights(models: Models) -> Any:
     """Weights of all but the attention heads are split between the same GPUs, with communications in one graph."""
-    alone = make_model(models, num_key_value_heads=1)
+    alone = make_model(models, kv_heads=1)
     given = prompts(models, LONG, 8) | {"do_sample": False, "max_new_tokens": 24}
     stock, model, found = alone.generate(**given), split_model(alone), []
     for mode in ("eager", "graph"):
@@ -161,7 +153,7 @@ def sequence_loops(models: Models) -> Any:
 
 @scenario
 def sequence_loops_and_weights(models: Models) -> Any:
-    alone = make_model(models, num_key_value_heads=1)
+    alone = make_model(models, kv_heads=1)
     return loops_on_gpu(split_model(alone), alone, sequence_parallel="auto")
 
 
@@ -173,17 +165,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]
     return run_scenarios(["test_sequence_parallel_on_gpu"], {}, out, backend="nccl")
 
 
-def both(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
-    first, second = seen[name]
-    assert (first.error, second.error) == ("", ""), first.trace + second.trace
-    assert first.value == second.value
-    return first.value
-
-
 @pytest.mark.gpu
 def test_eager_and_captured_steps_draw_the_best_tokens(seen):
     """In half precision they are within the errors of logits that are twice PyTorch's."""
-    found = both(seen, "sequence_greedy")
+    found = same_value(seen, "sequence_greedy")
     for name, (same, (lost, error), path, mode, captures, tokens) in found.items():
         assert same, name
         assert lost <= 4 * error, name
@@ -193,7 +178,7 @@ def test_eager_and_captured_steps_draw_the_best_tokens(seen):
 
 @pytest.mark.gpu
 def test_long_answers(seen):
-    found = both(seen, "sequence_long_answers")
+    found = same_value(seen, "sequence_long_answers")
     assert [mode for _, mode, _ in found] == ["eager", "graph"]
     for (lost, error), _, tokens in found:
         assert lost <= 4 * error
@@ -202,33 +187,35 @@ def test_long_answers(seen):
 
 @pytest.mark.gpu
 def test_rank_0_draws_for_all(seen):
-    found = both(seen, "sequence_seeds")
+    found = same_value(seen, "sequence_seeds")
     assert [one[1:] for one in found] == [["graph", "hf", True], ["graph", "fast", True]]
 
 
 @pytest.mark.gpu
 def test_slim_layers(seen):
-    assert both(seen, "sequence_slim") == [[True, "eager"], [True, "graph"]]
+    assert same_value(seen, "sequence_slim") == [[True, "eager"], [True, "graph"]]
 
 
 @pytest.mark.gpu
 def test_errors_are_at_most_twice_those_of_pytorch(seen):
     """And logits are the same to the bit on both GPUs."""
-    for ours, pytorch, _ in both(seen, "sequence_errors"):
+    for ours, pytorch, _ in same_value(seen, "sequence_errors"):
         assert 0 < ours <= 2 * pytorch
 
 
 @pytest.mark.gpu
 def test_weights_split_between_the_same_gpus(seen):
-    assert both(seen, "sequence_and_weights") == [[[True, True], mode, "sequence"] for mode in ("eager", "graph")]
+    assert same_value(seen, "sequence_and_weights") == [
+        [[True, True], mode, "sequence"] for mode in ("eager", "graph")
+    ]
 
 
 @pytest.mark.gpu
 def test_beams(seen):
-    assert both(seen, "sequence_beams") == [True, "shared"]
+    assert same_value(seen, "sequence_beams") == [True, "shared"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sequence_loops", "sequence_loops_and_weights"])
 def test_other_loops_replay_captured_passes(seen, name):
-    require_captured_loops(both(seen, name))
+    require_captured_loops(same_value(seen, name))

@@ -16,11 +16,10 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.prompts import start
 
 from ..tiny_models import ragged_prompts, tiny_model
 from .processes import Models, add_scenario, scenario
-from .scenarios import by_pytorch, raising, reason, same_value, values
+from .scenarios import by_pytorch, raising, reason, same_value
 from .sequence_calls import GREEDY, TEXT, ones, text
 
 
@@ -52,22 +51,6 @@ def gathered_parameters(models: Models) -> Any:
 @by_pytorch
 def split_heads(models: Models) -> Any:
     return compared(models.split["llama"])
-
-
-@scenario
-@by_pytorch
-def refused_by_one(models: Models) -> Any:
-    model = tiny_model()
-    with raising(1, models, start, "check_prompts", Unsupported("it cannot share")):
-        return compared(model)
-
-
-@scenario
-@by_pytorch
-def failed_on_one(models: Models) -> Any:
-    model = tiny_model()
-    with raising(1, models, start, "check_prompts", KeyError("no prompt")):
-        return compared(model)
 
 
 @scenario
@@ -110,6 +93,10 @@ DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
         lambda model, rank: model.generate(**text(), max_new_tokens=8 + rank),
         "max_new_tokens is 8 on rank 0 and 9 on rank 1",
     ),
+    "end tokens": (
+        lambda model, rank: model.generate(**text(), **GREEDY, eos_token_id=[5, 6 + rank]),
+        "eos_token_id is [5, 6] on rank 0 and [5, 7] on rank 1",
+    ),
     "prefill": (
         lambda model, rank: fd.prefill(model, TEXT[:, : 80 + rank]),
         "the prompts' tokens is int64 [80] with content",
@@ -134,7 +121,7 @@ DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     ),
     "beam draws": (
         lambda model, rank: model.generate(**text(), max_new_tokens=4, num_beams=2, do_sample=True),
-        "transformers.set_seed(0)",
+        "the random generators (cpu) of the 2 processes",
     ),
     "stock draws": (
         lambda model, rank: model.generate(**text(), max_new_tokens=4, do_sample=True, use_cache=False),
@@ -217,20 +204,6 @@ def test_models_that_run_stock(seen, name, why):
     same, path = same_value(seen, name)
     assert same
     assert path.startswith(f"stock: {why}")
-
-
-def test_what_one_process_refuses_all_run_stock(seen):
-    first, second = values(seen, "refused_by_one")
-    assert first == [True, "stock: on rank 1, it cannot share"]
-    assert second == [True, "stock: it cannot share"]
-
-
-def test_an_error_of_one_process_ends_the_call_on_all(seen):
-    first, second = seen["failed_on_one"]
-    assert second.error == "KeyError: 'no prompt'"
-    assert first.error.startswith(
-        "PeerFailedError: rank 1, with which this process computes the model, failed: KeyErr"
-    )
 
 
 def test_windows_that_hide_tokens_are_refused(seen):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastdecode.attention.forest import Forest, Span
-from hf_fastdecode.parallel.shards import SUFFIX_BLOCK, Shard, places_by_rank, stored_forest
+from hf_fastdecode.parallel.shards import SUFFIX_BLOCK, Shard, order_after_gather, stored_forest
 
 from ..attention.forests import PROPERTY, random_forest, tokens
 
@@ -36,7 +36,7 @@ def test_ranks_store_every_token_of_a_path_once(forest, ranks, block, run):
     if run is not None:  # a segment made of suffixes, of one of which each span is
         forest = Forest.from_paths([tuple(one for span in path for one in cut(span, run)) for path in forest.paths])
     shards = [Shard(rank, ranks, block, run) for rank in range(ranks)]
-    places = [shard.places(0, longest).tolist() for shard in shards]  # from a rank's storage to the whole run
+    places = [shard.stored_tokens(0, longest).tolist() for shard in shards]  # from a rank's storage to the whole run
     local = stored(forest, shards)
     for row, path in enumerate(forest.paths):
         found = [
@@ -74,7 +74,7 @@ def test_what_is_appended_goes_behind_what_a_rank_has(first, second, ranks, bloc
         before, after = shard.span(Span(0, 0, first)), shard.span(Span(0, first, second))
         assert (before.start, before.stop, after.stop) == (0, after.start, shard.count(first + second))
         owned = [token for token in range(first, first + second) if token // block % ranks == rank]
-        assert shard.places(first, first + second).tolist() == owned
+        assert shard.stored_tokens(first, first + second).tolist() == owned
         assert after.length == len(owned)
 
 
@@ -84,9 +84,9 @@ def test_what_is_appended_goes_behind_what_a_rank_has(first, second, ranks, bloc
 )
 def test_the_whole_is_what_ranks_have_in_order(start, length, ranks, block, run):
     whole = torch.randn(start + length)
-    order, longest = places_by_rank(Shard(0, ranks, block, run), start, start + length)
+    order, longest = order_after_gather(Shard(0, ranks, block, run), start, start + length)
     shards = [Shard(rank, ranks, block, run) for rank in range(ranks)]
-    parts = [whole[shard.places(start, start + length)] for shard in shards]
+    parts = [whole[shard.stored_tokens(start, start + length)] for shard in shards]
     gathered = torch.cat([torch.nn.functional.pad(part, (0, longest - len(part))) for part in parts])
     assert torch.equal(gathered[order], whole[start:])
 
@@ -105,7 +105,7 @@ def test_suffixes_grow_where_ranks_store_them(lengths, ranks, block):
         assert torch.equal(own, shard.stores(before[:, None] + new))
         assert shard.counts(before).tolist() == [shard.count(length) for length in lengths]
         for length in lengths:
-            assert shard.positions(shard.count(length)).tolist() == shard.places(0, length).tolist()
+            assert shard.positions(shard.count(length)).tolist() == shard.stored_tokens(0, length).tolist()
         stored_by += own
     assert bool((stored_by == 1).all())
 

@@ -10,18 +10,16 @@ from unittest import mock
 import pytest
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import first_pass, start
 from hf_fastdecode.generation.steps.call_lock import LockHolder
 from hf_fastdecode.generation.steps.captures import Captures
 from hf_fastdecode.parallel.agreement import Together
-from hf_fastdecode.parallel.failure import PeerWatch
+from hf_fastdecode.parallel.watchdog import Watchdog
 
 from .processes import Models, scenario
 from .scenarios import (
     GREEDY,
-    PROMPT,
     PROMPTS,
     capturing,
     draw,
@@ -52,34 +50,9 @@ def calls_of_threads(models: Models) -> Any:
 
 
 @scenario
-def other_prompts(models: Models) -> Any:
-    with fd.enabled(models.split["llama"]) as model:
-        return draw(model, 0, (PROMPTS + models.rank).contiguous(), **GREEDY)
-
-
-@scenario
 def other_options(models: Models) -> Any:
     with fd.enabled(models.split["llama"], min_shared_tokens=32 + models.rank) as model:
         return draw(model, 0, PROMPTS, **GREEDY)
-
-
-@scenario
-def other_end_tokens(models: Models) -> Any:
-    with fd.enabled(models.split["llama"]) as model:
-        return draw(model, 0, PROMPTS, **GREEDY, eos_token_id=[5, 6 + models.rank])
-
-
-@scenario
-def other_cache(models: Models) -> Any:
-    with fd.enabled(models.split["llama"]) as model:
-        long, short = fd.prefill(model, PROMPT), fd.prefill(model, PROMPT[:, :80])
-        return draw(model, 0, PROMPTS, **GREEDY, **{CACHE: (long, short)[models.rank]})
-
-
-@scenario
-def other_prefill(models: Models) -> Any:
-    with fd.enabled(models.split["llama"]) as model:
-        return fd.prefill(model, PROMPT[:, : 80 + models.rank]).rows
 
 
 @scenario
@@ -141,7 +114,7 @@ def comparisons(models: Models) -> Any:
                     if refuses:
                         stack.enter_context(raising(1, models, where, "check_prompts", refused))
                     asked = [stack.enter_context(_counting(name)) for name in ("first", "smallest", "_gathered")]
-                    asked.append(stack.enter_context(_counting("enter_foreign_loop", PeerWatch)))
+                    asked.append(stack.enter_context(_counting("enter_foreign_loop", Watchdog)))
                     draw(model, 0, **arguments)
                 found[loop, refuses] = *[one.call_count for one in asked], reason(model)[:6]
     return list(found.values())
@@ -170,11 +143,7 @@ def prefill_begun_on_one_rank(models: Models) -> Any:
     ("name", "field"),
     [
         ("other_lengths", "max_new_tokens is 8 on rank 0 and 9 on rank 1"),
-        ("other_prompts", "inputs is int64 [4, 87] with content"),
         ("other_options", "enable(..., min_shared_tokens=) is 32 on rank 0 and 33 on rank 1"),
-        ("other_end_tokens", "eos_token_id is [5, 6] on rank 0 and [5, 7] on rank 1"),
-        ("other_cache", "is SharedContextCache(Forest("),
-        ("other_prefill", "the prompts' tokens is int64 [80] with content"),
     ],
 )
 def test_the_field_that_differs_is_named_on_all_ranks(seen, name, field):

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import graph_capture
 
-from .loops import loops_on_gpu, require_captured_loops
+from .loops import clear_model, loops_on_gpu, require_captured_loops
 from .processes import Models, Seen, run_scenarios, scenario
+from .scenarios import same_value
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 16, "max_new_tokens": 64}
 
@@ -120,22 +120,11 @@ def failed_capture_of_passes(models: Models) -> Any:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, tie_word_embeddings=False, pad_token_id=0))
-    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data.roll(1, 0) * 8)
     folder = tmp_path_factory.mktemp("llama")
-    model.to(torch.bfloat16).save_pretrained(folder)
+    clear_model().save_pretrained(folder)
     return run_scenarios(
         ["test_tensor_parallel_on_gpu"], {"llama": folder}, tmp_path_factory.mktemp("seen"), backend="nccl"
     )
-
-
-def same_value(seen: dict[str, tuple[Seen, ...]], name: str) -> Any:
-    assert [one.error for one in seen[name]] == ["", ""], [one.trace for one in seen[name]]
-    assert seen[name][0] == seen[name][1]
-    return seen[name][0].value
 
 
 @pytest.mark.gpu

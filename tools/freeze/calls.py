@@ -14,7 +14,7 @@ from transformers import PreTrainedModel as Model
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
-from hf_fastdecode.kernels.installed import triton_is_installed
+from hf_fastdecode.kernels.device import triton_is_installed
 from tests.architectures.classes import tiny_model_of
 from tests.generation.mllama_calls import mllama
 from tests.generation.mllama_calls import prompts as mllama_prompts

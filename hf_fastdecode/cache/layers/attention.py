@@ -135,7 +135,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             for span in spans:
                 self.storage.segment(span.segment, self.state.stored_length(span.segment), new)
             if (kept := self.state.own_tokens) is not None:
-                places = kept.places.to(new.keys.device)
+                places = kept.indices.to(new.keys.device)
                 spans, new = kept.spans, Segment._make(part.index_select(1, places) for part in new)
             self.storage.write_nodes(spans, new)
             if given is not None:

@@ -67,8 +67,6 @@ class Decisions:
 
     def drawn(self, drawn: Drawn) -> Drawn:
         """What rank 0 has drawn; scores and logits stay this process's, which are the same."""
-        if self.ranks.count == 1:
-            return drawn
         logprobs = drawn.logprobs
         if logprobs is not None and self.keeps_logprobs:
             logprobs = self.ranks.first(logprobs)

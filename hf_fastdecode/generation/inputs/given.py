@@ -120,7 +120,7 @@ class GivenInputs:
             raise Unsupported(
                 f"the argument {name!r} is not accelerated where positions are not those of tokens alone"
             )
-        if structure.parallel is not None or structure.ranks.count > 1:
+        if structure.spans_processes:
             raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
         self._check_steps(model)
 

@@ -45,7 +45,6 @@ def decode(
         begin_compiling_sampler(call, logits_processor, input_ids)
         with call_passes(call) as passes:
             with call.or_stock():
-                call.ranks.watch.at("prefill")
                 start = start_shared(call, passes, input_ids)
             if not call.runs_stock:
                 if is_compiled_in_place(model):
@@ -53,7 +52,6 @@ def decode(
                         "model.compile() does not apply to passes with shared context, which run uncompiled; "
                         "on a GPU they are captured in CUDA graphs"
                     )
-                call.ranks.watch.at("decoding")
                 return _for_callers(
                     model,
                     decode_shared(
@@ -63,7 +61,7 @@ def decode(
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         require_same_draws(call, "transformers")
-        call.ranks.watch.enter_foreign_loop()
+        call.ranks.watchdog.enter_foreign_loop()
     if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
         active_call.give_back(model_kwargs)
     elif active_call is not None and active_call.inputs is not None:

@@ -79,7 +79,7 @@ def _forward_shared(
         own = cache.state.tensors_of_pass is not None  # by transformers' own attention
         passing = nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries)))
         alike = cache.all_or_nothing(rows, queries)
-        with structure.ranks.watch.running_pass(model_state.options.peer_timeout), passing, alike:
+        with structure.ranks.watchdog.running_pass(model_state.options.peer_timeout), passing, alike:
             if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
                 require_same_pass(model, structure.ranks, input_ids, queries)
             if cache.state.met is None or cache.state.met() is not model:

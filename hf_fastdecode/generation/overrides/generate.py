@@ -15,8 +15,9 @@ from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, reason_of
+from ...parallel.agreement import ALONE
 from ...parallel.groups import in_several_processes
-from ...parallel.unwatched import UNWATCHED, Unwatched
+from ...parallel.watchdog import NoWatchdog
 from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
 from ..forward_pass import forget_offset, left_out
@@ -84,7 +85,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
-        call.ranks.watch.enter_foreign_loop()
+        call.ranks.watchdog.enter_foreign_loop()
         return prepare()
     if loop is None:
         assert active_call is not None  # for the loop is ours
@@ -143,7 +144,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
         try:
-            with _watch(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
+            with _watchdog(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
                 if may_share and isinstance(cache_in(kwargs), SharedContextCache):
                     forget_offset(model)
                 if ours:
@@ -225,13 +226,12 @@ def _why_unseen(model: PreTrainedModel, loop: object) -> str:
     return f"{why}; enable the parts that generate, and explain them: {', '.join(parts)}" if parts else why
 
 
-def _watch(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> Unwatched:
-    """What ends this call when another process of the model fails."""
-    if not may_share or not in_several_processes():
-        return UNWATCHED
-    watch = structure_of_call(model_state, model).ranks.watch
-    watch.frees(model_state.captures)
-    return watch
+def _watchdog(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> NoWatchdog:
+    """Ends this call when another process of the model fails."""
+    is_alone = not may_share or not in_several_processes()
+    watchdog = (ALONE if is_alone else structure_of_call(model_state, model).ranks).watchdog
+    watchdog.frees(model_state.captures)
+    return watchdog
 
 
 def _begin_prefill(

@@ -142,7 +142,7 @@ class FirstPassPrompts:
         """Have the loop go on as in stock, where other calls may use the model's captures."""
         self.call.state.captures.end_ahead(self.call.scope)
         self.call.config.prefill_chunk_size = self.chunk
-        self.call.ranks.watch.enter_foreign_loop()
+        self.call.ranks.watchdog.enter_foreign_loop()
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any], held: ExitStack) -> Any:
         """The first pass's output; `held` then has what is held until the call's end."""

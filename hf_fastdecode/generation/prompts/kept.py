@@ -48,7 +48,7 @@ Prompts = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompts) -> SharedContextCache:
     """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
     structure = model_state.structure_of(model)
-    with structure.ranks.watch.call("prefill", model_state.options.peer_timeout):
+    with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
         if _holds_images(inputs, model):
             return _prefill_with_images(model, model_state, inputs)
         return _prefill_text(model, structure, model_state.options, inputs)

@@ -154,15 +154,15 @@ def planned_alike(call: CallContext, make: Callable[[], Plan]) -> Plan:
 
 
 def _same_plans(call: CallContext, planned: Planned) -> bool:
-    if call.ranks.count == 1:
-        return True
-    paths = planned.plan.forest.paths
-    fields = {
-        "new tokens": described(planned.plan.new_tokens),
-        "reused": described(planned.found.prompts.reused_lengths),
-        # Processes that divide nodes gather what is stored span by span.
-        "stored": described([[(span.start, span.length) for span in path] for path in dict.fromkeys(paths)]),
-    }
+    def fields() -> dict[str, str]:
+        paths = dict.fromkeys(planned.plan.forest.paths)
+        return {
+            "new tokens": described(planned.plan.new_tokens),
+            "reused": described(planned.found.prompts.reused_lengths),
+            # Processes that divide nodes gather what is stored span by span.
+            "stored": described([[(span.start, span.length) for span in path] for path in paths]),
+        }
+
     return call.ranks.differences(fields) is None
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.active_passes import RowLengths
-from ...errors import PeerFailedError, Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
-from ...parallel.agreement import ALONE, PassFailedError, Ranks, error_text
+from ...parallel.agreement import ALONE, Ranks
 from ..fused.largest import LargestOfFew
 from ..fused.sums import WaitingSums
 from ..structure import Structure
@@ -51,22 +50,6 @@ def pass_context(
         yield
 
 
-@contextmanager
-def pass_before_capture(ranks: Ranks) -> Iterator[None]:
-    """Context of a pass that processes compute together: errors end the call, but `Unsupported`, which all raise."""
-    try:
-        yield
-    except (Unsupported, PeerFailedError):
-        raise
-    except Exception as error:
-        if ranks.count == 1:
-            raise
-        raise PassFailedError(
-            f"a forward pass failed before its capture, in which the other processes of the model may wait "
-            f"({error_text(error)}); use mode='eager'"
-        ) from error
-
-
 def _on_any(ranks: Ranks, holds: bool) -> bool:
     return ranks.all(not holds) == [False]
 
@@ -98,7 +81,7 @@ class CapturedGraph:
         with CAPTURING, context(), torch.cuda.device(device):
             stream = capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), pass_before_capture(ranks):
+            with torch.cuda.stream(stream), ranks.pass_before_capture():
                 sizes = [output.nbytes for output in compiled_ahead(run, device, partial(_on_any, ranks))]
             torch.cuda.current_stream().wait_stream(stream)
             with ranks.together():  # what is recorded communicates at replays only
@@ -109,7 +92,7 @@ class CapturedGraph:
                     outputs = run()
         self._graph = graph
         self._outputs = tuple(map(unowned, outputs))
-        ranks.watch.frees(self)
+        ranks.watchdog.frees(self)
 
     def clear(self) -> None:
         """Free the graph, whoever refers to it; no replay follows. A communicator closes once no graph holds it."""

@@ -78,7 +78,7 @@ def forest_rotation(
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     places = (first + torch.arange(count, device=device)).view(-1, count)
-    slots = cache.state.suffix_shard.places(0, before.longest + count).to(device)[None]
+    slots = cache.state.suffix_shard.stored_tokens(0, before.longest + count).to(device)[None]
     if not takes_kernels(cache.state.backend, device):
         return Rotation(position_ids, tokens, tables(slots), tables(places))
     keys, kernel = _of_slots(tables, slots)
