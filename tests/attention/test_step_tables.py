@@ -10,7 +10,6 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
-from hf_fastdecode.attention.launch import plan as own_nodes
 from hf_fastdecode.attention.launch import plan as plans
 from hf_fastdecode.attention.launch import step_tables
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
@@ -120,7 +119,7 @@ def test_tables_follow_trees_read_in_chains(monkeypatch, used):
     """Two trees of short nodes in the same tables, while suffixes grow: what is read in chains differs."""
     config = Config(16, block_n=16, overlap=False, chain=3, suffix=SuffixConfig(merge=2))
     monkeypatch.setattr(plans, "decode_config", lambda *args, **options: config)
-    monkeypatch.setattr(own_nodes, "STEP", 8)
+    monkeypatch.setattr(plans, "STEP", 8)
     generator = torch.Generator().manual_seed(0)
     nodes = Segment(*torch.randn(2, 2, 90, 16, generator=generator))
     suffix = Segment(*torch.randn(2, 8, 2, 40, 16, generator=generator))
@@ -242,7 +241,7 @@ def test_addresses_are_those_of_the_nodes_views():
 @pytest.fixture
 def stepping(monkeypatch):
     """Tables whose own nodes grow by four tokens, and a step that compares with PyTorch's attention."""
-    monkeypatch.setattr(own_nodes, "STEP", 4)
+    monkeypatch.setattr(plans, "STEP", 4)
     rows, room, context = 3, 32, 20
     query, new = torch.randn(rows, 4, 1, 16), Segment(torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16))
     shared = Segment(torch.randn(2, context, 16), torch.randn(2, context, 16))
@@ -299,7 +298,7 @@ def test_launch_parameters_stay_while_own_nodes_grow(stepping, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 def test_own_nodes_of_rows_of_different_lengths(monkeypatch):
     """As long as the shortest suffix allows."""
-    monkeypatch.setattr(own_nodes, "STEP", 4)
+    monkeypatch.setattr(plans, "STEP", 4)
     rows, lengths = 3, torch.tensor([9, 14, 6], dtype=torch.int32)
     query, new = torch.randn(rows, 4, 1, 16), Segment(torch.randn(rows, 2, 1, 16), torch.randn(rows, 2, 1, 16))
     suffixes = Segment(torch.randn(rows, 2, 32, 16), torch.randn(rows, 2, 32, 16))

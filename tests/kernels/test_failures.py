@@ -21,7 +21,6 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.forest_decode import api, config
-from hf_fastdecode.kernels.forest_decode import api as nodes
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.sampling import api as sampling
 
@@ -74,7 +73,7 @@ def tokens(model):
 
 
 @pytest.mark.usefixtures("by_kernels")
-@pytest.mark.parametrize(("module", "name"), [(nodes, "node_partials"), (api, "attend_suffixes")])
+@pytest.mark.parametrize(("module", "name"), [(api, "node_partials"), (api, "attend_suffixes")])
 @pytest.mark.parametrize(("mode", "after"), [("eager", 0), ("eager", 3), ("captured", 1)])
 def test_pytorch_takes_the_place_of_the_kernels(mode, after, module, name, monkeypatch, caplog):
     """Also in the middle of a step, when the kernels of other layers have appended to their suffixes: two layers

@@ -16,7 +16,6 @@ from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.slim_decode import api
-from hf_fastdecode.kernels.slim_decode import api as launches
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 from hf_fastdecode.patches.layers.slim_values import SlimValues
@@ -190,7 +189,7 @@ def test_two_launches_take_the_place_of_clusters_that_fail(monkeypatch):
         return clusters if failures.failure(Kernel.CLUSTER, device) is None else small()
 
     monkeypatch.setattr(failures, "_failures", {})
-    monkeypatch.setattr(launches, "_on_clusters", fail)
+    monkeypatch.setattr(api, "_on_clusters", fail)
     monkeypatch.setattr(api, "choose_config", choose)
     problem.check(problem.run())
     assert "on clusters cannot run on cpu: RuntimeError: no NVRTC" in failures.failure(Kernel.CLUSTER, device)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.kernels.slim_decode import api, cluster
-from hf_fastdecode.kernels.slim_decode import api as launches
 from hf_fastdecode.kernels.slim_decode.cluster import ClusterShape
 
 CLUSTERS = 2
@@ -111,5 +110,5 @@ def _compiled(shape: ClusterShape, folder: Path) -> _Kernel:
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let `slim_decode` run its kernel on clusters on a CPU; it is compiled in a folder."""
     monkeypatch.setattr(cluster, "tensor_map", _tensor_map)
-    monkeypatch.setattr(launches, "cluster_kernel", lambda shape, _: (_compiled(shape, folder), CLUSTERS))
+    monkeypatch.setattr(api, "cluster_kernel", lambda shape, _: (_compiled(shape, folder), CLUSTERS))
     monkeypatch.setattr(api, "_has_clusters", lambda _: True)
