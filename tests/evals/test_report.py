@@ -309,7 +309,7 @@ def test_few_columns_are_enough(tmp_path):
         ("way,mode,n\n", "must have the columns .*, got none named 'device'"),
         ("", "got none named 'way'"),
         (HEAD + "ours,eager,1,CPU,1.5\n", "line 2: way must be one of shared, stock, got 'ours'"),
-        (HEAD + "shared,fast,1,CPU,1.5\n", "mode must be one of eager, graph, compile, got 'fast'"),
+        (HEAD + "shared,fast,1,CPU,1.5\n", "mode must be one of eager, graph, got 'fast'"),
         (HEAD + "shared,eager,x,CPU,1.5\n", "n must be a whole number, got 'x'"),
         (HEAD + "shared,eager,0,CPU,1.5\n", "n must be a whole number of at least 1, got '0'"),
         (HEAD + "shared,eager,,CPU,1.5\n", "n must be a whole number of at least 1, got ''"),

@@ -211,7 +211,7 @@ def test_each_device_has_its_panels(tmp_path, drawn):
     assert len(drawn[0]) == 8
     assert set(lines_of(drawn[0]["latency against n on H200"])) == {
         "hf_fastdecode, eager",
-        "hf_fastdecode, compile",
+        "hf_fastdecode, graph",
         "transformers, eager",
     }
     assert set(lines_of(drawn[0][f"latency against n on {CPU}"])) == {"hf_fastdecode, eager", "transformers, eager"}

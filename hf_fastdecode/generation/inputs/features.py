@@ -133,8 +133,7 @@ class SharedFeatures:
             try:
                 output = method(**arguments | ({} if whole else _arguments_of(new)))
             except SHAPE_ERRORS as error:
-                alone = len(new) == 1 and self._counts.get(_KIND[name], 0) > 1
-                if not alone or isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError) or not self._is_lone(name, new):
                     raise
                 whole, new = False, new * 2
                 output = method(**arguments | _arguments_of(new))
@@ -148,6 +147,10 @@ class SharedFeatures:
             return output
         joined = _joined([known[place] for place in places])
         return method(**arguments) if joined is None else joined
+
+    def _is_lone(self, name: str, images: Sequence[_Image]) -> bool:
+        """Whether a single image is left of several that the call was given, of which stock encodes all."""
+        return len(images) == 1 and self._counts.get(_KIND[name], 0) > 1
 
 
 _of_pass: ContextVar[SharedFeatures | None] = ContextVar("hf_fastdecode_features", default=None)

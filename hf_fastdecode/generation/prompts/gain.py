@@ -40,7 +40,7 @@ def require_gain(
         again: Prompts whose last token is computed as the first step, and which the plan has without it.
         loop: Which loop decodes, of `host_costs.LOOPS`.
     """
-    options, layout = call.options, call.structure.layout
+    options, layout, report = call.options, call.structure.layout, call.report
     in_nodes = sum(plan.forest.context_lengths)
     total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
     if (inputs := found.cache.inputs) is not None:
@@ -54,12 +54,12 @@ def require_gain(
         try:
             _require_tokens(call, found, plan, may_save, max_suffix, loop)
         except Unsupported:  # without a name, which would keep the frames' tensors alive
-            if call.state.short_calls is None or not call.state.short_calls.hold_for(call.model, options):
-                call.state.short_calls = ShortCalls.known_from(call)
+            known = call.state.short_calls
+            if call.inputs is None and (known is None or not known.hold_for(call.model, options)):
+                call.state.short_calls = ShortCalls.of(call.model, options, call.structure, report.mode_reason)
             raise
         if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
-    report = call.report
     why = (
         [f"{saved} of {total} context tokens are shared by rows"] if saved or (not reuses and not found.reuses) else []
     )
@@ -83,9 +83,10 @@ def _require_tokens(
     if may_save < (least := options.fewest_saved):
         remedy = _forgone(found.prompts) or what_helps(len(groups), groups[0].count, found.keeps)
         raise saves_too_few(may_save, least, remedy)
-    if found.keeps or options.min_saved_tokens != "auto" or (estimate := Estimate.of(call, loop)) is None:
+    if found.keeps or options.min_saved_tokens != "auto":
         return
-    if may_save < (least := estimate.fewest(max_suffix, sum(map(len, plan.forest.batches)))):
+    estimate = Estimate.of(call.model, call.structure, loop, images=call.inputs is not None)
+    if estimate is not None and may_save < (least := estimate.fewest(max_suffix, sum(map(len, plan.forest.batches)))):
         raise takes_longer(may_save, least, options)
 
 

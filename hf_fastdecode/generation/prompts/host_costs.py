@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...cache.layout.model import ModelLayout
 from ...cache.layout.stores import Kind
-from ..call_context import CallContext
 from ..options import FEWEST_SAVED
 from ..structure import Structure
 
@@ -103,16 +103,15 @@ class Savings:
         return math.ceil(seconds / (self.prefill + steps * self.step))
 
 
-def kind_of(call: CallContext) -> str:
-    """The call's entry of `COSTS`."""
-    layout = call.structure.layout
+def kind_of(layout: ModelLayout, *, images: bool) -> str:
+    """The entry of `COSTS` of calls of a model, given images or not."""
     if layout.cross:
         return "an encoder"
     if any(store.kind is Kind.LATENT for store in layout.per_token.values()):
         return "latents"
     if layout.states:
         return "states"
-    return "keys and values" if call.inputs is None else "images"
+    return "images" if images else "keys and values"
 
 
 @dataclass(frozen=True)
@@ -124,12 +123,13 @@ class Estimate:
     savings: Savings
 
     @classmethod
-    def of(cls, call: CallContext, loop: str) -> Estimate | None:
-        """That of a call in a loop of `LOOPS`; None on other devices than the CPU."""
-        if call.model.device.type != "cpu":
+    def of(cls, model: PreTrainedModel, structure: Structure, loop: str, *, images: bool) -> Estimate | None:
+        """That of a call in a loop of `LOOPS`, given images or not; None on other devices than the CPU."""
+        if model.device.type != "cpu":
             return None
-        costs, layers = COSTS[kind_of(call)] + LOOPS[loop], len(call.structure.layout.layers)
-        return cls(costs, layers, Savings.of(call.model, call.structure))
+        layout = structure.layout
+        costs = COSTS[kind_of(layout, images=images)] + LOOPS[loop]
+        return cls(costs, len(layout.layers), Savings.of(model, structure))
 
     def fewest(self, new_tokens: int, batches: int = 1) -> int:
         """Least tokens that sharing must save to take no longer than stock, at least `FEWEST_SAVED`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from transformers.generation import GenerationMixin
 
 from ...errors import Unsupported
 from ...parallel.groups import in_several_processes
-from ..call_context import CallContext
 from ..options import Options
+from ..structure import Structure
 from .host_costs import LOOPS, Estimate
 
 _OF_TOKENS: Final = frozenset({"inputs", "input_ids", "attention_mask", "position_ids"})
@@ -32,7 +32,8 @@ _OF_LOOPS: Final = frozenset(
     }
 )
 _SCALARS: Final = (bool, int, float, str)
-_COUNTS: Final = ("num_return_sequences", "num_beams")
+_SETTINGS: Final = ("num_return_sequences", "num_beams", "max_new_tokens", "pad_token_id")
+"""Settings that tell how long a call is, and which token is padding."""
 _OTHER_DECODING: Final = ("custom_generate", "cache_implementation")
 """Arguments that may hand a call to code which the estimate does not know."""
 
@@ -92,32 +93,19 @@ class TextCall:
         Args:
             defaults: The model's own generation config.
         """
-        if len(args) > 1 or not _are_of_text(kwargs):
-            return None
         mask = kwargs.get("attention_mask")
         ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+        if len(args) > 1 or not _are_of_text(kwargs) or not _are_prompts(ids, mask):
             return None
-        if ids.device.type != "cpu":
+        of_config, of_model = (
+            vars(one) if one is not None else {} for one in (kwargs.get("generation_config"), defaults)
+        )
+        given = [[source.get(name) for source in (kwargs, of_config, of_model)] for name in _SETTINGS]
+        if any(type(count) is not int for counts in given[:-1] for count in counts if count is not None):
             return None
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-            return None
-        sources = [kwargs, *(vars(one) for one in (kwargs.get("generation_config"), defaults) if one is not None)]
-        samples, beams, new_tokens, padding = 1, 1, None, None
-        for source in reversed(sources):  # the first counts where several say something
-            for name in _COUNTS:
-                count = source.get(name)
-                if count is not None:
-                    if type(count) is not int:
-                        return None
-                    samples, beams = max(samples, count), count if name == "num_beams" else beams
-            if (found := source.get("max_new_tokens")) is not None:
-                new_tokens = found
-            if (found := source.get("pad_token_id")) is not None:
-                padding = found
-        if new_tokens is not None and type(new_tokens) is not int:
-            return None
-        loop = "transformers'" if beams > 1 or kwargs.get("output_hidden_states") else "this package's"
+        samples = max((count for counts in given[:2] for count in counts if count is not None), default=1)
+        _, beams, new_tokens, padding = (next((one for one in every if one is not None), None) for every in given)
+        loop = "transformers'" if (beams or 1) > 1 or kwargs.get("output_hidden_states") else "this package's"
         if kwargs.get("custom_generate") is not None:
             loop = "a user's"
         return cls(ids, mask, samples, new_tokens, padding, loop)
@@ -183,24 +171,24 @@ class ShortCalls:
     mode_reason: str
 
     @classmethod
-    def known_from(cls, call: CallContext) -> ShortCalls | None:
-        """What a call that saves too little shows; None where others of the model may be captured, divided or slim."""
-        layout, options = call.structure.layout, call.options
-        several = call.ranks.count > 1 or call.structure.parallel is not None
-        if layout.own or call.inputs is not None or several or options.unmet_by_stock:
+    def of(cls, model: PreTrainedModel, options: Options, structure: Structure, mode_reason: str) -> ShortCalls | None:
+        """What tells a model's short calls; None where others of it may be captured, divided or slim."""
+        layout = structure.layout
+        several = in_several_processes() or structure.parallel is not None
+        if layout.own or several or options.unmet_by_stock:
             return None
-        estimates = {loop: one for loop in LOOPS if (one := Estimate.of(call, loop)) is not None}
+        estimates = {loop: one for loop in LOOPS if (one := Estimate.of(model, structure, loop, images=False))}
         if not estimates:
             return None
         return cls(
             options=options,
-            kind=type(call.model),
-            dtype=call.model.dtype,
+            kind=type(model),
+            dtype=model.dtype,
             threads=torch.get_num_threads(),
             has_encoder=bool(layout.cross),
             advises=not (options.reuse_prefix or layout.prefills_by_rows),
             estimates=estimates,
-            mode_reason=call.report.mode_reason,
+            mode_reason=mode_reason,
         )
 
     def hold_for(self, model: PreTrainedModel, options: Options) -> bool:
@@ -227,6 +215,13 @@ class ShortCalls:
             return None
         least = self.estimates[call.loop].fewest(call.new_tokens)
         return takes_longer(told, least, options) if saved < least else None
+
+
+def _are_prompts(ids: object, mask: object) -> TypeGuard[Tensor]:
+    """Whether they are tokens of some prompts on the CPU, and a mask of their shape or none."""
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+        return False
+    return ids.device.type == "cpu" and (mask is None or (isinstance(mask, Tensor) and mask.shape == ids.shape))
 
 
 def _are_of_text(kwargs: Mapping[str, Any]) -> bool:

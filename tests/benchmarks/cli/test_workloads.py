@@ -171,7 +171,7 @@ def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
             "--points 999x9 asks for 999 problems, there are 160; ask for fewer, or name a larger",
         ),
         ("hier --level three", "--level must be one of none, few-shot, problem, two-level, got 'three'"),
-        ("hier --task apps", "the tasks apps need a file in APPS' format; pass --data FILE"),
+        ("hier --task apps", "the tasks apps need a file in their form; pass --data FILE"),
         ("hier --task nosuch", "there are no tasks 'nosuch'; choose one of embedded,"),
         ("hier --shots 99", "--shots must be between 0 and "),
         ("hier --model shape:9b", "there is no shape '9b'; choose one of 7b-mha,"),
