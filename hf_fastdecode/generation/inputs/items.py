@@ -83,7 +83,7 @@ def _encoded_tokens(
         return None
     parameters = signature(method).parameters
     for times in (1, 2):
-        arguments = plain | {name: torch.cat([part] * times) for name, part in parts.items()}
+        arguments = {**plain, **{name: torch.cat([part] * times) for name, part in parts.items()}}
         try:
             with as_stock():
                 output = method(**{name: value for name, value in arguments.items() if name in parameters})

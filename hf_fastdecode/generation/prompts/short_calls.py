@@ -97,18 +97,16 @@ class TextCall:
         ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         if len(args) > 1 or not _are_of_text(kwargs) or not _are_prompts(ids, mask):
             return None
-        of_config, of_model = (
-            vars(one) if one is not None else {} for one in (kwargs.get("generation_config"), defaults)
-        )
-        given = [[source.get(name) for source in (kwargs, of_config, of_model)] for name in _SETTINGS]
-        if any(type(count) is not int for counts in given[:-1] for count in counts if count is not None):
+        sources = [kwargs, *[vars(one) for one in (kwargs.get("generation_config"), defaults) if one is not None]]
+        given = {name: [one[name] for one in sources if one.get(name) is not None] for name in _SETTINGS}
+        samples, beams, lengths, padding = given.values()
+        if not {*map(type, samples), *map(type, beams), *map(type, lengths)} <= {int}:
             return None
-        samples = max((count for counts in given[:2] for count in counts if count is not None), default=1)
-        _, beams, new_tokens, padding = (next((one for one in every if one is not None), None) for every in given)
-        loop = "transformers'" if (beams or 1) > 1 or kwargs.get("output_hidden_states") else "this package's"
+        most, new_tokens = max([*samples, *beams], default=1), lengths[0] if lengths else None
+        loop = "transformers'" if beams[:1] > [1] or kwargs.get("output_hidden_states") else "this package's"
         if kwargs.get("custom_generate") is not None:
             loop = "a user's"
-        return cls(ids, mask, samples, new_tokens, padding, loop)
+        return cls(ids, mask, most, new_tokens, padding[0] if padding else None, loop)
 
     @cached_property
     def whole(self) -> bool:
