@@ -95,7 +95,8 @@ def shared_context_attention(
         stock = _stock_attention(module)
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     cross = isinstance(key, CrossKV)
-    _check_mask(attention_mask, cross=cross)
+    if attention_mask is not None:
+        _check_mask(attention_mask, cross=cross)
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -103,8 +104,8 @@ def shared_context_attention(
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
     _check_arguments(module, kwargs)
     window = _window(module, key, sliding_window, attention_mask, lengths)
-    if lengths is not None:
-        _check_ignored(module, softcap, s_aux)
+    if lengths is not None and (softcap is not None or s_aux is not None):
+        _check_ignored(module, "s_aux" if softcap is None else "softcap")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
     scoring = Scoring(scale, softcap, window, sinks, distances)
@@ -121,11 +122,11 @@ def shared_context_attention(
     return out.contiguous(), None  # some models take a view of it
 
 
-def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask | None, *, cross: bool) -> None:
+def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask, *, cross: bool) -> None:
     """Raise Unsupported unless a layer's mask is that of its kind of attention."""
     if isinstance(mask, BidirectionalMask) and not cross:
         raise Unsupported(NOT_CAUSAL)
-    if mask is not None and not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
+    if not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
 
 
@@ -163,12 +164,11 @@ def _window(
     return window
 
 
-def _check_ignored(module: nn.Module, softcap: float | None, sinks: Tensor | None) -> None:
-    """Raise Unsupported for score options where stock's attention would be sdpa, which has none."""
-    ignored = [name for name, given in (("softcap", softcap), ("s_aux", sinks)) if given is not None]
-    if ignored and config_switch.before(module.config) == "sdpa":
+def _check_ignored(module: nn.Module, option: str) -> None:
+    """Raise Unsupported for an option of scores where stock's attention would be sdpa, which has none."""
+    if config_switch.before(module.config) == "sdpa":
         raise Unsupported(
-            f"{type(module).__name__} passes {ignored[0]!r}, which transformers' sdpa attention leaves out or refuses",
+            f"{type(module).__name__} passes {option!r}, which transformers' sdpa attention leaves out or refuses",
             "call model.set_attn_implementation('eager')",
         )
 

@@ -82,11 +82,11 @@ def forest_attention(
     queries_per_kv_head = heads // kv_heads * queries
     packed = query.reshape(rows, kv_heads, queries_per_kv_head, head_dim)
     oldest = None if window is None else _oldest_seen(kv, queries, queries_per_kv_head, window)
-    merged = _suffix_partial(packed, queries, kv, dense, _relative_to_starts(oldest, kv.forest.context_lengths))
+    in_suffix = None if oldest is None else _relative_to_starts(oldest, kv.forest.context_lengths)
+    merged = _suffix_partial(packed, queries, kv, dense, in_suffix)
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
-        merged = merge(
-            merged, _level_partial(packed, batches, kv.segments, dense, _relative_to_starts(oldest, starts))
-        )
+        in_level = None if oldest is None else _relative_to_starts(oldest, starts)
+        merged = merge(merged, _level_partial(packed, batches, kv.segments, dense, in_level))
     merged = _per_head(merged, heads, queries)
     return merged if sinks is None else with_sinks(merged, sinks[:, None])
 
@@ -136,9 +136,9 @@ def _oldest_seen(kv: ForestKV, queries: int, queries_per_kv_head: int, window: i
     return ends[:, None] - queries + position - window + 1
 
 
-def _relative_to_starts(oldest: Tensor | None, starts: Sequence[int]) -> Tensor | None:
+def _relative_to_starts(oldest: Tensor, starts: Sequence[int]) -> Tensor:
     """`oldest`, counted from where the node or suffix of each row starts instead of from the row's first token."""
-    return None if oldest is None else oldest - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
+    return oldest - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
 
 
 def _level_partial(
@@ -169,7 +169,8 @@ def _nodes_partial(
     packed: Tensor, nodes: tuple[Node, ...], segments: Segments, dense: DenseAttention, oldest: Tensor | None
 ) -> Partial:
     """Attention of ``[rows, kv_heads, queries_per_kv_head, head_dim]`` over the rows' alike nodes, each read once."""
-    keys, values = (as_batch(part, nodes) for part in segments[nodes[0].span.segment])
+    segment = segments[nodes[0].span.segment]
+    keys, values = as_batch(segment.keys, nodes), as_batch(segment.values, nodes)
     rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, rows_per_node = len(nodes), rows // len(nodes)
     # Pack the queries of a node's rows as one sequence.
@@ -179,7 +180,10 @@ def _nodes_partial(
         .reshape(count, kv_heads, -1, packed.shape[-1])
     )
     oldest = None if oldest is None else oldest.view(count, rows_per_node * queries_per_kv_head)
-    out, lse = dense.windowed_partial(side_by_side, keys, values, oldest)
+    if oldest is None:
+        out, lse = dense.partial(side_by_side, keys, values)
+    else:
+        out, lse = dense.windowed_partial(side_by_side, keys, values, oldest)
     return Partial(
         out.view(count, kv_heads, rows_per_node, queries_per_kv_head, -1)
         .transpose(1, 2)
@@ -212,7 +216,11 @@ def _suffix_partial(
     shortest, longest = kv.suffix_bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
     if longest == shortest and queries == 1 and kv.seen is None:  # of a step, which need not make `seen` on the CPU
-        return dense.windowed_partial(packed, keys, values, oldest)
+        return (
+            dense.partial(packed, keys, values)
+            if oldest is None
+            else dense.windowed_partial(packed, keys, values, oldest)
+        )
     seen = kv.seen_by(queries)
     if longest == shortest and (not seen.numel() or int(seen.min()) == longest):
         return dense.windowed_partial(packed, keys, values, oldest)

@@ -163,7 +163,7 @@ def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str |
     half = query.dtype in (torch.float16, torch.bfloat16)
     if backend == "plain":
         return None
-    if torch.is_grad_enabled() and any(part.requires_grad for part in (query, keys, values)):
+    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
         return "torch.no_grad() is off and a gradient is needed, but its log-sum-exp, which merges parts, has none"
     if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
         return f"it does not run on device {query.device.type!r}"
@@ -191,7 +191,10 @@ def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -
     candidates = ["cpu", "flash", "efficient"]
     if keys.shape[-2] >= _CUDNN_MIN_KEYS and query.shape[-2] >= _CUDNN_MIN_QUERIES:
         candidates.insert(0, "cudnn")
-    return next((name for name in candidates if _refusal(name, query, keys, values) is None), "plain")
+    for name in candidates:
+        if _refusal(name, query, keys, values) is None:
+            return name
+    return "plain"
 
 
 def dense_partial(
