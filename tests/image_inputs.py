@@ -154,13 +154,14 @@ def _tokens(
     there |= {name: part.to(model.dtype) for name, part in there.items() if part.is_floating_point()}
     with torch.no_grad():
         output = encode(**there, return_dict=True)
-    pooled = output.pooler_output
+    pooled = output.last_hidden_state if output.pooler_output is None else output.pooler_output  # before 5.24
+    grid = f"{kind}_grid_thw" in arguments
     of_rows = counts_of_rows is not None and next(iter(arguments.values())).shape[:2] == (
         *(len(counts_of_rows), max(counts_of_rows)),
     )
     if of_rows and isinstance(pooled, list | tuple) and len(arguments) == 1:
         pooled = torch.cat(list(pooled))  # of all images of a row
-    elif counts_of_rows is not None and isinstance(pooled, Tensor) and pooled.dim() == 2 and count > 1:
+    elif counts_of_rows is not None and isinstance(pooled, Tensor) and pooled.dim() == 2 and count > 1 and not grid:
         of_each = [{name: part[one : one + 1] for name, part in arguments.items()} for one in range(count)]
         return [_tokens(model, kind, one, 1)[0] for one in of_each]
     if isinstance(pooled, Tensor) and pooled.dim() == 2:

@@ -47,7 +47,10 @@ _LISTS: dict[str, list[int]] = {
 }
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers")
 # What transformers derives from other fields, or what says nothing about sizes.
-_DERIVED = ("transformers_version", "architectures", "model_type", "_name_or_path", "dtype", "per_layer_config")
+_DERIVED = (
+    *("transformers_version", "architectures", "model_type", "_name_or_path", "dtype", "per_layer_config"),
+    "merged_hidden_size",
+)
 
 
 def shrunken(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any]) -> PreTrainedConfig:

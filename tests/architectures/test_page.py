@@ -5,6 +5,7 @@ import re
 import pytest
 import transformers
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.storage import TokenStorage
 
 from ..test_readme import README
@@ -24,6 +25,7 @@ CLASSES = [
     "MllamaForCausalLM",
     "T5ForConditionalGeneration",
 ]
+INDEXED = "indexed" if CACHE == "cache" else "deepseek_sparse"  # name of a type of layers before transformers 5.24
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -41,11 +43,11 @@ def test_images_that_layers_attend_to():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("DeepseekV32ForCausalLM", "of type indexed_attention need more than keys and values of every token"),
+        ("DeepseekV32ForCausalLM", f"of type {INDEXED}_attention need more than keys and values of every token"),
         ("PaliGemmaForConditionalGeneration", "prepare_inputs_for_generation, are not those of the attention mask"),
         ("GitForCausalLM", "its steps count the tokens of an image before each prompt"),
         ("CpmAntForCausalLM", "does not use transformers' attention interface"),
-        ("OpenAIGPTLMHeadModel", "OpenAIGPTLMHeadModel.forward takes no cache"),
+        ("OpenAIGPTLMHeadModel", f"OpenAIGPTLMHeadModel.forward takes no {CACHE}"),
         ("VoxtralRealtimeForConditionalGeneration", "each of its steps adds another part of the sound"),
         ("GraniteSpeech5ForCTC", "generate of GraniteSpeech5ForCTC does not call that of transformers"),
     ],

@@ -210,7 +210,7 @@ def _of_images(output: Any, images: Sequence[_Image]) -> list[_Features] | None:
     known = {name: value for name, value in vars(output).items() if value is not None}  # some set none of its fields
     for name, value in known.items():
         parts = _parts(value, images, of_layers=name != "pooler_output")
-        if parts is None and name not in _SPARE:
+        if parts is None and (name not in _SPARE or "pooler_output" not in known):
             return None
         for field, part in zip(fields, parts or (), strict=False):
             field[name] = part

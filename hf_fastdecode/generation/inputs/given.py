@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
-from ..._compat import CACHE
+from ..._compat import ATTENDS_ACROSS_IMAGES, CACHE
 from ...attention.own_code import own_code_of
 from ...errors import Unsupported
 from ..forward_pass import counts_padding, places_tokens
@@ -112,6 +112,10 @@ class GivenInputs:
         name = next(iter(self.arguments))
         if mode is GenerationMode.ASSISTED_GENERATION:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
+        if (kind := model.config.model_type) in ATTENDS_ACROSS_IMAGES:
+            raise Unsupported(
+                f"the encoder of {kind} attends to the images of all rows, so that a row's tokens depend on the others"
+            )
         own = own_code_of(type(model))
         attends_itself = own is not None and (own.stand_ins or own.states is not None) and own.image_mask is None
         if structure.layout.own or attends_itself:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,9 +35,13 @@ def _expand_inputs_for_generation(
     if call is None or call.model is not model or args or not call.may_hold:
         return original(*args, **kwargs)
     call.hold(kwargs)
-    if call.inputs is not None:
-        call.inputs.expand(original, kwargs["input_ids"], kwargs.get("expand_size", 1))
-    return original(**kwargs)
+    if call.inputs is None:
+        return original(**kwargs)
+    ids, copies = kwargs["input_ids"], kwargs.get("expand_size", 1)
+    call.inputs.expand(original, ids, copies)
+    # Tokens of no image, as images are held back: VideoLlama 3 counts both, before transformers 5.24.
+    _, expanded = original(**kwargs | {"input_ids": torch.full_like(ids, -1)})
+    return ids.repeat_interleave(copies, dim=0), expanded
 
 
 INPUT_METHODS: dict[str, Callable[..., Any]] = {

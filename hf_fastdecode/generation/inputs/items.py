@@ -90,6 +90,8 @@ def _encoded_tokens(
         except SHAPE_ERRORS:
             continue
         features = getattr(output, "pooler_output", output)
+        if features is None:  # sounds of Qwen2.5-Omni, before transformers 5.24
+            features = getattr(output, "last_hidden_state", None)
         of_items = [features] if isinstance(features, Tensor) else features
         if not isinstance(of_items, list | tuple) or not all(isinstance(one, Tensor) for one in of_items):
             return None
