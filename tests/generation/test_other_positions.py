@@ -117,10 +117,9 @@ def test_positions_of_one_row_for_several_prompts(name, call):
     stock = tokens()
     with fd.enabled(model, min_saved_tokens=1):
         assert tokens() == stock
-        report = fd.explain(model).last_call
-        assert report.path in (
-            ("shared",) if name in ("MambaForCausalLM", "BloomForCausalLM") else ("failed", "stock")
-        )
+        path = fd.explain(model).last_call.path
+    unread = ["BloomForCausalLM", *(["MambaForCausalLM"] if CACHE == "cache" else [])]  # before 5.24, Mamba runs stock
+    assert path in (("shared",) if name in unread else ("failed", "stock"))
 
 
 _ALIBI = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True, "multi_query": False}
