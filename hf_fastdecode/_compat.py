@@ -99,10 +99,7 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ATTENDS_ACROSS_IMAGES: Final = frozenset({"minimax_m3_vl"} if CACHE == "past_key_values" else ())
-"""Model types whose encoder attends to all images of a pass, so that a row's tokens depend on the images of others.
-
-transformers 5.24 encodes each image or video alone; remove it when that is the oldest supported.
-"""
+"""Model types whose encoder attends to the images of all rows; remove it when transformers 5.24 is the oldest."""
 
 CODEGEN_MAKES_TABLES_ONCE: Final = hasattr(modeling_codegen, "CodeGenRotaryEmbedding")
 """Whether CodeGen's decoder makes cos and sin for all its layers, as from transformers 5.24; before, each layer does.

@@ -30,12 +30,11 @@ class PromptNames(NamedTuple):
 
 
 _OF_DECODERS: Final = PromptNames(*(f"decoder_{name}" for name in PromptNames()))
-_ALONE: Final = PromptNames()
 
 
 def prompt_names(model: PreTrainedModel) -> PromptNames:
     """The names that a model's `forward`, and `generate`, have for its prompts."""
-    return _OF_DECODERS if model.config.is_encoder_decoder else _ALONE
+    return _OF_DECODERS if model.config.is_encoder_decoder else PromptNames()
 
 
 class FoundInputs(NamedTuple):

@@ -112,10 +112,8 @@ class GivenInputs:
         name = next(iter(self.arguments))
         if mode is GenerationMode.ASSISTED_GENERATION:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
-        if (kind := model.config.model_type) in ATTENDS_ACROSS_IMAGES:
-            raise Unsupported(
-                f"the encoder of {kind} attends to the images of all rows, so that a row's tokens depend on the others"
-            )
+        if model.config.model_type in ATTENDS_ACROSS_IMAGES:
+            raise Unsupported("its encoder attends to the images of all rows, on which the tokens of each row depend")
         own = own_code_of(type(model))
         attends_itself = own is not None and (own.stand_ins or own.states is not None) and own.image_mask is None
         if structure.layout.own or attends_itself:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,9 +27,7 @@ def hold_before_encoding(
     return encoded
 
 
-def _expand_inputs_for_generation(
-    model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any
-) -> Any:
+def expand_inputs(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of_thread.get()
     if call is None or call.model is not model or args or not call.may_hold:
         return original(*args, **kwargs)
@@ -42,9 +39,3 @@ def _expand_inputs_for_generation(
     # Tokens of no image, as images are held back: VideoLlama 3 counts both, before transformers 5.24.
     _, expanded = original(**kwargs | {"input_ids": torch.full_like(ids, -1)})
     return ids.repeat_interleave(copies, dim=0), expanded
-
-
-INPUT_METHODS: dict[str, Callable[..., Any]] = {
-    "_expand_inputs_for_generation": _expand_inputs_for_generation,
-}
-"""Overrides by method name."""

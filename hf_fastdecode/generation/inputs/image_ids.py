@@ -16,8 +16,6 @@ from .rows import InputRows
 
 _IDS = 4  # of 62 bits each
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def ids_of_images(images: InputRows, input_ids: Tensor, positions: Tensor | None) -> Tensor:
     """Ids ``[rows, width]`` int64, where tokens that stand for images have ids of their digests.
@@ -48,6 +46,6 @@ def _digest(parts: dict[str, Tensor]) -> Tensor:
     digest = blake2b(digest_size=8 * _IDS)
     for name, part in sorted(parts.items()):
         digest.update(f"{name} {part.dtype} {tuple(part.shape)} ".encode())
-        digest.update(part.detach().contiguous().view(_BITS[part.element_size()]).cpu().numpy().tobytes())
+        digest.update(part.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     numbers = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
     return -1 - (numbers & (1 << 62) - 1)

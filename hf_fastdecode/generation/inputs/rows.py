@@ -120,9 +120,7 @@ class InputRows:
         if not bool((stands & ~here).any()):
             yield {name: part for name, part in self._parts(given).items() if name not in self._of_tokens}
             return
-        for image in self.images_of(given):
-            if bool(here[image.places].any()):
-                yield image.parts
+        yield from (image.parts for image in self.images_of(given) if bool(here[image.places].any()))
 
     def have_images(self, rows: Sequence[int], places: Tensor | None = None) -> bool:
         """Whether any of these rows of the call comes with an image, at these places if they are given; see `of`."""
@@ -152,14 +150,13 @@ class InputRows:
             yield from images
         typed = (value[given].cpu() != 0 for value in self._of_tokens.values())
         if any(bool((one.flatten(1).any(1) if one.dim() > 1 else one).logical_and(~stands).any()) for one in typed):
+            name = next(iter(self._of_tokens))
             if not self._kinds:
                 raise Unsupported(
-                    f"{next(iter(self._of_tokens))!r} says that tokens are of images, and the call has none",
+                    f"{name!r} says that tokens are of images, and the call has none",
                     "pass all that the processor returns for the whole prompt",
                 )
-            raise Unsupported(
-                f"the argument {next(iter(self._of_tokens))!r} says more than which tokens are of images"
-            )
+            raise Unsupported(f"the argument {name!r} says more than which tokens are of images")
 
     def text_after(self, row: int) -> int:
         """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
@@ -215,13 +212,11 @@ class InputRows:
             yield RowImage(places, self._kinds[kind])
             return
         items, (first, end) = self._items[kind], self._starts[kind][given : given + 2]
-        counts = None if end - first < 2 else self._counts[kind]
-        if counts is None:
-            if end > first:
-                yield RowImage(places, items.part(first, end))
-            return
-        for index, own in enumerate(places.split(counts[first:end]), first):
-            yield RowImage(own, items.part(index, index + 1))
+        if end - first > 1 and (counts := self._counts[kind]) is not None:
+            for index, own in enumerate(places.split(counts[first:end]), first):
+                yield RowImage(own, items.part(index, index + 1))
+        elif end > first:
+            yield RowImage(places, items.part(first, end))
 
     @cached_property
     def _by_kind(self) -> tuple[dict[str, dict[str, Tensor]], str | None]:

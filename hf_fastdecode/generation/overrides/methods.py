@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._compat import ENCODE
-from ..inputs.hooks import INPUT_METHODS
+from ..inputs.hooks import expand_inputs
 from .forward import forward
 from .generate import (
     encode,
@@ -37,6 +37,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "_get_deprecated_gen_repo": get_deprecated_gen_repo,
     "_prepare_cache_for_generation": prepare_cache_for_generation,
     ENCODE: encode,
-    **INPUT_METHODS,
+    "_expand_inputs_for_generation": expand_inputs,
 }
 """Overrides by method name."""
