@@ -69,6 +69,11 @@ def mbxp_task(record: Record, language: Language) -> Task:
 
 def prompt_task(record: Record) -> Task:
     """A text to be continued, without tests."""
+    if of_tasks := sorted(_TASK_FIELDS & record.fields.keys()):
+        raise record.error(
+            f"fields of a programming task: {', '.join(of_tasks)}; name a file of such tasks alone, the first "
+            "record too, to run their tests, or remove them"
+        )
     if not (text := record.text("prompt")):
         raise record.error("field 'prompt' is empty; a completion needs a text to follow")
     return Task(task_id=_number(record, "task_id"), language="python", description="", stem=text, tests=())
@@ -358,10 +363,20 @@ def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
         if name == "prompts":
             record.fields.setdefault("task_id", number)
         task = _READERS[name](record)
+        _require_characters(record, task)
         if task.task_id in tasks:
             raise record.error(f"task id {task.task_id} occurs twice; give each task an id of its own")
         tasks[task.task_id] = task
     return list(tasks.values())
+
+
+def _require_characters(record: Record, task: Task) -> None:
+    """Refuse halves of surrogate pairs, which JSON may hold, and no tokenizer or file takes."""
+    try:
+        "".join((task.task_id, task.description, task.stem, task.setup, task.reference or "", *task.tests)).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise record.error(f"{half!a} is no character but half of a surrogate pair; mend that record") from error
 
 
 def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:

@@ -194,6 +194,10 @@ def test_every_name_but_the_files_own_has_a_published_file() -> None:
             r"no task of the split test \(ids 11 to 510\), its ids run from 601 to 602; pass `split=\"all\"`",
         ),
         ("apps", lines({**APPS, "solutions": "[1"}), "field 'solutions' must be a JSON list of programs"),
+        ("prompts", lines({"prompt": "a"}, HUMANEVAL), "line 2: fields of a programming task: .*entry_point, test"),
+        ("prompts", lines({"prompt": "a"}, {"prompt": "a\ud800"}), r"line 2: '\\ud800' is no character"),
+        ("prompts", lines({"prompt": "a", "task_id": "\ud800"}), r"line 1: '\\ud800' is no character"),
+        ("mbpp", lines({**FULL, "text": "\udfff"}), r"line 1: '\\udfff' is no character"),
     ],
 )
 def test_wrong_files(write: Any, name: str, content: str, message: str) -> None:

@@ -14,7 +14,6 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.structure import KeptStructure
-from tools.host_costs import loop_of_a_user
 
 from ..short_calls import PROMPT, SAMPLING
 from ..tiny_models import ragged_prompts, seeded
@@ -73,7 +72,6 @@ CALLS = {
     "beams": {"do_sample": False, "num_beams": 3},
     "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 2},
     "hidden states": {"do_sample": True, "output_hidden_states": True, "return_dict_in_generate": True},
-    "a user's loop": {"do_sample": True, "num_return_sequences": 2, "custom_generate": loop_of_a_user},
     "a config": {"generation_config": GenerationConfig(do_sample=True, num_return_sequences=2, max_new_tokens=4)},
 }
 
@@ -145,6 +143,23 @@ def test_larger_calls_share(model, monkeypatch):
         assert fd.explain(model).last_call.path == "shared"
         embeddings = model.get_input_embeddings()(PROMPT["input_ids"])
         model.generate(inputs_embeds=embeddings, **SAMPLING)
+        assert fd.explain(model).last_call.path == "shared"
+
+
+def loop_of_branches(model, input_ids, branches, **arguments):
+    """A ``custom_generate`` that draws several tokens after each prompt, in rows that it makes by itself."""
+    rows = input_ids.repeat_interleave(branches, 0)
+    scores = model(input_ids=rows, attention_mask=torch.ones_like(rows), **{CACHE: arguments[CACHE]}).logits[:, -1]
+    return torch.cat([rows, scores.softmax(-1).multinomial(1)], 1)
+
+
+def test_a_users_loop_may_make_rows_by_itself(model):
+    ids, more = ragged_prompts(60)["input_ids"], {"branches": 8, "max_new_tokens": 1}
+    call = {"input_ids": ids, "custom_generate": loop_of_branches, **more}
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model):
+        opened(model)
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         assert fd.explain(model).last_call.path == "shared"
 
 

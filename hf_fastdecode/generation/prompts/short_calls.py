@@ -35,7 +35,7 @@ _SCALARS: Final = (bool, int, float, str)
 _SETTINGS: Final = ("num_return_sequences", "num_beams", "max_new_tokens", "pad_token_id")
 """Settings that tell how long a call is, and which token is padding."""
 _OTHER_DECODING: Final = ("custom_generate", "cache_implementation")
-"""Arguments that may hand a call to code which the estimate does not know."""
+"""Arguments that may hand a call to code which the estimate does not know: a user's loop may repeat prompts itself."""
 
 
 def saves_too_few(saved: object, least: int, remedy: str) -> Unsupported:
@@ -104,8 +104,6 @@ class TextCall:
             return None
         most, new_tokens = max([*samples, *beams], default=1), lengths[0] if lengths else None
         loop = "transformers'" if beams[:1] > [1] or kwargs.get("output_hidden_states") else "this package's"
-        if kwargs.get("custom_generate") is not None:
-            loop = "a user's"
         return cls(ids, mask, most, new_tokens, padding[0] if padding else None, loop)
 
     @cached_property
@@ -226,8 +224,6 @@ def _are_of_text(kwargs: Mapping[str, Any]) -> bool:
     """Whether arguments give nothing but a text and how to decode it, so that its shape bounds what is saved."""
     for name, value in kwargs.items():
         if value is None or name in _OF_TOKENS or name in _OF_LOOPS:
-            continue
-        if name == "custom_generate" and callable(value):
             continue
         if not isinstance(value, _SCALARS) or name in _OTHER_DECODING:
             return False
