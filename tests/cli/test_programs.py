@@ -120,7 +120,7 @@ def test_modules_and_commands_by_name(tmp_path, monkeypatch, restored):
             "neither a file nor a command of a package in {prefix}; a module is named behind -m; did you",
         ),
         (["-m", "no_such.module"], "there is no module 'no_such.module' in {prefix} or the current folder"),
-        (["--mode", "fast", "x.py"], "mode must be one of auto, eager, graph, compile, got 'fast'"),
+        (["--mode", "fast", "x.py"], "mode must be one of auto, eager, graph, got 'fast'"),
         (["--stock", "--reuse-prefix", __file__], "--reuse-prefix is for hf_fastdecode, and --stock runs without it"),
     ],
 )
