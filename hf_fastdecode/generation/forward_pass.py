@@ -110,8 +110,10 @@ def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
     given = {name: arguments[name] for name in _LEFT_OUT & arguments.keys()}
     unread = set[str]()
     positions = arguments.get(name := prompt_names(model).positions)
-    if isinstance(positions, Tensor) and positions.dim() and not reads_positions(model):  # a scalar raises in stock
-        unread.add(name)
+    if isinstance(positions, Tensor) and not reads_positions(model):
+        # Stock counts them on, and raises for a scalar and for booleans.
+        if positions.dim() and positions.dtype is not torch.bool:
+            unread.add(name)
     if not given:
         return unread
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
