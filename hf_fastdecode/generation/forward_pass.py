@@ -110,10 +110,10 @@ def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
     given = {name: arguments[name] for name in _LEFT_OUT & arguments.keys()}
     unread = set[str]()
     positions = arguments.get(name := prompt_names(model).positions)
-    if isinstance(positions, Tensor) and not reads_positions(model):
-        # Stock counts them on, and raises for a scalar and for booleans.
-        if positions.dim() and positions.dtype is not torch.bool:
-            unread.add(name)
+    # Stock counts positions on, and raises for a scalar and for booleans.
+    counted = isinstance(positions, Tensor) and positions.dim() and positions.dtype is not torch.bool
+    if counted and not reads_positions(model):
+        unread.add(name)
     if not given:
         return unread
     ids = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
