@@ -110,7 +110,9 @@ def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
     given = {name: arguments[name] for name in _LEFT_OUT & arguments.keys()}
     unread = set[str]()
     positions = arguments.get(name := prompt_names(model).positions)
-    if isinstance(positions, Tensor) and positions.dim() and not reads_positions(model):  # a scalar raises in stock
+    # Stock counts positions on, and raises for a scalar and for booleans.
+    counted = isinstance(positions, Tensor) and positions.dim() and positions.dtype is not torch.bool
+    if counted and not reads_positions(model):
         unread.add(name)
     if not given:
         return unread

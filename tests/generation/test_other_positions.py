@@ -156,6 +156,17 @@ def test_positions_that_no_code_reads(name):
         assert path == "shared"
 
 
+@pytest.mark.parametrize("name", UNREAD)
+def test_booleans_as_positions_that_no_code_reads(name):
+    """Transformers counts positions on, whether or not they are read, and raises for booleans."""
+    model, ids = UNREAD[name](), ragged_prompts(40)["input_ids"]
+    call = {"input_ids": ids, "position_ids": torch.ones(1, 40, dtype=torch.bool), **SAMPLES}
+    with pytest.raises(NotImplementedError, match="Bool"):
+        model.generate(**call)
+    with fd.enabled(model, min_saved_tokens=1), pytest.raises(NotImplementedError, match="Bool"):
+        model.generate(**call)
+
+
 @pytest.mark.parametrize("name", ["bloom", "falcon"])
 def test_positions_that_no_code_reads_in_direct_passes(name):
     model, ids = UNREAD[name](), RAGGED["input_ids"][1:2]
