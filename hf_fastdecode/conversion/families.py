@@ -19,8 +19,8 @@ from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
 from hf_fastdecode.patches.config_base import families_in
 
 from ..patches.layers.family import EncoderDecoder, Family, kv_heads, language_config
-from .fit.cache_errors import dtype_name
-from .fit.rounding import matrix_dtype
+from .fit.layer_plan import dtype_name
+from .fit.value_coordinates import matrix_dtype
 
 SLIM: Final = "slim_"
 """Prefix of slim configs' model types and of their additional fields."""

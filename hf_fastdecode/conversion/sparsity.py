@@ -18,20 +18,17 @@ from hf_fastdecode.patches.layers.slim_attention import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
 
 from ..patches.layers.family import attention_inputs, language_config, longest_text
+from .calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
 from .families import family_of_slim, is_slim
-from .fit.cache_errors import relative_error
-from .layers.calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
+from .fit.layer_plan import relative_error
 
 
 @dataclass(frozen=True)
 class LayerSparsity:
     """Effect of a threshold on one attention, whose inputs are those without a threshold.
 
-    Attributes:
-        name: Name of the attention, such as ``model.layers.0.self_attn``.
-        weights: Number of unmasked attention weights, in all heads.
-        skipped: Share of these below the threshold.
-        output_error: Relative error of the attention's output in the Frobenius norm.
+    Of its unmasked attention weights, in all heads, the share `skipped` is below the threshold; `output_error` is the
+    relative error of its output in the Frobenius norm.
     """
 
     name: str

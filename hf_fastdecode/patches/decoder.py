@@ -14,9 +14,9 @@ from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
 from ..weak_method import WeakMethod
+from .config_base import SlimConfig
 from .layers.attention_layer import SlimAttention
 from .layers.decoder_attention import SlimDecoderAttention
-from .layers.projections import Projection
 from .layers.rotation import (
     ROTATION,
     Rotation,
@@ -28,6 +28,7 @@ from .layers.rotation import (
     require_counted,
     visible_slots,
 )
+from .layers.slim_attention import Projection
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -199,3 +200,64 @@ class SlimEncoderDecoder(SlimPreTrainedModel):
                     attention.config = config  # T5's decoder has a copy, which would miss later changes
                     block.set_submodule(path, attention)
         self.post_init()
+
+
+def slim_class(config: type[SlimConfig], slim: type, ordinary: Any, **attributes: Any) -> Any:
+    """Make the slim class of an architecture's class, in the module and with the name that checkpoints know.
+
+    Args:
+        config: Class of the family's configs.
+        slim: The base class that changes `ordinary`, which it precedes.
+        ordinary: transformers' own class.
+        attributes: Class attributes.
+    """
+    module = f"{__package__}.architectures.{config.model_type}"
+    doc = f"{ordinary.__name__} with slim attention."
+    return type(f"Slim{ordinary.__name__}", (slim, ordinary), {"__module__": module, "__doc__": doc, **attributes})
+
+
+def slim_classes(
+    config: type[SlimConfig],
+    source: Any,
+    *,
+    attention: type[SlimAttention] = SlimAttention,
+    decoder: type[SlimDecoder] = SlimRotaryDecoder,
+    model: type[SlimCausalLM] = SlimCausalLM,
+    head: str = "ForCausalLM",
+) -> tuple[Any, Any, Any]:
+    """Make the classes of a family's attention, decoder and models for generation.
+
+    Args:
+        config: Class of the family's configs, named ``Slim<family>Config``.
+        source: transformers' module of the family.
+        attention: Base class that changes ``<family>Attention``; the others likewise.
+        decoder: That of ``<family>Model``.
+        model: That of the model for generation.
+        head: End of the latter's name.
+    """
+    family = _family_name(config)
+    attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
+    fields = {"config_class": config, "slim_attention": attention}
+    decoder = slim_class(config, decoder, getattr(source, f"{family}Model"), **fields)
+    fields = {"config_class": config, "slim_decoder": decoder}
+    return attention, decoder, slim_class(config, model, getattr(source, family + head), **fields)
+
+
+def encoder_decoder_classes(
+    config: type[SlimConfig],
+    source: Any,
+    *,
+    attention: type[SlimDecoderAttention] = SlimDecoderAttention,
+    model: type[SlimEncoderDecoder] = SlimEncoderDecoder,
+) -> tuple[Any, Any, Any]:
+    """As `slim_classes`: the classes of attention, of models without a head, and of models for generation."""
+    family = _family_name(config)
+    attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
+    fields = {"config_class": config, "slim_attention": attention}
+    models = (getattr(source, f"{family}{kind}") for kind in ("Model", "ForConditionalGeneration"))
+    base, whole = (slim_class(config, model, ordinary, **fields) for ordinary in models)
+    return attention, base, whole
+
+
+def _family_name(config: type[SlimConfig]) -> str:
+    return config.__name__.removeprefix("Slim").removesuffix("Config")

@@ -14,7 +14,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.layers import rotation, suffix_kernel
+from hf_fastdecode.patches.layers import kernel_attention, rotation
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import PLANS, family_pair
@@ -29,16 +29,16 @@ STEPS = 4
 def averaged(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """First slots of rows at each run of the kernel, which is interpreted on a CPU, as on a GPU it is not."""
     runs: list[Tensor | None] = []
-    averages = suffix_kernel.averages_by_kernel
+    averages = kernel_attention.averages_by_kernel
 
     def recorded(*given: Any) -> Any:
         found = averages(*given)
         runs.append(given[5])
         return found
 
-    monkeypatch.setattr(suffix_kernel, "averages_by_kernel", recorded)
+    monkeypatch.setattr(kernel_attention, "averages_by_kernel", recorded)
     if not torch.cuda.is_available():
-        for module in (suffix_kernel, rotation):
+        for module in (kernel_attention, rotation):
             monkeypatch.setattr(module, "takes_kernels", lambda *_: True)
     return runs
 
@@ -73,7 +73,7 @@ def test_8_bits(averaged, monkeypatch: pytest.MonkeyPatch, cache_dtype: str) -> 
     slim = to_slim(pair("k+r")[0], TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9)
     found = generate(slim, PADDED)
     assert len(averaged) == STEPS * len(slim.model.layers)
-    monkeypatch.setattr(suffix_kernel, "takes_kernels", lambda *_: False)
+    monkeypatch.setattr(kernel_attention, "takes_kernels", lambda *_: False)
     assert torch.equal(found, generate(slim, PADDED))
 
 
@@ -89,11 +89,11 @@ def test_static_caches_and_masks_of_transformers(averaged) -> None:
 @torch.no_grad()
 def test_a_mask_is_looked_at_once_in_a_pass(averaged, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Tensor] = []
-    range_of = suffix_kernel._range_of
-    monkeypatch.setattr(suffix_kernel, "_range_of", lambda seen: looked.append(seen) or range_of(seen))
+    range_of = kernel_attention._range_of
+    monkeypatch.setattr(kernel_attention, "_range_of", lambda seen: looked.append(seen) or range_of(seen))
     generate(pair("k+r")[1], PADDED)
     assert len(looked) == STEPS
-    assert len(suffix_kernel._seen) == 0
+    assert len(kernel_attention._seen) == 0
 
 
 @torch.no_grad()
@@ -179,6 +179,6 @@ def test_half_precision_on_a_gpu(averaged, monkeypatch, dtype, plan: str, cache_
         oracle = copy.deepcopy(model).double()(text, attention_mask=mask, **positions).logits[:, 40:]
     by_kernel = errors(slim, oracle, text, mask)
     assert len(averaged) == 20 * len(slim.model.layers)
-    monkeypatch.setattr(suffix_kernel, "takes_kernels", lambda *_: False)
+    monkeypatch.setattr(kernel_attention, "takes_kernels", lambda *_: False)
     assert by_kernel < 2 * errors(slim, oracle, text, mask)
     assert len(averaged) == 20 * len(slim.model.layers)

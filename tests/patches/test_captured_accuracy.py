@@ -20,7 +20,7 @@ from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.installed import triton_is_installed
 from hf_fastdecode.patches.architectures.slim_cohere import SlimCohereAttention
 from hf_fastdecode.patches.architectures.slim_stablelm import SlimStableLmAttention
-from hf_fastdecode.patches.layers import captured_step
+from hf_fastdecode.patches.layers import kernel_attention
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import PLANS
@@ -56,7 +56,7 @@ def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPat
     """fp16: bf16 products of interpreted kernels are wrong."""
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)  # steps run uncaptured, and interpreted
     refusal = "of this test" if launches == "many" and fuse else None
-    monkeypatch.setattr(captured_step, "refusal", lambda *_: refusal)
+    monkeypatch.setattr(kernel_attention, "products_refusal", lambda *_: refusal)
     from hf_fastdecode.kernels.slim_append import api as slim_append
 
     appended: list[Any] = []
@@ -73,8 +73,8 @@ def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def slim_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A slim layer whose captured steps kernels serve."""
-    monkeypatch.setattr(captured_step, "refusal", lambda *_: None)
-    monkeypatch.setattr(captured_step, "fuses_products", lambda: True)
+    monkeypatch.setattr(kernel_attention, "products_refusal", lambda *_: None)
+    monkeypatch.setattr(kernel_attention, "fuses_products", lambda: True)
     slim: Any = to_slim(copy.deepcopy(pair("k+r")[0]).half(), TEXT, plan=PLANS["k+r"])
     return slim.model.layers[0].self_attn
 
@@ -87,11 +87,11 @@ def step_inputs(layer: Any) -> Tensor:
 def test_kernels_that_failed(slim_layer: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators serve the layer from then on; other kernels stay."""
     inputs = step_inputs(slim_layer)
-    assert captured_step.step_refusal(slim_layer, inputs) is None
+    assert kernel_attention.step_refusal(slim_layer, inputs) is None
     monkeypatch.setattr(failures, "_failures", {})
     with pytest.raises(KernelFailedError), failures.launching(kernel, inputs.device):
         raise RuntimeError("no such instruction")
-    assert "no such instruction" in (captured_step.step_refusal(slim_layer, inputs) or "")
+    assert "no such instruction" in (kernel_attention.step_refusal(slim_layer, inputs) or "")
     assert failures.failure(Kernel.POINTWISE, inputs.device) is None
 
 
@@ -99,18 +99,18 @@ def test_kernels_that_failed(slim_layer: Any, kernel: Kernel, monkeypatch: pytes
 @pytest.mark.parametrize("change", ["forward", "hook"])
 def test_changed_projections_are_called(slim_layer: Any, name: str, change: str) -> None:
     module, inputs = getattr(slim_layer, name), step_inputs(slim_layer)
-    assert captured_step.step_refusal(slim_layer, inputs) is None
+    assert kernel_attention.step_refusal(slim_layer, inputs) is None
     if change == "hook":
         module.register_forward_hook(lambda *_: None)
     else:
         module.forward = lambda x: 2 * type(module).forward(module, x)
-    assert captured_step.step_refusal(slim_layer, inputs) == "they take plain projections, without hooks"
+    assert kernel_attention.step_refusal(slim_layer, inputs) == "they take plain projections, without hooks"
 
 
 def test_a_forward_that_another_library_gave_linear_layers(slim_layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, stock = step_inputs(slim_layer), nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * stock(self, x))
-    assert "plain projections" in (captured_step.step_refusal(slim_layer, inputs) or "")
+    assert "plain projections" in (kernel_attention.step_refusal(slim_layer, inputs) or "")
     assert not has_projections(slim_layer)
 
 
@@ -136,14 +136,14 @@ def test_a_branch_is_joined_after_an_error(within: bool, monkeypatch: pytest.Mon
             order.append(f"{self.name} waits for {other.name}")
 
     def fail() -> None:
-        with captured_step._branch(torch.device("cuda")) as context:
+        with kernel_attention._branch(torch.device("cuda")) as context:
             with context:
                 if within:
                     raise RuntimeError
             raise RuntimeError
 
     branch, current = Stream("branch"), Stream("current")
-    monkeypatch.setattr(captured_step, "_branch_stream", lambda _: branch)
+    monkeypatch.setattr(kernel_attention, "_branch_stream", lambda _: branch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     with pytest.raises(RuntimeError):

@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.calibration import RoundedCache, model_inputs, record
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.fit.cache_errors import CacheErrors
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
-from hf_fastdecode.conversion.layers.calibration import model_inputs, record
+from hf_fastdecode.conversion.fit.layer_plan import CacheErrors
+from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
 from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..conversion.fit.references import attention_output

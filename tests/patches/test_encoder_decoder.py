@@ -21,19 +21,16 @@ from transformers import (
 )
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.rounded_cache import cached_logits
+from hf_fastdecode.conversion.calibration import cached_logits, model_inputs, record
 from hf_fastdecode.conversion.families import ENCODER_DECODERS, family_of
-from hf_fastdecode.conversion.layers.calibration import model_inputs, record
-from hf_fastdecode.conversion.layers.plan_choice import PlanError
+from hf_fastdecode.conversion.layer_converter import PlanError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
 from hf_fastdecode.patches.layers.family import EncoderDecoder
-from hf_fastdecode.patches.layers.projections import InputProjection, InputValues, score_operands
-from hf_fastdecode.patches.layers.slim_attention import slim_attention
+from hf_fastdecode.patches.layers.slim_attention import InputProjection, InputValues, score_operands, slim_attention
 
 from ..cases import exhaustive_but
-from ..conversion.fit.layers import layer, text
-from ..conversion.fit.references import attention_output, inputs_cache_output
+from ..conversion.fit.references import attention_output, inputs_cache_output, layer, text
 from ..test_layout import ROOT
 from ..tiny_models import tiny_model
 from .encoder_decoder_models import MODELS, PAIRS, cached_bytes, encoder_decoder, encoder_decoder_pair, read_by

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.calibration import calibration_ids, model_inputs
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.layers.calibration import calibration_ids, model_inputs
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import EncoderDecoder, longest_text
 

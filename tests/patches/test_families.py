@@ -27,13 +27,12 @@ from transformers import (
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.calibration import RoundedCache, calibration_ids
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import FAMILIES as SUPPORTED
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.conversion.layers.calibration import calibration_ids
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice, PlanError
+from hf_fastdecode.conversion.layer_converter import PlanChoice, PlanError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import attention_inputs, longest_text
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from hf_fastdecode.attention.kv import SuffixLengths
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.calibration import RoundedCache
 from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..cases import exhaustive_but

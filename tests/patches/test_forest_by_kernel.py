@@ -16,7 +16,7 @@ from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.layers import rotation, shared_attention
+from hf_fastdecode.patches.layers import attention_layer, rotation
 
 from ..tiny_models import seeded, tiny_model
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
@@ -105,7 +105,7 @@ def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = seeded(lambda: model.generate(**PROMPTS, **CALLS["samples"]))
     monkeypatch.setattr(failures, "_failures", {})
     monkeypatch.setattr(launches, "slim_partials", None)
-    monkeypatch.setattr(shared_attention, "takes_kernels", lambda *_: True)
+    monkeypatch.setattr(attention_layer, "takes_kernels", lambda *_: True)
     monkeypatch.setattr(rotation, "takes_kernels", lambda *_: True)
     with fd.enabled(slim):
         assert torch.equal(seeded(lambda: slim.generate(**PROMPTS, **CALLS["samples"])), stock)

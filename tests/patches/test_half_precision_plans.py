@@ -11,9 +11,9 @@ from matplotlib import pyplot
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.calibration import calibration_ids
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.layers.calibration import calibration_ids
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import language_config, longest_text
 

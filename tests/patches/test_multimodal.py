@@ -20,11 +20,11 @@ from transformers import (
 
 import hf_fastdecode as fd
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.source import Checkpoint
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import MULTIMODAL as SUPPORTED
 from hf_fastdecode.conversion.fit.cached_numbers import DIGITS
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
+from hf_fastdecode.conversion.source import Checkpoint
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.installed import triton_is_installed

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_fastdecode.conversion.to_slim import to_slim
-from hf_fastdecode.patches.layers.projections import KeyProjection
+from hf_fastdecode.patches.layers.slim_attention import KeyProjection
 
 from ..tiny_models import ragged_prompts
 from .encoder_decoder_models import encoder_decoder

@@ -17,9 +17,9 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.attention.kv import SuffixLengths
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.fit.cached_numbers import DIGITS, position_bytes, with_positions, without_positions
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..cases import exhaustive_but

@@ -10,10 +10,16 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from hf_fastdecode.kernels.installed import triton_is_installed
-from hf_fastdecode.patches.layers import stored_products
-from hf_fastdecode.patches.layers.projections import KeyProjection
-from hf_fastdecode.patches.layers.slim_values import SlimValues, StoredMatrix
-from hf_fastdecode.patches.layers.stored_products import Product, from_halves, in_halves, sum_of_products
+from hf_fastdecode.patches.layers import slim_values
+from hf_fastdecode.patches.layers.slim_attention import KeyProjection
+from hf_fastdecode.patches.layers.slim_values import (
+    Product,
+    SlimValues,
+    StoredMatrix,
+    from_halves,
+    in_halves,
+    sum_of_products,
+)
 
 from .slim_models import relative
 
@@ -89,7 +95,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         mm, bmm = torch.mm, torch.bmm
         monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
         monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: bmm(a.to(out_dtype), b.to(out_dtype)))
-        monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+        monkeypatch.setattr(slim_values, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     device: str = request.param
     return device
 
@@ -102,7 +108,7 @@ def test_products_by_halves(
 ) -> None:
     """Of many rows by PyTorch's operators, of few by the kernel."""
     if not by_kernel:
-        monkeypatch.setattr(stored_products, "_by_kernel", lambda *_: None)
+        monkeypatch.setattr(slim_values, "_by_kernel", lambda *_: None)
     elif not triton_is_installed():
         pytest.skip("needs Triton")
     generator = torch.Generator().manual_seed(4)
@@ -142,7 +148,7 @@ def test_products_of_nothing(sizes: tuple[int, ...], heads: int | None, device: 
 
 @pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 def test_other_numbers_of_rows_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+    monkeypatch.setattr(slim_values, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     torch._dynamo.reset()
     matrix, graphs = StoredMatrix(64, 32, torch.float16), CompileCounter()
     compiled = torch.compile(lambda x: sum_of_products([matrix.product(x * 1.5)]), backend=graphs)
@@ -157,7 +163,7 @@ def test_other_numbers_of_rows_are_not_compiled_anew(monkeypatch: pytest.MonkeyP
 def test_compiled_products_are_as_exact(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile leaves out roundings, without which the parts of a number are itself and 0."""
     if device == "cpu":
-        monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+        monkeypatch.setattr(slim_values, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     generator = torch.Generator().manual_seed(5)
     matrix = StoredMatrix(64, 32, torch.float16)
     matrix.values.copy_(torch.randn(64, 32, generator=generator))

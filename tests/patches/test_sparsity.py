@@ -13,10 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.conversion.calibration import model_inputs
 from hf_fastdecode.conversion.families import family_of, family_of_slim
-from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads, weighted_values
-from hf_fastdecode.conversion.fit.weights import bias_or_zero
-from hf_fastdecode.conversion.layers.calibration import model_inputs
+from hf_fastdecode.conversion.fit.attention import (
+    attention_weights,
+    bias_or_zero,
+    key_heads,
+    query_heads,
+    weighted_values,
+)
 from hf_fastdecode.patches.layers import slim_attention
 from hf_fastdecode.patches.layers.family import attention_inputs
 
