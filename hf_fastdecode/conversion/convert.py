@@ -291,11 +291,9 @@ class VerificationError(ValueError):
 class Verification:
     """Relative errors of logits, in the Frobenius norm, against the ordinary model in fp64.
 
-    Attributes:
-        slim_error: Error of the slim model in its dtype; `bound` is the largest acceptable one.
-        ordinary_error: Error of the ordinary model in the same dtype, with keys and values in int8 in layers that the
-            slim model caches in 8 bits.
-        same_tokens: Share of positions where slim and fp64 give the same most likely token.
+    Of the slim model in its dtype, with the largest acceptable one, and of the ordinary model in the same dtype, with
+    keys and values in int8 in layers that the slim model caches in 8 bits. `same_tokens` is the share of positions
+    where slim and fp64 give the same most likely token.
     """
 
     slim_error: float

@@ -121,7 +121,6 @@ def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
 
 
 def is_slim(config: Any) -> bool:
-    """Whether a config is of a slim model."""
     kind: str = (language_config(config) if config.model_type in MULTIMODAL else config).model_type
     return kind.startswith(SLIM)
 

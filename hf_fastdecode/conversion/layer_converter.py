@@ -104,12 +104,10 @@ class PlanChoice:
 
     @property
     def eight_bits(self) -> torch.dtype | None:
-        """The cache dtype if it has 8 bits."""
         return self._dtype if self._dtype in EIGHT_BITS else None
 
     @property
     def wider(self) -> torch.dtype | None:
-        """The cache dtype if it has more bits."""
         return None if self.eight_bits else self._dtype
 
     @property
@@ -208,7 +206,6 @@ class ConvertedLayer:
     recovered_error: float = 0.0
 
     def report(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             **self.entry.to_dict(),
             "dtype": self.chosen.dtype,

@@ -32,7 +32,6 @@ _PLAIN: Final = {"shard_bytes": "shard size (`max_shard_size`)", "files": "sourc
 
 
 def unfinished(target: Path) -> Path:
-    """The staging folder of a checkpoint."""
     return target.with_name(f".{target.name}.converting")
 
 
@@ -145,7 +144,6 @@ class ShardWriter:
         (self.target / _STATE).unlink()
 
     def close(self) -> None:
-        """Release the lock on the staging folder."""
         self._held.close()
 
     def _continue(self, resume: bool) -> None:

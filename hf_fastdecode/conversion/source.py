@@ -16,7 +16,6 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, TypeVar
@@ -228,10 +227,8 @@ class Checkpoint:
         self.tied: dict[str, str] = {}
         self.left_out: list[str] = []
         self._open: tuple[str, Any] | None = None
-        self._stack = ExitStack()
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self.files)
 
     def rename(self, model_name: Callable[[str], str]) -> None:
@@ -343,7 +340,6 @@ class Checkpoint:
         return None
 
     def shape(self, name: str) -> list[int]:
-        """Shape of a tensor."""
         handle, stored = self._handle(self.files[name]), self.stored[name]
         try:
             return list(handle[stored].shape if isinstance(handle, Mapping) else handle.get_slice(stored).get_shape())
@@ -374,11 +370,9 @@ class Checkpoint:
             raise CheckpointError(f"{self.files[name]} is damaged ({error}); copy or download it again") from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
         return self.tensor(name).dtype
 
     def nbytes(self) -> int:
-        """Bytes of all weight files."""
         return sum(file.stat().st_size for file in set(self.files.values()))
 
     def stamp(self) -> list[list[Any]]:
@@ -407,9 +401,7 @@ class Checkpoint:
         return layers if len(layers) == count else [{} for _ in range(count)]
 
     def close(self) -> None:
-        """Close the open file."""
         self._open = None
-        self._stack.close()
 
     def _files(self) -> dict[str, Path]:
         for name in _WEIGHTS:

@@ -39,15 +39,10 @@ class LayerSparsity:
 
 @dataclass(frozen=True)
 class SparsityReport:
-    """Effect of a threshold on a slim model, on one text; its `str` is a table.
+    """Effect of a threshold on a slim model, on a text of so many tokens; its `str` is a table.
 
-    Attributes:
-        threshold: Bound on attention weights.
-        tokens: Tokens of the text.
-        skipped: Share of the weights of all slim layers below the threshold.
-        logits_error: Relative error of the logits in the Frobenius norm, compared with no threshold.
-        same_tokens: Share of positions where the most likely token is the same.
-        layers: The slim attentions.
+    Of the weights of all slim layers the share `skipped` is below the threshold. Compared with no threshold, logits
+    have a relative error in the Frobenius norm, and the most likely token is the same in a share of positions.
     """
 
     threshold: float
@@ -58,7 +53,6 @@ class SparsityReport:
     layers: tuple[LayerSparsity, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
         return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
 
     def __str__(self) -> str:

@@ -57,7 +57,6 @@ class TensorStream:
         return self._read(name for name in names if not self.source.repeats(name))
 
     def _names(self, index: int) -> list[str]:
-        """Names of a layer's tensors."""
         return sorted(name for name in self.source.names() if name.startswith(self.prefixes[index]))
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -143,7 +142,6 @@ class DecoderOnlyStream(SlimStream):
         return {} if self.hidden is None else {"hidden": self.hidden}
 
     def resume(self, carried: dict[str, Tensor]) -> None:
-        """Continue from what was carried."""
         self.hidden = carried.get("hidden")
 
     def _outside(self) -> dict[str, Tensor]:

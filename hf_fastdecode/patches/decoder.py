@@ -52,11 +52,8 @@ class SlimPreTrainedModel(PreTrainedModel):
 class SlimDecoder(SlimPreTrainedModel):
     """A decoder with slim layers; precedes the architecture's own class among base classes.
 
-    Attributes:
-        slim_attention: Class of the layers' attention.
-        slim_layer: Class of layers with slim attention, where the architecture's own does not pass on `ROTATION`.
-        blocks: Name of the list of layers.
-        attention: Name of a layer's attention.
+    `blocks` is the list of layers, `attention` that of a layer. `slim_layer` is the class of layers with slim
+    attention, where the architecture's own does not pass on `ROTATION`.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
@@ -135,12 +132,10 @@ class SlimRotaryDecoder(SlimDecoder):
         return {ROTATION: cache_rotation(self.tables, query_positions, key_positions)}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """`ROTATION` of a pass over a shared-context cache."""
         unrotates = self.config.unrotates
         return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
 
     def tables(self, positions: Tensor) -> Tables:
-        """Tables of positions ``[rows or 1, tokens]``."""
         # Rotary modules give tables the dtype of this argument.
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self.rotary_emb(like, positions)
@@ -169,19 +164,14 @@ class SlimCausalLM(SlimPreTrainedModel):
 
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
-        """The projection to logits."""
         return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
 class SlimEncoderDecoder(SlimPreTrainedModel):
     """An encoder-decoder with slim attention in its decoder; precedes the architecture's own among base classes.
 
-    The encoder caches nothing and is the ordinary one.
-
-    Attributes:
-        slim_attention: Class of the slim attentions.
-        blocks: Name of the decoder's list of layers.
-        self_attention, cross_attention: Paths below a layer.
+    The encoder caches nothing and is the ordinary one. `blocks` is the decoder's list of layers, and the attentions
+    are paths below a layer.
     """
 
     slim_attention: ClassVar[type[SlimDecoderAttention]]
@@ -203,13 +193,9 @@ class SlimEncoderDecoder(SlimPreTrainedModel):
 
 
 def slim_class(config: type[SlimConfig], slim: type, ordinary: Any, **attributes: Any) -> Any:
-    """Make the slim class of an architecture's class, in the module and with the name that checkpoints know.
+    """Make the slim class of transformers' `ordinary` one, in the module and with the name that checkpoints know.
 
-    Args:
-        config: Class of the family's configs.
-        slim: The base class that changes `ordinary`, which it precedes.
-        ordinary: transformers' own class.
-        attributes: Class attributes.
+    The base class `slim` changes the ordinary one, which it precedes; `config` is the class of the family's configs.
     """
     module = f"{__package__}.architectures.{config.model_type}"
     doc = f"{ordinary.__name__} with slim attention."
@@ -227,13 +213,8 @@ def slim_classes(
 ) -> tuple[Any, Any, Any]:
     """Make the classes of a family's attention, decoder and models for generation.
 
-    Args:
-        config: Class of the family's configs, named ``Slim<family>Config``.
-        source: transformers' module of the family.
-        attention: Base class that changes ``<family>Attention``; the others likewise.
-        decoder: That of ``<family>Model``.
-        model: That of the model for generation.
-        head: End of the latter's name.
+    Base classes `attention`, `decoder` and `model` change ``<family>Attention``, ``<family>Model`` and
+    ``<family><head>`` of `source`, transformers' module; `config` is ``Slim<family>Config``.
     """
     family = _family_name(config)
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))

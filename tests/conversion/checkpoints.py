@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_fastdecode.assets import MODEL_PATH
 
 LAYERS = 3
+VOCABULARY = len(AutoTokenizer.from_pretrained(MODEL_PATH))
 
 
 def save_multi_head(folder: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
     """Write it: 3 layers, 4 heads, 32 inputs."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     fields = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": LAYERS,
@@ -47,3 +48,10 @@ def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 def contents(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def loaded(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
+    """Load a model, in eval mode, none of whose tensors are missing, unknown or of another shape."""
+    model, found = auto.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()

@@ -34,7 +34,7 @@ from hf_fastdecode.conversion.streams import SlimStream
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import InputError
 
-from .checkpoints import LAYERS, contents, save_multi_head
+from .checkpoints import LAYERS, contents, loaded, save_multi_head
 
 SHARD = 20_000  # bytes: less than a layer
 
@@ -57,12 +57,6 @@ def slim(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def load(folder: Path, **options: Any) -> PreTrainedModel:
-    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(found[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model.eval()
-
-
 def completions(model: PreTrainedModel, folder: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     inputs = tokenizer(["def f(x):", "assert length('red') == 3"], return_tensors="pt", padding=True)
@@ -71,7 +65,7 @@ def completions(model: PreTrainedModel, folder: Path) -> list[str]:
 
 
 def test_converted_checkpoint_generates_the_same(source: Path, slim: Path) -> None:
-    assert completions(load(slim), slim) == completions(load(source), source)
+    assert completions(loaded(slim), slim) == completions(loaded(source), source)
     assert len(list(slim.glob("*.safetensors"))) > LAYERS
     assert not list(slim.parent.glob(".*"))
     names = {file.name for file in slim.iterdir() if "safetensors" not in file.name}
@@ -87,10 +81,10 @@ def test_shards_are_no_larger_than_asked_where_tensors_allow(slim: Path) -> None
 
 
 def test_it_is_what_the_loaded_model_becomes(source: Path, slim: Path) -> None:
-    model = load(source)
+    model = loaded(source)
     ids = calibration_ids(AutoTokenizer.from_pretrained(source), limit=256)
     in_memory = to_slim(model, ids, rank=3)
-    streamed = load(slim)
+    streamed = loaded(slim)
     assert streamed.config.slim_layers == in_memory.config.slim_layers
     with torch.no_grad():
         torch.testing.assert_close(streamed(ids[None]).logits, in_memory(ids[None]).logits, rtol=1e-3, atol=1e-3)
@@ -191,7 +185,7 @@ def test_resuming_skips_layers_that_are_written(source: Path, tmp_path: Path, mo
 def test_round_trip(tmp_path: Path, dtype: torch.dtype, biases: bool) -> None:
     """Recovered values are off by what was reported, everything else is as it was, and the model computes the same."""
     source = save_multi_head(tmp_path / "source", dtype, attention_bias=biases)
-    original = load(source)
+    original = loaded(source)
     if biases:
         with torch.no_grad():
             for name, parameter in original.named_parameters():
@@ -200,7 +194,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, biases: bool) -> None:
         original.save_pretrained(source, max_shard_size="100KB")
     convert_checkpoint(settings(source, tmp_path / "slim", choice=PlanChoice(rank=8)))
     report = convert_checkpoint(settings(tmp_path / "slim", tmp_path / "full", format="full"))
-    full = load(tmp_path / "full")
+    full = loaded(tmp_path / "full")
     assert type(full) is type(original)
     assert full.dtype == dtype
     for name, tensor in full.state_dict().items():
@@ -232,27 +226,27 @@ def test_code_of_checkpoints_is_replaced_and_dropped(tmp_path: Path) -> None:
 
 def test_torch_files_and_tied_embeddings(tmp_path: Path) -> None:
     folder = save_multi_head(tmp_path / "source", tie_word_embeddings=True)
-    state = load(folder).state_dict()
+    state = loaded(folder).state_dict()
     for file in folder.glob("model*"):
         file.unlink()
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # as checkpoints of Llama 1 have it
     torch.save({**state, **old}, folder / "pytorch_model.bin")
     convert_checkpoint(settings(folder, tmp_path / "made"))
-    slim = load(tmp_path / "made")
+    slim = loaded(tmp_path / "made")
     assert slim.lm_head.weight is slim.model.embed_tokens.weight
-    assert completions(slim, folder) == completions(load(folder), folder)
+    assert completions(slim, folder) == completions(loaded(folder), folder)
 
 
 def test_torch_files_whose_tensors_share_memory(tmp_path: Path) -> None:
     """As of a model whose head was tied by hand, whatever its config says."""
     folder = save_multi_head(tmp_path / "source")
-    model = load(folder)
+    model = loaded(folder)
     model.lm_head.weight = model.model.embed_tokens.weight
     for file in folder.glob("model*"):
         file.unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     convert_checkpoint(settings(folder, tmp_path / "made", shard_bytes=10**9))
-    assert completions(load(tmp_path / "made"), folder) == completions(model, folder)
+    assert completions(loaded(tmp_path / "made"), folder) == completions(model, folder)
 
 
 def test_room_on_the_disk_is_estimated_from_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +269,7 @@ def test_dtype_and_plan_per_layer(source: Path, tmp_path: Path) -> None:
     plans = (("kv", 0), ("k", 0), ("k+r", 5))
     choice = PlanChoice(plans)
     convert_checkpoint(settings(source, tmp_path / "made", choice=choice, dtype=torch.bfloat16))
-    slim = load(tmp_path / "made", dtype="auto")
+    slim = loaded(tmp_path / "made", dtype="auto")
     assert slim.dtype == torch.bfloat16
     assert [(layer["plan"], layer["rank"]) for layer in slim.config.slim_layers] == list(plans)
     assert slim.config.slim_matrix_dtype == "float16"
@@ -289,13 +283,13 @@ def test_verification_fails_for_keys_alone_in_bf16(source: Path, tmp_path: Path)
         convert_checkpoint(settings(source, target, **options))
     assert not target.exists()
     convert_checkpoint(settings(source, target, **{**options, "verify": False}, resume=True))
-    assert load(target, dtype="auto").dtype == torch.float16
+    assert loaded(target, dtype="auto").dtype == torch.float16
 
 
 def test_verification_is_not_loosened_by_the_condition_number(tmp_path: Path) -> None:
     """In fp32 too, where keys of condition number 1e7 make logits of which a quarter name other tokens."""
     source = save_multi_head(tmp_path / "source")
-    model = load(source)
+    model = loaded(source)
     with torch.no_grad():
         for layer in model.model.layers:
             left, values, right = torch.linalg.svd(layer.self_attn.k_proj.weight.double())
@@ -311,7 +305,7 @@ def test_verification_is_not_loosened_by_the_condition_number(tmp_path: Path) ->
 @pytest.mark.parametrize("plan", ["auto", "kv"])
 def test_weights_that_are_not_finite(tmp_path: Path, plan: str) -> None:
     source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
-    model = load(source)
+    model = loaded(source)
     model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = torch.nan
     model.save_pretrained(source, max_shard_size="100KB")
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.v_proj.weight holds 1 inf or nan; repair"):
@@ -321,7 +315,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, plan: str) -> None:
 
 def test_an_embedding_that_the_calibration_text_does_not_meet_is_not_finite(tmp_path: Path) -> None:
     source = save_multi_head(tmp_path / "source")
-    model = load(source)
+    model = loaded(source)
     model.model.embed_tokens.weight.data[-1, 0] = torch.inf
     model.save_pretrained(source, max_shard_size="100KB")
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight holds 1 inf or nan"):
@@ -330,7 +324,7 @@ def test_an_embedding_that_the_calibration_text_does_not_meet_is_not_finite(tmp_
 
 def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None:
     source = save_multi_head(tmp_path / "source")
-    model = load(source)
+    model = loaded(source)
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e5
     model.save_pretrained(source, max_shard_size="100KB")
     with pytest.raises(
@@ -342,7 +336,7 @@ def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None
 def test_a_model_that_overflows_in_its_dtype_is_told_a_wider_one(tmp_path: Path) -> None:
     """Weights that fit into fp16 may give activations that do not; bf16 has room for them."""
     source = save_multi_head(tmp_path / "source", torch.float16)
-    model = load(source)
+    model = loaded(source)
     mlp = model.model.layers[0].mlp
     mlp.up_proj.weight.data.mul_(100)
     mlp.down_proj.weight.data.mul_(30_000)
@@ -356,12 +350,12 @@ def test_a_model_that_overflows_in_its_dtype_is_told_a_wider_one(tmp_path: Path)
 
 def test_a_layer_whose_values_are_all_zero(tmp_path: Path) -> None:
     source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
-    model = load(source)
+    model = loaded(source)
     model.model.layers[1].self_attn.v_proj.weight.data.zero_()
     model.save_pretrained(source, max_shard_size="100KB")
     report = convert_checkpoint(settings(source, target, choice=PlanChoice(rank=3)))
     assert report["layers"][1]["recovered_error"] == 0
-    assert completions(load(target), source) == completions(model, source)
+    assert completions(loaded(target), source) == completions(model, source)
 
 
 @pytest.fixture

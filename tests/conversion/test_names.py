@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
-from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.layer_converter import PlanChoice
@@ -23,14 +22,12 @@ from ..patches.encoder_decoder_models import encoder_decoder, read_by
 from ..patches.family_models import FAMILIES, family_model
 from ..patches.multimodal_models import MULTIMODAL, multimodal_model
 from ..patches.slim_models import TEXT, relative
-from ..tiny_models import tiny_model
-from .checkpoints import save_multi_head, saved
+from .checkpoints import VOCABULARY, save_multi_head, saved
 
 pytestmark = pytest.mark.exhaustive
 
-VOCABULARY = len(AutoTokenizer.from_pretrained(MODEL_PATH))
 ENCODERS = ["t5", "bart", "whisper"]
-DECODERS = ["llama", *(name for name in FAMILIES if "-" not in name and name != "codegen")]
+DECODERS = [name for name in FAMILIES if "-" not in name and name != "codegen"]
 UNUSED = {
     "lm_head.bias": torch.ones(3),
     "model.norm.bias": torch.full((3,), float("nan")),
@@ -42,9 +39,7 @@ UNUSED = {
 def made(name: str, **options: Any) -> PreTrainedModel:
     """A model whose vocabulary is the embedded tokenizer's."""
     options = {"vocab_size": VOCABULARY, **options}
-    if name in ENCODERS:
-        return encoder_decoder(name, **options)
-    return tiny_model("llama-mha", **options) if name == "llama" else family_model(name, **options)
+    return encoder_decoder(name, **options) if name in ENCODERS else family_model(name, **options)
 
 
 def converted(source: Path, folder: Path, *forms: str) -> None:
@@ -172,8 +167,7 @@ TYING = [name for name in MULTIMODAL if name != "qwen2_audio"]  # whose class ti
 
 def trained_apart(name: str, **overrides: Any) -> PreTrainedModel:
     """A model whose config ties, with another head."""
-    options = {"tie_word_embeddings": True, **overrides}
-    return with_another_head(tiny_model("llama-mha", **options) if name == "llama" else family_model(name, **options))
+    return with_another_head(family_model(name, **{"tie_word_embeddings": True, **overrides}))
 
 
 def with_another_head(model: PreTrainedModel) -> PreTrainedModel:
@@ -185,7 +179,7 @@ def with_another_head(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_to_slim_keeps_the_head(name: str, tmp_path: Path) -> None:
     model = trained_apart(name)
     slim = to_slim(model, TEXT, plan="k")
@@ -195,7 +189,7 @@ def test_to_slim_keeps_the_head(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval()), logits(slim))
 
 
-@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_converted_checkpoint_keeps_the_head(name: str, tmp_path: Path) -> None:
     model = trained_apart(name, vocab_size=VOCABULARY)
     converted(saved(model, tmp_path / "source"), tmp_path, "full")

@@ -31,8 +31,6 @@ class AttentionWeights:
         key: ``[kv_heads * head_dim, key_d]``; ``key_d`` is the width of the encoder for cross-attention, else ``d``.
         value: ``[kv_heads * value_dim, key_d]``.
         output: ``[d_out, heads * value_dim]``.
-        heads: Query heads.
-        kv_heads: Key and value heads.
         query_bias, key_bias, value_bias, output_bias: ``[out]`` of each projection, or None.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
         query_norm, key_norm: QK-norm, from a whole projection ``[tokens, heads * head_dim]`` to the same shape, before
@@ -80,22 +78,18 @@ class AttentionWeights:
 
     @property
     def W_Q(self) -> Tensor:
-        """``[d, heads * head_dim]``, fp64."""
         return self.query.double().mT
 
     @property
     def W_K(self) -> Tensor:
-        """``[key_d, kv_heads * head_dim]``, fp64."""
         return self.key.double().mT
 
     @property
     def W_V(self) -> Tensor:
-        """``[key_d, kv_heads * value_dim]``, fp64."""
         return self.value.double().mT
 
     @property
     def W_O(self) -> Tensor:
-        """``[heads * value_dim, d_out]``, fp64."""
         return self.output.double().mT
 
     def keys(self, inputs: Tensor) -> Tensor:
@@ -108,12 +102,10 @@ class AttentionWeights:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head of queries and keys."""
         return self.key.shape[0] // self.kv_heads
 
     @property
     def score_scale(self) -> float:
-        """The factor on the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -192,7 +184,6 @@ class Rotation:
         return cls(cos[..., one], sin[..., one], layout)
 
     def tokens(self, part: slice) -> Rotation:
-        """The rotation of some of the tokens."""
         return Rotation(self.cos[..., part, :], self.sin[..., part, :], self.layout)
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class CacheError:
         plan, rank: What is cached, and V-coordinates beside the keys; 0 except for ``k+r``.
         bytes_per_token: Bytes per token in this layer, including scales of 8 bits and cached positions; 0 for ``e``,
             of which one copy serves all layers, outside the cache.
-        value_error: Relative error of the values in the Frobenius norm.
-        output_error: Relative error of the attention output behind ``W_O``, without its bias.
+        value_error, output_error: Relative errors in the Frobenius norm, of the values and of the attention output
+            after ``W_O``, without its bias.
         dtype: Dtype of the cache, such as ``int8``; empty in reports written before this field existed.
     """
 
@@ -163,7 +163,6 @@ class CacheErrors:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype, such as ``int8``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -195,10 +194,9 @@ class LayerPlan:
         tolerance: Largest acceptable output error, as a multiple of the `baseline`'s.
         cache_dtype: Dtype of keys and V-coordinates that are not in 8 bits, such as ``float16``; inputs, and keys with
             values, are in `model_dtype`.
-        model_dtype: Dtype of the model.
-        condition: Condition number of ``W_K``; None where keys do not determine values.
-        largest_key_to_value: ``max |W_KV|``, or None.
-        singular_values: Singular values of ``W_K``, descending; empty where keys do not determine values.
+        condition, largest_key_to_value: Condition number of ``W_K`` and ``max |W_KV|``; None where keys do not
+            determine values.
+        singular_values: Those of ``W_K``, descending; empty where keys do not determine values.
         ordinary_int8: Keys and values in int8, the baseline of caches in 8 bits; None without these. Not a candidate:
             keys with few V-coordinates in fp16 need as many bytes and have a much smaller error.
     """
@@ -224,13 +222,11 @@ class LayerPlan:
         return candidate.output_error <= self.tolerance * self.baseline(candidate).output_error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
         plain = asdict(self)
         return plain | {"candidates": list(plain["candidates"]), "singular_values": list(self.singular_values)}
 
 
 def in_eight_bits(cache: CacheError) -> bool:
-    """Whether a cache is in 8 bits."""
     return cache.dtype in map(dtype_name, EIGHT_BITS)
 
 
@@ -278,16 +274,7 @@ def fit_layer(
         raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     if cache_dtype is None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
-    half = len(inputs if key_inputs is None else key_inputs) // 2
-    fitted, stored = (inputs if key_inputs is None else key_inputs)[:half], None
-    if key_inputs is None:
-        judged = slice(half, None)
-        part = None if rotation is None else rotation.tokens(judged)
-        bias = None if score_bias is None else score_bias[:, judged, judged]
-        stored = rotation.tokens(slice(half)) if rotation is not None and unrotate else None
-        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias, unrotate=unrotate)
-    else:
-        errors = CacheErrors(weights, inputs, key_inputs[half:], causal=causal)
+    fitted, stored, errors = _halves(weights, inputs, key_inputs, rotation, causal, score_bias, unrotate)
     ordinary = errors.ordinary(model_dtype)
     if not math.isfinite(ordinary.output_error):
         raise ValueError(
@@ -332,6 +319,28 @@ def fit_layer(
         ordinary_int8=None if eight_bits is None else errors.ordinary(torch.int8),
     )
     return replace(plan, chosen=next(filter(plan.accepts, candidates))), statistics
+
+
+def _halves(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    key_inputs: Tensor | None,
+    rotation: Rotation | None,
+    causal: bool,
+    score_bias: Tensor | None,
+    unrotate: bool,
+) -> tuple[Tensor, Rotation | None, CacheErrors]:
+    """The half of the text to fit, the RoPE that its keys are cached after, and errors on the other half."""
+    if key_inputs is not None:
+        half = len(key_inputs) // 2
+        return key_inputs[:half], None, CacheErrors(weights, inputs, key_inputs[half:], causal=causal)
+    half = len(inputs) // 2
+    judged = slice(half, None)
+    part = None if rotation is None else rotation.tokens(judged)
+    bias = None if score_bias is None else score_bias[:, judged, judged]
+    stored = rotation.tokens(slice(half)) if rotation is not None and unrotate else None
+    errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias, unrotate=unrotate)
+    return inputs[:half], stored, errors
 
 
 def _check_text(

@@ -52,7 +52,6 @@ class KeyToValue:
 
     @property
     def largest(self) -> float:
-        """``max |W_KV|``."""
         return self.matrix.abs().max().item()
 
 
@@ -99,12 +98,9 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
 class ValueCoordinates:
     """Matrices for ``values = cached M + coordinates B + constant``, in fp64.
 
-    Attributes:
-        key_offset: ``[e]``; it is subtracted from keys (with their bias) before they are cached.
-        from_keys: M, ``[e, e_v]``.
-        from_inputs: ``W_E``, ``[key_d, r]``.
-        directions: B, ``[r, e_v]``.
-        constant: ``[e_v]``, what offset and biases add to each token's values.
+    M is `from_keys`, ``[e, e_v]``, ``W_E`` `from_inputs`, ``[key_d, r]``, and B `directions`, ``[r, e_v]``. The offset
+    ``[e]`` is subtracted from keys (with their bias) before they are cached; the constant is what offset and biases
+    add to each token's values, ``[e_v]``.
     """
 
     key_offset: Tensor
@@ -115,7 +111,6 @@ class ValueCoordinates:
 
     @property
     def rank(self) -> int:
-        """Coordinates cached per token beside the keys."""
         return len(self.directions)
 
     def cached_keys(self, weights: AttentionWeights, inputs: Tensor) -> Tensor:
@@ -289,8 +284,7 @@ class KeyStatistics:
         key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
         noise: ``[e]``, mean square error of the cache in each coordinate of the keys minus the offset.
         directions: ``[e_v, e_v]``, from `noisiest_directions`.
-        key_feedback: For rounding matrices that multiply keys minus the offset.
-        input_feedback: For rounding matrices that multiply inputs.
+        key_feedback, input_feedback: For rounding matrices that multiply keys minus the offset, and inputs.
     """
 
     key_to_value: KeyToValue

@@ -14,7 +14,7 @@ from ...attention.interface import shared_context_attention
 from ...attention.own_code import OwnCode
 from ...attention.placeholders import SharedKV
 from ...attention.stand_in_calls import attend_shared, positions_of_pass
-from .encoder_decoders import embed_positions
+from .encoder_decoders import embed_positions, project_heads
 
 
 @takes_old_name
@@ -34,9 +34,8 @@ def attend_bert(
     that its first call runs stock. RoFormer rotates keys, and by its config values, at positions that begin at the
     cache's length.
     """
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (-1, module.attention_head_size)).transpose(1, 2)
-        for projection in (module.query, module.key, module.value)
+    query, key, value = project_heads(
+        hidden_states, module.attention_head_size, module.query, module.key, module.value
     )
     if sinusoidal_pos is not None:
         angles = sinusoidal_pos[0, 0][:, None]  # [rows or 1, 1, tokens, head_dim], see `embed_positions`
@@ -119,10 +118,7 @@ def attend_diffllama(
     of all KV heads and half of the values, repeated. Here the two values of a KV head are cached side by side, and
     read by one call. Keys get as many zeros: kernels of captured steps take keys and values of one width.
     """
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    query, key, value = project_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query, key = rotate(query, key, *position_embeddings)
     both = torch.cat(value.chunk(2, 1), -1).repeat(1, 2, 1, 1)  # [rows, kv_heads, tokens, 2 * head_dim]
@@ -153,10 +149,7 @@ def attend_llama4(
             module, hidden_states, position_embeddings, attention_mask, **with_cache(kwargs, cache)
         )
         return out
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    query, key, value = project_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     steps = torch.floor((positions_of_pass().float() + 1.0) / module.floor_scale)
     scales = torch.log1p(steps) * module.attn_scale + 1.0  # [rows or 1, tokens]
     query = (query * scales[:, None, :, None]).to(query.dtype)

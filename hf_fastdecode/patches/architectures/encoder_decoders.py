@@ -33,6 +33,11 @@ from ...attention.stand_in_calls import attend_encoded, attend_shared, given_pos
 from ...errors import Unsupported
 
 
+def project_heads(inputs: Tensor, head_dim: int, *projections: Any) -> Any:
+    """``[rows, heads, tokens, head_dim]`` of each projection of ``[rows, tokens, d]``."""
+    return tuple(project(inputs).unflatten(-1, (-1, head_dim)).transpose(1, 2) for project in projections)
+
+
 @takes_old_name
 def attend_beside_encoder(
     module: Any,
@@ -48,10 +53,10 @@ def attend_beside_encoder(
         raise Unsupported(f"{type(module).__name__} biases its scores, or has no cache of a decoder")
     encoded = hidden_states if key_value_states is None else key_value_states
 
-    def project() -> tuple[Tensor, Tensor]:
-        return _bart_heads(module, module.k_proj(encoded)), _bart_heads(module, module.v_proj(encoded))
+    def project() -> Any:
+        return project_heads(encoded, module.head_dim, module.k_proj, module.v_proj)
 
-    query = _bart_heads(module, module.q_proj(hidden_states))
+    (query,) = project_heads(hidden_states, module.head_dim, module.q_proj)
     if key_value_states is None:
         kv, _ = cache.self_attention_cache.update(*project(), module.layer_idx)
         out = attend_shared(module, query, kv, scaling=module.scaling)
@@ -61,7 +66,6 @@ def attend_beside_encoder(
 
 
 def attend_and_return_cache(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, Any]:
-    """Stands in for `LEDDecoderAttention.forward`."""
     out, weights = attend_beside_encoder(module, *args, **kwargs)
     return out, weights, cache_in(kwargs)
 
@@ -70,11 +74,6 @@ def embed_slots(module: Any, shape: torch.Size, *args: Any, **kwargs: Any) -> Te
     """Stands in for `LEDLearnedPositionalEmbedding.forward` where the cache's length is a tensor, as in a capture."""
     length = kwargs.get(CACHE_LENGTH, args[0] if args else 0)
     return F.embedding(length + torch.arange(shape[1], device=module.weight.device), module.weight)
-
-
-def _bart_heads(module: Any, projected: Tensor) -> Tensor:
-    """``[rows, heads, tokens, head_dim]``."""
-    return projected.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
 
 
 def embed_positions(module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,10 +99,7 @@ def attend_bart(
         raise Unsupported("its layers have keys and values of trained prompts")
     if isinstance(cache, EncoderDecoderCache):
         return attend_beside_encoder(module, hidden_states, key_value_states, cache, attention_mask)
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    query, key, value = project_heads(hidden_states, module.head_dim, module.q_proj, module.k_proj, module.v_proj)
     kv, _ = cache.update(key, value, module.layer_idx)
     return module.out_proj(attend_shared(module, query, kv, scaling=module.head_dim**-0.5).flatten(2)), None
 
@@ -120,11 +116,8 @@ def _bart(positions: str, attention: str | None = None) -> OwnCode:
 def embed_sinusoidal(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Stands in for `forward` of the positions' embeddings in captured passes: ``[rows, tokens, width]``.
 
-    Args:
-        table_for: The table of a module for rows of up to so many tokens, ``[positions, width]``.
-
-    Raises:
-        Unsupported: Rows of a captured step may outgrow the table.
+    `table_for` gives a module's table for rows of up to so many tokens, ``[positions, width]``. Raises Unsupported
+    where rows of a captured step may outgrow it.
     """
     length = kwargs.get(CACHE_LENGTH, args[-1])
     if not isinstance(length, Tensor):  # in a pass over prompts
@@ -139,7 +132,6 @@ def embed_sinusoidal(table_for: Callable[[Any, int], Tensor], module: Any, *args
 
 
 def own_table(module: Any, tokens: int) -> Tensor:
-    """The module's table, whatever its length."""
     table: Tensor = module.weights
     return table
 
@@ -203,27 +195,23 @@ def biases_by_distance(module: Any) -> Tensor:
 def _t5_self(module: Any, hidden_states: Tensor, cache: Any, biases: Tensor | None) -> Tensor:
     if hidden_states.shape[1] > 1 and not getattr(module, "is_causal", True):  # of UMT5 before transformers 5.24
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    query, key, value = (_t5_heads(module, part(hidden_states)) for part in (module.q, module.k, module.v))
+    query, key, value = project_heads(hidden_states, module.key_value_proj_dim, module.q, module.k, module.v)
     kv, _ = cache.self_attention_cache.update(key, value, module.layer_idx)
     return module.o(attend_shared(module, query, kv, scaling=module.scaling, distances=biases).flatten(2))
 
 
 def _t5_cross(module: Any, hidden_states: Tensor, encoded: Tensor, cache: Any, mask: Any) -> Tensor:
-    query = _t5_heads(module, module.q(hidden_states))
+    width = module.key_value_proj_dim
+    (query,) = project_heads(hidden_states, width, module.q)
     out = attend_encoded(
         module,
         query,
         cache,
         mask,
         scaling=module.scaling,
-        project=lambda: (_t5_heads(module, module.k(encoded)), _t5_heads(module, module.v(encoded))),
+        project=lambda: project_heads(encoded, width, module.k, module.v),
     )
     return module.o(out.flatten(2))
-
-
-def _t5_heads(module: Any, projected: Tensor) -> Tensor:
-    """``[rows, heads, tokens, head_dim]``."""
-    return projected.unflatten(-1, (-1, module.key_value_proj_dim)).transpose(1, 2)
 
 
 def _t5(name: str, method: Method = attend_t5) -> OwnCode:

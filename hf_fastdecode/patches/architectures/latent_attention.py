@@ -77,7 +77,6 @@ def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
-    """Stands in for ``expand_kv``."""
     if not isinstance(latents, SharedKV):  # a pass without a cache
         keys, values = type(module).expand_kv(module, latents, rotated)
         return keys, values

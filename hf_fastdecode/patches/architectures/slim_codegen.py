@@ -69,11 +69,9 @@ class _Decoder(SlimRotaryDecoder):
     attention = "attn"
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """`ROTATION`, where blocks pass it on."""
         return super().rotation(query_positions, key_positions) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """`ROTATION`, where blocks pass it on."""
         return super().forest_rotation(cache, position_ids) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def tables(self, positions: Tensor) -> Tables:
@@ -88,7 +86,6 @@ class _Decoder(SlimRotaryDecoder):
 class _Model(SlimCausalLM):
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
-        """The projection to logits, with a bias."""
         return nn.Linear(config.hidden_size, config.vocab_size)
 
 

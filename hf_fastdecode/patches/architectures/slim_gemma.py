@@ -22,7 +22,6 @@ def refusal(config: Any) -> str | None:
 
 
 def embed_scale(config: Any) -> Tensor:
-    """Factor on embeddings."""
     return torch.tensor(config.hidden_size**0.5)
 
 

@@ -40,7 +40,6 @@ def refusal(config: Any) -> str | None:
 
 
 def scale(config: Any, index: int) -> float:
-    """Factor on the scores of a layer."""
     head_dim = config.hidden_size // config.num_attention_heads
     return (head_dim**-0.5 if config.scale_attn_weights else 1.0) / (
         index + 1 if config.scale_attn_by_inverse_layer_idx else 1
@@ -48,7 +47,6 @@ def scale(config: Any, index: int) -> float:
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Embeddings of tokens and positions, ``[tokens, d]``."""
     return tensors[embedding][ids] + tensors["transformer.wpe.weight"][: len(ids)]
 
 

@@ -16,8 +16,6 @@ from ..slim_configs import SlimOPTConfig
 
 
 class SlimOPTAttention(SlimAttention, opt.OPTAttention):
-    """Attention of a layer that caches no values."""
-
     output_projection = "out_proj"
     dropout: float
 
@@ -40,8 +38,6 @@ class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
 
 
 class SlimOPTForCausalLM(SlimCausalLM, opt.OPTForCausalLM):
-    """OPT for generation, with slim attention."""
-
     config_class = SlimOPTConfig
     slim_decoder = SlimOPTModel
 

@@ -58,8 +58,6 @@ def head_norms(norms: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 class HeadNorm(nn.LayerNorm):
-    """The norm of one head, in the dtype of its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``[..., head_dim]``."""
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
@@ -80,7 +78,6 @@ class _Decoder(SlimRotaryDecoder):
 
 
 def norm_weight(plain: Mapping[str, Tensor], part: str) -> Tensor | None:
-    """Weights of the heads' norms, ``[heads, head_dim]``; they are modules of their own."""
     start = f"{part}_layernorm.norms."
     heads = sum(name.startswith(start) for name in plain)
     return torch.stack([plain[f"{start}{head}.weight"] for head in range(heads)]) if heads else None

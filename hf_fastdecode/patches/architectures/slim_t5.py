@@ -27,12 +27,10 @@ class _Attention(SlimDecoderAttention):
 
     @property
     def num_heads(self) -> int:  # type: ignore[override]
-        """Heads of queries, keys and values."""
         return self.n_heads
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
-        """A slim layer with the sizes of an ordinary one, and weights of its own."""
         return cls(
             layer,
             cross,
@@ -71,14 +69,9 @@ class _Attention(SlimDecoderAttention):
 
 
 def biased_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """A mask to be added to scores, with the bias of positions in it.
+    """A mask to be added to scores, ``[rows or 1, heads, queries, tokens]``, with the bias of positions in it.
 
-    Args:
-        mask: ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
-        bias: ``[1, heads, queries, tokens]``.
-
-    Returns:
-        ``[rows or 1, heads, queries, tokens]``, in the bias's dtype.
+    The mask given is ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
     """
     if mask is None:
         mask = causal_mask(bias.shape[2], bias.shape[3], bias.device)

@@ -29,7 +29,6 @@ class _LightningStates:
         return None if states is None else states[0]
 
     def set_linear_cache(self, layer: int, state: Tensor) -> None:
-        """Store the rows' state after a pass."""
         self._layers[layer].keep_states((state,))
 
 

@@ -182,7 +182,6 @@ class SlimAttention(SlimTokens):
         return getattr(self, self.output_projection)(out)
 
     def dropout_share(self) -> float:
-        """Share of the attention weights that training drops."""
         return self.attention_dropout
 
     def weights_wanted(self, kwargs: dict[str, Any]) -> bool:

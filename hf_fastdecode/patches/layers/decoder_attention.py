@@ -100,7 +100,6 @@ class SlimDecoderAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, with the arguments of BART's and Whisper's attention."""
         return self.attend(hidden_states, key_value_states, cache, attention_mask)
 
     def attend(

@@ -17,13 +17,10 @@ from ...conversion.fit.attention import AttentionWeights, RopeLayout, Rotation
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused projection of queries, keys and values.
+    """A fused projection of queries, keys and values: a module of the ordinary layer.
 
-    Attributes:
-        name: Name of the module in the ordinary layer.
-        blocks: Number of blocks in its rows, each with queries, keys and values; a function of the config.
-        order: Order of queries, keys and values within a block.
-        conv1d: Whether weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
+    Its rows are in `blocks`, a function of the config, each with queries, keys and values in this order. With `conv1d`
+    weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
     """
 
     name: str
@@ -147,19 +144,16 @@ class Family(AnyFamily):
     Attributes:
         decoder_layer: Makes an ordinary layer from a config and an index.
         rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
-        layout: Which coordinates RoPE pairs.
         layers: Prefix of the layers' weights, before the index.
         attention: Prefix of an attention's weights within a layer.
-        output: Name of the output projection.
-        output_conv1d: Whether its weight is stored ``[in, out]``.
+        output: Name of the output projection, whose weight is stored ``[in, out]`` with `output_conv1d`.
         norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
             and the projection.
         norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
         scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
         refusal: Why a model of a config has no slim form, or None.
         longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
-        embed: Embeds ids, see the function `embed`.
-        run_layer: Runs an ordinary layer, see the function `run_layer`.
+        embed, run_layer: See the functions of these names.
         buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
         left_out: Ends of names in old checkpoints that models no longer read.
     """

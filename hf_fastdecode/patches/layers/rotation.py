@@ -154,16 +154,11 @@ def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
 
 
 def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
-    """Positions of all keys that a layer reads: the cached ones, and those of this pass.
+    """Positions of all keys that a layer reads, the cached ones and those of this pass: ``[rows or 1, slots]``, int64.
 
-    Args:
-        position_ids: ``[rows or 1, tokens]``, of this pass.
-        visible: From `visible_slots`.
-        cached: Slots in use before this pass; a tensor for static caches.
-        slots: Slots that the layer reads, at least ``cached + tokens``.
-
-    Returns:
-        ``[rows or 1, slots]``, int64; any numbers for padding and for unused slots.
+    They are arbitrary for padding and for unused slots. `position_ids` are ``[rows or 1, tokens]``, of this pass,
+    `visible` is from `visible_slots`, `cached` the slots in use before (a tensor for static caches), and `slots` those
+    that the layer reads, at least ``cached + tokens``.
     """
     tokens = position_ids.shape[1]
     index = torch.arange(slots, device=position_ids.device) - cached  # among the tokens of this pass

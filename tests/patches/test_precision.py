@@ -1,4 +1,4 @@
-"""Slim layers that cache in 8 bits: as accurate as was measured, in transformers' own loops and caches."""
+"""Slim models in 8 bits, in half precision, and trained: as accurate as was measured in the dtype that they run in."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
+from matplotlib import pyplot
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, StaticCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.calibration import RoundedCache, model_inputs, record
+from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
+from hf_fastdecode.conversion.calibration import RoundedCache, calibration_ids, model_inputs, record
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.conversion.fit.layer_plan import CacheErrors
 from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
 from hf_fastdecode.conversion.to_slim import to_slim
+from hf_fastdecode.patches.layers.family import language_config, longest_text
 
+from ..cases import exhaustive_but
+from ..cli.command_line import needs_weights, run
+from ..conversion.checkpoints import VOCABULARY, saved
 from ..conversion.fit.references import attention_output
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .family_models import family_model
+from .encoder_decoder_models import MODELS, encoder_decoder
+from .family_models import FAMILIES, family_model
+from .multimodal_models import MULTIMODAL, multimodal_model
 from .slim_models import PLANS, TEXT, pair, relative
 
 PROMPTS = ragged_prompts(9, 31, 20)
@@ -169,3 +179,115 @@ def test_training_is_refused() -> None:
     slim = to_slim(pair()[0], TEXT, plan="k", cache_dtype="int8", tolerance=1e9).train()
     with pytest.raises(ValueError, match=r"layer 0 caches in int8, through which no gradients flow; call eval\(\)"):
         slim(TEXT[None, :40])
+
+
+MAKERS = (
+    {name: lambda vocab_size, name=name: family_model(name, vocab_size=vocab_size) for name in FAMILIES}
+    | {name: lambda vocab_size, name=name: encoder_decoder(name, vocab_size=vocab_size) for name in MODELS}
+    | {name: lambda vocab_size, name=name: multimodal_model(name, {"vocab_size": vocab_size}) for name in MULTIMODAL}
+)
+"""Makers of a model with a vocabulary of this size, by name."""
+
+IN_ALL_DTYPES = ("llama", "gpt2", "t5", "t5-wide", "t5-narrow", "whisper", "llava")
+"""One of each way to store: keys, inputs or the encoder's output; products that T5 keeps in fp32; part of a model."""
+
+FIRST = [*((name, torch.bfloat16) for name in IN_ALL_DTYPES), ("llama", torch.float32), ("t5", torch.float16)]
+MORE = [(name, dtype) for name in IN_ALL_DTYPES for dtype in (torch.float32, torch.float16)]
+CONVERSIONS = exhaustive_but(FIRST, dict.fromkeys([*FIRST, *MORE, *((name, torch.bfloat16) for name in MAKERS)]))
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("name", "dtype"), CONVERSIONS, ids=str)
+def test_a_checkpoint_gets_the_plan_and_tensors_of_the_loaded_model(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Inputs are cached in the dtype that the model has them in, without an error."""
+    source, target = tmp_path / "source", tmp_path / "slim"
+    saved(MAKERS[name](VOCABULARY).to(dtype), source)
+    report = convert_checkpoint(Settings(str(source), target))
+
+    of_inputs = [
+        one["output_error"]
+        for layer in report["layers"]
+        for one in layer["measured"]["candidates"]
+        if one["plan"] in ("x", "e")
+    ]
+    assert all(error == 0 for error in of_inputs)
+    auto = family_of(AutoConfig.from_pretrained(source)).auto
+    model, slim = (auto.from_pretrained(folder, dtype=dtype) for folder in (source, target))
+    config = language_config(model.config)
+    ids = calibration_ids(AutoTokenizer.from_pretrained(source), limit=longest_text(config))
+    in_memory = to_slim(model, ids)
+    assert language_config(slim.config).slim_layers == language_config(in_memory.config).slim_layers
+    expected, found = in_memory.state_dict(), slim.state_dict()
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def test_exact_caches_are_called_so_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logarithmic axis has no place for an error of 0."""
+    source, target = tmp_path / "source", tmp_path / "slim"
+    saved(family_model("gpt2", vocab_size=VOCABULARY).bfloat16(), source)
+    matplotlib.use("Agg")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    report = convert_checkpoint(Settings(str(source), target))
+    assert [layer["output_error"] for layer in report["layers"]] == [0, 0]
+    errors = pyplot.gcf().axes[1]
+    chosen = next(line for line in errors.lines if line.get_label() == "chosen")
+    assert all(error > errors.get_ylim()[0] for error in chosen.get_ydata())
+    assert [text.get_text() for text in errors.texts] == ["x, exact"] * 2
+    monkeypatch.undo()
+    pyplot.close("all")
+    rows = [line.split() for line in run("convert-checkpoint", source, "--dry-run").stdout.splitlines()]
+    assert [row[-6:-2:2] for row in rows if "inputs" in row] == [["exact", "exact"]] * 2
+
+
+STEPS = 64
+
+
+@lru_cache
+def prompt() -> Tensor:
+    """A few-shot prompt of tasks that the calibration text does not have."""
+    tasks = embedded_tasks()
+    _, tokenizer = load_embedded()
+    return tokenizer(few_shot_prompt(tasks[30], tasks[24:29]), return_tensors="pt").input_ids[:, :600]
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    """Of the prompt, whose last tokens are fed one by one."""
+    cache = DynamicCache(config=model.config)
+    ids = prompt()
+    parts = ids.split([ids.shape[1] - STEPS, *[1] * STEPS], 1)
+    with torch.no_grad():
+        return torch.cat([model(part, **{CACHE: cache}).logits for part in parts], 1)[0]
+
+
+@needs_weights
+def test_in_bf16_the_plan_is_as_accurate_as_keys_and_values_and_keys_alone_are_not() -> None:
+    model, tokenizer = load_embedded(torch.bfloat16)
+    oracle = logits(load_embedded(torch.bfloat16)[0].double())
+    stock = relative(logits(model), oracle)
+    planned = to_slim(model, tokenizer=tokenizer)
+    assert relative(logits(planned), oracle) < 2 * stock
+    assert relative(logits(to_slim(model, tokenizer=tokenizer, plan="k")), oracle) > 2 * stock
+    cache = planned.generate(prompt(), max_new_tokens=1, return_dict_in_generate=True)[CACHE]
+    sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    assert (
+        sum(sizes) <= 0.6 * 4 * prompt().shape[1] * 2 * 256 * 2
+    )  # of keys and values: layers, tokens, both, d, bytes
+
+
+@pytest.mark.parametrize(("cache_dtype", "share"), exhaustive_but([("auto", 1.0)], [("auto", 1.0), ("int8", 0.99)]))
+@needs_weights
+def test_in_fp32_greedy_tokens_are_the_same(cache_dtype: str, share: float) -> None:
+    """With int8 they were too, when it was measured: 192 of 192."""
+    model, tokenizer = load_embedded()
+    slim = to_slim(model, tokenizer=tokenizer, cache_dtype=cache_dtype)
+    assert all(layer.get("cache_dtype", "auto") == cache_dtype for layer in slim.config.slim_layers)
+    tokenizer.padding_side = "left"
+    tasks = embedded_tasks()
+    texts = [few_shot_prompt(tasks[at], tasks[at + 1 : at + 1 + shots]) for at, shots in ((3, 1), (40, 3), (60, 0))]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None}
+    found, expected = (one.generate(**inputs, **options)[:, -64:] for one in (slim, model))
+    assert (found == expected).double().mean() >= share
