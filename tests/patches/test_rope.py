@@ -24,12 +24,11 @@ from hf_fastdecode.patches.layers.rotation import key_positions, require_counted
 
 from ..cases import exhaustive_but
 from ..conversion.checkpoints import VOCABULARY, saved
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import ragged_prompts, tiny_model
 from .family_models import FAMILIES, WITH_INPUTS, family_condition, family_model, family_pair
-from .slim_models import PLANS, TEXT, condition, pair, relative
+from .slim_models import PLANS, ROWS, TEXT, condition, generate, logits, pair, relative
 
 EPS = torch.finfo(torch.float32).eps
-PROMPTS = ragged_prompts(40, 9, 31)
 ROTARY = [name for name in FAMILIES if name not in (*WITH_INPUTS, "phi3-long")]  # whose frequencies change
 
 
@@ -38,11 +37,6 @@ def unrotating(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedMod
     """An ordinary Llama and its slim form that caches keys after RoPE; not to be changed."""
     model = pair(plan, variant)[0]
     return model, to_slim(model, TEXT, plan=PLANS[plan], rope="unrotate")
-
-
-def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 24, "do_sample": False, **PROMPTS, **options}
-    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -90,8 +84,8 @@ def test_llama(plan: str, variant: str) -> None:
         {"cache_implementation": "static"},
         {"use_cache": False},
         {"prefill_chunk_size": 7},
-        {"input_ids": PROMPTS["input_ids"][:1], "attention_mask": None, "prompt_lookup_num_tokens": 4},
-        {"input_ids": PROMPTS["input_ids"][:1], "attention_mask": None, "assistant_model": "other"},
+        {"input_ids": ROWS["input_ids"][:1], "attention_mask": None, "prompt_lookup_num_tokens": 4},
+        {"input_ids": ROWS["input_ids"][:1], "attention_mask": None, "assistant_model": "other"},
     ],
     ids=lambda options: "-".join(map(str, (key for key in options if "mask" not in key))),
 )
@@ -197,12 +191,6 @@ def test_errors_are_alike_and_as_planned(cache_dtype: str) -> None:
         beside = position_bytes(dtype) if rope == "unrotate" else 0
         assert found == [(64 + rank) * dtype.itemsize + scales + beside for rank in (4, 9)]
     assert 0.5 < errors["unrotate"] / errors["raw"] < 2
-
-
-def logits(model: PreTrainedModel, cache: Any = None) -> Tensor:
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    with torch.no_grad():
-        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:96].split(90)], 1)
 
 
 def test_autocast_and_gradients() -> None:

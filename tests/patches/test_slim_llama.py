@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .slim_models import TEXT, condition, pair, relative
+from ..tiny_models import tiny_model
+from .slim_models import ROWS, TEXT, condition, generate, logits, pair, relative
 
-PROMPTS = ragged_prompts(9, 31, 20)
 EPS = torch.finfo(torch.float32).eps
-
-
-def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 32, "do_sample": False, **PROMPTS, **options}
-    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
 
 
 def same_tokens(plan: str, **options: Any) -> None:
@@ -39,9 +32,9 @@ def same_tokens(plan: str, **options: Any) -> None:
         {"num_beams": 4, "do_sample": True, "max_new_tokens": 24},
         {"cache_implementation": "static"},
         {"use_cache": False, "max_new_tokens": 16},
-        {"input_ids": PROMPTS["input_ids"][1:2], "attention_mask": None},
-        {"input_ids": PROMPTS["input_ids"][1:2, :1], "attention_mask": None},
-        {"input_ids": PROMPTS["input_ids"][1:2], "attention_mask": None, "prompt_lookup_num_tokens": 4},
+        {"input_ids": ROWS["input_ids"][:1], "attention_mask": None},
+        {"input_ids": ROWS["input_ids"][:1, :1], "attention_mask": None},
+        {"input_ids": ROWS["input_ids"][:1], "attention_mask": None, "prompt_lookup_num_tokens": 4},
         {"prefill_chunk_size": 7, "max_new_tokens": 16},
     ],
     ids=lambda options: "-".join(map(str, (key for key in options if "mask" not in key))),
@@ -54,7 +47,7 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
 
 def test_assisted_generation_crops_the_cache() -> None:
     """The assistant is another random model, so that most of its tokens are taken back."""
-    options = {"input_ids": PROMPTS["input_ids"][1:2], "attention_mask": None}
+    options = {"input_ids": ROWS["input_ids"][:1], "attention_mask": None}
     for plan in ("k", "k+r"):
         same_tokens(plan, assistant_model=tiny_model("llama-mha", seed=1), **options)
     slim = pair("k")[1]
@@ -69,7 +62,7 @@ def test_continued_from_a_cache() -> None:
         first = generate(model, max_new_tokens=10)
         more = torch.randint(3, 97, (3, 5), generator=torch.Generator().manual_seed(1))
         ids = torch.cat([first.sequences, more], 1)
-        mask = torch.cat([PROMPTS["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
+        mask = torch.cat([ROWS["attention_mask"], torch.ones(3, 15, dtype=torch.long)], 1)
         again = generate(model, input_ids=ids, attention_mask=mask, **{CACHE: first[CACHE]})
         results.append(again.sequences)
     assert torch.equal(*results)
@@ -99,13 +92,6 @@ def eager(model: PreTrainedModel) -> PreTrainedModel:
 def test_eager_attention_generates_the_same() -> None:
     expected, found = (generate(eager(model)).sequences for model in pair("k+r"))
     assert torch.equal(found, expected)
-
-
-def logits(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Tensor:
-    """Of a text in two parts, the second of which reads the first from the cache."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:96].split(90)], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
