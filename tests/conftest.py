@@ -54,6 +54,6 @@ def model():
 @pytest.fixture
 def undrawn(monkeypatch):
     """Leave the picture of a conversion empty: drawing it takes longer than converting a tiny model."""
-    from hf_fastdecode.conversion.checkpoint import convert
+    from hf_fastdecode.conversion import convert
 
     monkeypatch.setattr(convert, "draw_report", lambda report, path: path.touch())

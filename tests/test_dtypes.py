@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.dtypes import parse_dtype, torch_dtype
 
 

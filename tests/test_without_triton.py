@@ -41,8 +41,8 @@ import json, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
 import hf_fastdecode as fd
-from hf_fastdecode.conversion.checkpoint import convert
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion import convert
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure
 from hf_fastdecode.kernels.pointwise.api import rms_norm
 from hf_fastdecode.kernels.pointwise.api import NormForm

@@ -61,7 +61,7 @@ SUBJECTS: Final = (
             "cache/layout/",
             "cache/pass_cache.py",
             "patches/architectures/",
-            "patches/layers/shared_attention.py",
+            "patches/layers/attention_layer.py",
         ),
     ),
     Subject(
@@ -84,7 +84,7 @@ SUBJECTS: Final = (
     Subject(
         "Captured steps and passes",
         "The call shares; its steps or prefill passes run eagerly instead of as CUDA graphs.",
-        ("generation/steps/", "cache/captured", "patches/layers/captured_step.py"),
+        ("generation/steps/", "cache/captured", "patches/layers/kernel_attention.py"),
     ),
 )
 _FORWARDED: Final = ("generation/call_context.py",)  # which raise what others found

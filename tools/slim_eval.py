@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_fastdecode.conversion.checkpoint.source import REPORT
+from hf_fastdecode.conversion.source import REPORT
 from hf_fastdecode.evals.metrics import Ranker, build_pools, pass_at_ranker
 from hf_fastdecode.evals.records import read_samples, read_verdicts
 from hf_fastdecode.evals.run_folder import SAMPLES, SETTINGS, VERDICTS

@@ -20,12 +20,10 @@ from torch.nn.init import orthogonal_
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_fastdecode.conversion.fit.cache_errors import CacheError
-from hf_fastdecode.conversion.fit.layer_plan import RANK_SHARES, fit_layer, share_name
-from hf_fastdecode.conversion.fit.rope import Rotation
-from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
-from hf_fastdecode.conversion.fit.weights import AttentionWeights
-from hf_fastdecode.conversion.layers.plan_choice import AUTO, pick
+from hf_fastdecode.conversion.fit.attention import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.layer_plan import RANK_SHARES, CacheError, fit_layer, share_name
+from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
+from hf_fastdecode.conversion.layer_converter import AUTO, pick
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement.rows import Measurement, head, line, provenance
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.conversion.fit.cache_errors import CacheError
-from hf_fastdecode.conversion.fit.layer_plan import LayerPlan, fit_layer
-from hf_fastdecode.conversion.fit.rope import Rotation
-from hf_fastdecode.conversion.fit.stored_coordinates import key_statistics
-from hf_fastdecode.conversion.fit.weights import AttentionWeights
-from hf_fastdecode.conversion.layers.calibration import calibration_ids, model_inputs, record
-from hf_fastdecode.conversion.layers.layer_converter import below
+from hf_fastdecode.conversion.calibration import calibration_ids, model_inputs, record
+from hf_fastdecode.conversion.fit.attention import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.layer_plan import CacheError, LayerPlan, fit_layer
+from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
+from hf_fastdecode.conversion.layer_converter import below
 from hf_fastdecode.patches.architectures.slim_llama import FAMILY
 
 from .pages import DOCS, replace_table

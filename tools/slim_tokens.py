@@ -13,7 +13,7 @@ import torch
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.calibration import RoundedCache
 from hf_fastdecode.conversion.to_slim import to_slim
 
 from .slim_table import COORDINATES, PAGE, SHORT, UNFITTED, cache_name

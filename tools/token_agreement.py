@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hf_fastdecode.conversion.fit.key_to_value import solve_key_to_value
-from hf_fastdecode.conversion.fit.stored_coordinates import rounded
+from hf_fastdecode.conversion.fit.value_coordinates import rounded, solve_key_to_value
 
 from .pages import replace_table
 

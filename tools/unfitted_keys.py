@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
-from hf_fastdecode.conversion.fit.key_to_value import solve_key_to_value
-from hf_fastdecode.conversion.fit.reference_attention import key_heads
-from hf_fastdecode.conversion.fit.weights import bias_or_zero, value_constant
+from hf_fastdecode.conversion.fit.attention import bias_or_zero, key_heads, value_constant
+from hf_fastdecode.conversion.fit.layer_plan import CacheError, CacheErrors
+from hf_fastdecode.conversion.fit.value_coordinates import solve_key_to_value
 
 
 class ErrorsOfPaper(CacheErrors):

@@ -11,13 +11,11 @@ from typing import Final
 
 import torch
 
+from hf_fastdecode.conversion.calibration import CalibrationInputs, model_inputs, record
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.fit.cache_errors import CacheError
-from hf_fastdecode.conversion.fit.layer_plan import LayerPlan
-from hf_fastdecode.conversion.fit.weights import AttentionWeights
-from hf_fastdecode.conversion.layers.calibration import CalibrationInputs, model_inputs, record
-from hf_fastdecode.conversion.layers.layer_converter import LayerConverter, below
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.fit.attention import AttentionWeights
+from hf_fastdecode.conversion.fit.layer_plan import CacheError, LayerPlan
+from hf_fastdecode.conversion.layer_converter import LayerConverter, PlanChoice, below
 from hf_fastdecode.patches.layers.family import EncoderDecoder
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.calibration import RoundedCache
 from hf_fastdecode.conversion.to_slim import to_slim
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper

@@ -164,9 +164,9 @@ def convert_checkpoint(
             import torch
             from tqdm import tqdm
 
-            from ..conversion.checkpoint import convert
-            from ..conversion.checkpoint.shards import unfinished
-            from ..conversion.layers.plan_choice import NAMED, PlanChoice, read_plan_file
+            from ..conversion import convert
+            from ..conversion.layer_converter import NAMED, PlanChoice, read_plan_file
+            from ..conversion.shards import unfinished
             from .convert_table import conversion_text
 
         with _one_line_errors(target):
@@ -214,7 +214,7 @@ def convert_checkpoint(
 @contextmanager
 def _one_line_errors(target: Path | None, staging: Path | None = None) -> Iterator[None]:
     """Within, errors of a conversion say how to go on with what is in the folder beside the target."""
-    from ..conversion.checkpoint.verify import VerificationError
+    from ..conversion.convert import VerificationError
 
     try:
         yield

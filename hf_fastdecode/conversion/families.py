@@ -19,8 +19,8 @@ from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
 from hf_fastdecode.patches.config_base import families_in
 
 from ..patches.layers.family import EncoderDecoder, Family, kv_heads, language_config
-from .fit.cache_errors import dtype_name
-from .fit.rounding import matrix_dtype
+from .fit.layer_plan import dtype_name
+from .fit.value_coordinates import matrix_dtype
 
 SLIM: Final = "slim_"
 """Prefix of slim configs' model types and of their additional fields."""
@@ -121,7 +121,6 @@ def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
 
 
 def is_slim(config: Any) -> bool:
-    """Whether a config is of a slim model."""
     kind: str = (language_config(config) if config.model_type in MULTIMODAL else config).model_type
     return kind.startswith(SLIM)
 

@@ -18,20 +18,17 @@ from hf_fastdecode.patches.layers.slim_attention import counted
 from hf_fastdecode.patches.slim_layers import check_threshold
 
 from ..patches.layers.family import attention_inputs, language_config, longest_text
+from .calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
 from .families import family_of_slim, is_slim
-from .fit.cache_errors import relative_error
-from .layers.calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
+from .fit.layer_plan import relative_error
 
 
 @dataclass(frozen=True)
 class LayerSparsity:
     """Effect of a threshold on one attention, whose inputs are those without a threshold.
 
-    Attributes:
-        name: Name of the attention, such as ``model.layers.0.self_attn``.
-        weights: Number of unmasked attention weights, in all heads.
-        skipped: Share of these below the threshold.
-        output_error: Relative error of the attention's output in the Frobenius norm.
+    Of its unmasked attention weights, in all heads, the share `skipped` is below the threshold; `output_error` is the
+    relative error of its output in the Frobenius norm.
     """
 
     name: str
@@ -42,15 +39,10 @@ class LayerSparsity:
 
 @dataclass(frozen=True)
 class SparsityReport:
-    """Effect of a threshold on a slim model, on one text; its `str` is a table.
+    """Effect of a threshold on a slim model, on a text of so many tokens; its `str` is a table.
 
-    Attributes:
-        threshold: Bound on attention weights.
-        tokens: Tokens of the text.
-        skipped: Share of the weights of all slim layers below the threshold.
-        logits_error: Relative error of the logits in the Frobenius norm, compared with no threshold.
-        same_tokens: Share of positions where the most likely token is the same.
-        layers: The slim attentions.
+    Of the weights of all slim layers the share `skipped` is below the threshold. Compared with no threshold, logits
+    have a relative error in the Frobenius norm, and the most likely token is the same in a share of positions.
     """
 
     threshold: float
@@ -61,7 +53,6 @@ class SparsityReport:
     layers: tuple[LayerSparsity, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
         return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
 
     def __str__(self) -> str:

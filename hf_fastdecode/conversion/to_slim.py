@@ -14,12 +14,11 @@ from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.slim_layers import Rope, check_threshold
 
 from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
-from .checkpoint.source import WEIGHT_DTYPES
+from .calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
 from .families import family_of, require_rope, slim_config, untied
-from .fit.cache_errors import dtype_name
-from .layers.calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
-from .layers.layer_converter import LayerConverter, below
-from .layers.plan_choice import NamedPlan, PlanChoice
+from .fit.layer_plan import dtype_name
+from .layer_converter import LayerConverter, NamedPlan, PlanChoice, below
+from .source import WEIGHT_DTYPES
 
 
 def to_slim(

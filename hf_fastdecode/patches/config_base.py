@@ -117,7 +117,6 @@ class SlimConfig(PreTrainedConfig):
 
     @property
     def layer_plans(self) -> list[SlimLayer]:
-        """Cache layout of each layer."""
         return read_layers(self.slim_layers, self.num_hidden_layers, (self.plans,))
 
 
@@ -148,11 +147,7 @@ def slim_config(
 ) -> type[SlimConfig]:
     """Make and register the config class of a family: the ordinary one, with the cache layout of each layer.
 
-    Args:
-        model_type: transformers' name of the ordinary architecture.
-        module: Name of the module that the class will be found in.
-        base: Base class before the ordinary config.
-        fields: Class attributes that differ from those of `base`.
+    The class will be found in `module`; `base` precedes the ordinary config of `model_type` among base classes.
     """
     from transformers.models.auto.configuration_auto import AutoConfig  # whose import ends in that of this class
 

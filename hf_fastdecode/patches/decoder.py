@@ -14,9 +14,9 @@ from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
 from ..weak_method import WeakMethod
+from .config_base import SlimConfig
 from .layers.attention_layer import SlimAttention
 from .layers.decoder_attention import SlimDecoderAttention
-from .layers.projections import Projection
 from .layers.rotation import (
     ROTATION,
     Rotation,
@@ -28,6 +28,7 @@ from .layers.rotation import (
     require_counted,
     visible_slots,
 )
+from .layers.slim_attention import Projection
 
 
 class SlimPreTrainedModel(PreTrainedModel):
@@ -51,11 +52,8 @@ class SlimPreTrainedModel(PreTrainedModel):
 class SlimDecoder(SlimPreTrainedModel):
     """A decoder with slim layers; precedes the architecture's own class among base classes.
 
-    Attributes:
-        slim_attention: Class of the layers' attention.
-        slim_layer: Class of layers with slim attention, where the architecture's own does not pass on `ROTATION`.
-        blocks: Name of the list of layers.
-        attention: Name of a layer's attention.
+    `blocks` is the list of layers, `attention` that of a layer. `slim_layer` is the class of layers with slim
+    attention, where the architecture's own does not pass on `ROTATION`.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
@@ -134,12 +132,10 @@ class SlimRotaryDecoder(SlimDecoder):
         return {ROTATION: cache_rotation(self.tables, query_positions, key_positions)}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """`ROTATION` of a pass over a shared-context cache."""
         unrotates = self.config.unrotates
         return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
 
     def tables(self, positions: Tensor) -> Tables:
-        """Tables of positions ``[rows or 1, tokens]``."""
         # Rotary modules give tables the dtype of this argument.
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self.rotary_emb(like, positions)
@@ -168,19 +164,14 @@ class SlimCausalLM(SlimPreTrainedModel):
 
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
-        """The projection to logits."""
         return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
 class SlimEncoderDecoder(SlimPreTrainedModel):
     """An encoder-decoder with slim attention in its decoder; precedes the architecture's own among base classes.
 
-    The encoder caches nothing and is the ordinary one.
-
-    Attributes:
-        slim_attention: Class of the slim attentions.
-        blocks: Name of the decoder's list of layers.
-        self_attention, cross_attention: Paths below a layer.
+    The encoder caches nothing and is the ordinary one. `blocks` is the decoder's list of layers, and the attentions
+    are paths below a layer.
     """
 
     slim_attention: ClassVar[type[SlimDecoderAttention]]
@@ -199,3 +190,55 @@ class SlimEncoderDecoder(SlimPreTrainedModel):
                     attention.config = config  # T5's decoder has a copy, which would miss later changes
                     block.set_submodule(path, attention)
         self.post_init()
+
+
+def slim_class(config: type[SlimConfig], slim: type, ordinary: Any, **attributes: Any) -> Any:
+    """Make the slim class of transformers' `ordinary` one, in the module and with the name that checkpoints know.
+
+    The base class `slim` changes the ordinary one, which it precedes; `config` is the class of the family's configs.
+    """
+    module = f"{__package__}.architectures.{config.model_type}"
+    doc = f"{ordinary.__name__} with slim attention."
+    return type(f"Slim{ordinary.__name__}", (slim, ordinary), {"__module__": module, "__doc__": doc, **attributes})
+
+
+def slim_classes(
+    config: type[SlimConfig],
+    source: Any,
+    *,
+    attention: type[SlimAttention] = SlimAttention,
+    decoder: type[SlimDecoder] = SlimRotaryDecoder,
+    model: type[SlimCausalLM] = SlimCausalLM,
+    head: str = "ForCausalLM",
+) -> tuple[Any, Any, Any]:
+    """Make the classes of a family's attention, decoder and models for generation.
+
+    Base classes `attention`, `decoder` and `model` change ``<family>Attention``, ``<family>Model`` and
+    ``<family><head>`` of `source`, transformers' module; `config` is ``Slim<family>Config``.
+    """
+    family = _family_name(config)
+    attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
+    fields = {"config_class": config, "slim_attention": attention}
+    decoder = slim_class(config, decoder, getattr(source, f"{family}Model"), **fields)
+    fields = {"config_class": config, "slim_decoder": decoder}
+    return attention, decoder, slim_class(config, model, getattr(source, family + head), **fields)
+
+
+def encoder_decoder_classes(
+    config: type[SlimConfig],
+    source: Any,
+    *,
+    attention: type[SlimDecoderAttention] = SlimDecoderAttention,
+    model: type[SlimEncoderDecoder] = SlimEncoderDecoder,
+) -> tuple[Any, Any, Any]:
+    """As `slim_classes`: the classes of attention, of models without a head, and of models for generation."""
+    family = _family_name(config)
+    attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
+    fields = {"config_class": config, "slim_attention": attention}
+    models = (getattr(source, f"{family}{kind}") for kind in ("Model", "ForConditionalGeneration"))
+    base, whole = (slim_class(config, model, ordinary, **fields) for ordinary in models)
+    return attention, base, whole
+
+
+def _family_name(config: type[SlimConfig]) -> str:
+    return config.__name__.removeprefix("Slim").removesuffix("Config")

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.cli.models import load_model
 
-from ..conversion.checkpoint.checkpoints import save_multi_head
+from ..conversion.checkpoints import save_multi_head
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_fastdecode.conversion.fit.cache_errors import dtype_name
+from hf_fastdecode.conversion.fit.layer_plan import dtype_name
 
-from ..conversion.checkpoint.checkpoints import contents, save_multi_head
+from ..conversion.checkpoints import contents, save_multi_head
 from .command_line import needs_weights, ran, refusal, run
 
 refused = partial(refusal, "convert-checkpoint")
@@ -314,7 +314,7 @@ def test_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("undrawn")
 def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, place = tmp_path / "slim", "hf_fastdecode.conversion.checkpoint"
+    target, place = tmp_path / "slim", "hf_fastdecode.conversion"
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
         assert "make room, or name a folder on another disk" in refused(source, target)

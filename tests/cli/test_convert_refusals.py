@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.fit.cache_errors import dtype_name
+from hf_fastdecode.conversion.fit.layer_plan import dtype_name
 
 from ..cases import exhaustive_but
-from ..conversion.checkpoint.checkpoints import save_multi_head
+from ..conversion.checkpoints import save_multi_head
 from ..patches.encoder_decoder_models import encoder_decoder
 from ..patches.family_models import FAMILIES, family_model
 from .command_line import ran, refusal

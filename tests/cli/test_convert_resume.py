@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from hf_fastdecode import __version__
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.shards import ShardWriter, _digest
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.layer_converter import PlanChoice
+from hf_fastdecode.conversion.shards import ShardWriter, _digest
 
-from ..conversion.checkpoint.checkpoints import contents
+from ..conversion.checkpoints import contents
 from .command_line import ran, refusal, run
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -16,7 +16,7 @@ from hf_fastdecode.cli.inspection.report import Sharing, inspect_model
 from hf_fastdecode.cli.inspection.tables import sharing_text
 from hf_fastdecode.errors import InputError
 
-from ..conversion.checkpoint.checkpoints import save_multi_head
+from ..conversion.checkpoints import save_multi_head
 from .command_line import needs_weights, ran, run
 
 LLAMA = {

@@ -15,7 +15,7 @@ from hf_fastdecode.attention.active_passes import RowLengths, active
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.patches.architectures.m2m_100 import M2M_100_FAMILY
+from hf_fastdecode.patches.architectures.encoder_decoders import ENCODER_DECODERS
 
 from ..architectures.classes import class_named
 from ..cases import exhaustive_but
@@ -183,7 +183,7 @@ def test_several_tokens_at_a_time(name, uncaptured):
 
 
 def stand_in(module):
-    return M2M_100_FAMILY[type(module).__module__.split(".")[2]].in_captures[type(module).__name__]["forward"]
+    return ENCODER_DECODERS[type(module).__module__.split(".")[2]].in_captures[type(module).__name__]["forward"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,7 +17,7 @@ from hf_fastdecode.attention.launch.dispatch import Choice
 from hf_fastdecode.cache.layout.model import ModelLayout
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import first_pass, gain, start
-from hf_fastdecode.patches.architectures.diffllama import DIFFLLAMA
+from hf_fastdecode.patches.architectures.decoders import DECODERS
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both
@@ -269,7 +269,7 @@ def test_what_stock_attention_leaves_out_runs_stock():
 def test_attention_that_takes_the_cache_for_a_tensor_runs_stock(monkeypatch):
     from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-    monkeypatch.delitem(DIFFLLAMA.stand_ins["DiffLlamaAttention"], "forward")
+    monkeypatch.delitem(DECODERS["diffllama"].stand_ins["DiffLlamaAttention"], "forward")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = DiffLlamaConfig(vocab_size=VOCABULARY, intermediate_size=64, **sizes, pad_token_id=0, eos_token_id=None)

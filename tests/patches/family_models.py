@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_fastdecode.conversion.to_slim import to_slim
 
 from ..tiny_models import VOCABULARY
-from .slim_models import TEXT
+from .slim_models import TEXT, YARN
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 _GATED = {**_SIZES, "intermediate_size": 96, "num_key_value_heads": 4}
@@ -51,6 +51,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {**_GATED, "qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
     ),
+    "llama": ("llama", _GATED),
+    "llama-yarn": ("llama", {**_GATED, "attention_bias": True, "rope_parameters": YARN}),
 }
 """Name -> model type and config arguments."""
 

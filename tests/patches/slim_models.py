@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 
-from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
+from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 
 TEXT = torch.randint(3, VOCABULARY, (256,), generator=torch.Generator().manual_seed(5))
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -58,3 +59,19 @@ def condition(model: PreTrainedModel) -> float:
 def relative(value: Tensor, oracle: Tensor) -> float:
     """Relative error in the Frobenius norm."""
     return (torch.linalg.norm(value.double() - oracle.double()) / torch.linalg.norm(oracle.double())).item()
+
+
+ROWS = ragged_prompts(40, 9, 31)
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Any:
+    """Greedy tokens of `ROWS`, and their logits."""
+    settings = {"max_new_tokens": 24, "do_sample": False, **ROWS, **options}
+    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
+
+
+def logits(model: PreTrainedModel, cache: Any = None) -> Tensor:
+    """Logits of a text in two parts, the second of which reads the first from the cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:96].split(90)], 1)

@@ -55,24 +55,14 @@ def both(model: PreTrainedModel, slim: PreTrainedModel, **call: Any) -> tuple[Te
 @on_the_cpu
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed"), ("stablelm", "k+r")],
+    [("gpt2", "k"), ("gpt_neox", "k+r"), ("qwen2", "mixed"), ("stablelm", "k+r"), ("llama-yarn", "k+r")],
 )
 def test_samples_of_every_kind(name: str, plan: str, uncaptured: None) -> None:
-    """Without RoPE, with partial RoPE, with biases, and beside layers that keep values."""
+    """Without RoPE, with partial RoPE and YaRN's, with biases, and beside layers that keep values."""
     stock, found, report = both(*family_pair(name, plan))
     assert torch.equal(found, stock)
     assert (report.path, report.mode, report.captures) == ("shared", "graph", 1)
     assert "slim suffixes by slim_decode, captured" in report.layers[-1]
-
-
-@on_the_cpu
-def test_yarn(uncaptured: None) -> None:
-    model, slim = pair("k+r", "yarn")
-    stock, found, report = both(model, slim)
-    assert report.mode == "graph"
-    assert torch.equal(found, stock)
-    with fd.enabled(slim, mode="eager"):
-        assert torch.equal(found, seeded(lambda: slim.generate(**PROMPTS, **SAMPLES)))
 
 
 @on_the_cpu

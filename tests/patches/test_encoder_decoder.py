@@ -1,4 +1,4 @@
-"""Slim T5, BART and Whisper against the models they were made of, in transformers' own loops and caches."""
+"""Slim T5, BART and Whisper against the models they were made of, in transformers' own loops and caches and shared."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
-    AutoModelForSpeechSeq2Seq,
     DynamicCache,
     EncoderDecoderCache,
     PreTrainedModel,
     T5Model,
 )
 
+import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.conversion.checkpoint.rounded_cache import cached_logits
+from hf_fastdecode.conversion.calibration import cached_logits, model_inputs, record
 from hf_fastdecode.conversion.families import ENCODER_DECODERS, family_of
-from hf_fastdecode.conversion.layers.calibration import model_inputs, record
-from hf_fastdecode.conversion.layers.plan_choice import PlanError
+from hf_fastdecode.conversion.layer_converter import PlanError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.encoder_decoder_configs import SlimT5Config
 from hf_fastdecode.patches.layers.family import EncoderDecoder
-from hf_fastdecode.patches.layers.projections import InputProjection, InputValues, score_operands
-from hf_fastdecode.patches.layers.slim_attention import slim_attention
+from hf_fastdecode.patches.layers.slim_attention import InputProjection, InputValues, score_operands, slim_attention
 
 from ..cases import exhaustive_but
-from ..conversion.fit.layers import layer, text
-from ..conversion.fit.references import attention_output, inputs_cache_output
+from ..conversion.fit.references import attention_output, inputs_cache_output, layer, text
 from ..test_layout import ROOT
 from ..tiny_models import tiny_model
 from .encoder_decoder_models import MODELS, PAIRS, cached_bytes, encoder_decoder, encoder_decoder_pair, read_by
@@ -65,9 +61,8 @@ def condition(slim: PreTrainedModel) -> float:
 
 def test_every_family_is_tested_and_listed() -> None:
     assert {model_type for model_type, _ in MODELS.values()} == set(ENCODER_DECODERS)
-    table = (
-        (ROOT / "docs" / "slim-architectures.md").read_text(encoding="utf-8").partition("| encoder and decoder |")[2]
-    )
+    page = (ROOT / "docs" / "slim-architectures.md").read_text(encoding="utf-8")
+    table = page.partition("| encoder and decoder |")[2]
     assert re.findall(r"^\| `(\w+)`", table.partition("\n\n")[0], re.MULTILINE) == list(ENCODER_DECODERS)
 
 
@@ -248,34 +243,6 @@ def test_grouped_queries_read_the_encoders_output(kv_heads: int, queries: int) -
     assert relative(out[0] @ weights.W_O + weights.output_bias, expected) < EPS
 
 
-SIZES = {"tiny": (384, 4, 6), "small": (768, 12, 12), "large": (1280, 32, 20)}
-"""Of Whisper: width, layers, heads."""
-
-
-@pytest.mark.parametrize("size", exhaustive_but(["tiny"], SIZES))
-def test_whispers_cache_in_the_papers_table(size: str) -> None:
-    """Section 7: 2x smaller with option 1, 8.7x with option 2, for 1,500 tokens of the encoder and 448 of the decoder.
-
-    Counted in the tensors that models of these sizes cache, which are of no memory here.
-    """
-    width, layers, heads = SIZES[size]
-    sizes = {"d_model": width, "encoder_layers": 1, "decoder_layers": layers}  # the encoder does not run
-    sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads, "vocab_size": 60000}
-    found = {}
-    for plan in ("kv", "k", "e"):
-        entries = [{"plan": "kv" if plan == "kv" else "k"}, {"plan": plan}] * layers
-        config = AutoConfig.for_model("slim_whisper", **sizes, slim_layers=entries)
-        with FakeTensorMode(), torch.no_grad():
-            model = AutoModelForSpeechSeq2Seq.from_config(config).eval()
-            encoded = (torch.empty(1, 1500, width),)
-            ids = torch.zeros(1, 448, dtype=torch.long)
-            out = model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True)
-        found[plan] = sum(cached_bytes(out[CACHE])) // 4
-    assert found["kv"] == 2 * (1500 + 448) * width * layers
-    assert found["kv"] / found["k"] == 2
-    assert round(found["kv"] / found["e"], 1) == 8.7
-
-
 def test_refused() -> None:
     for name, plan, reason in (
         ("t5-narrow", "k", r"layer 0 cannot have plan 'k'.*keys of 32 coordinates do not determine inputs of 64"),
@@ -334,3 +301,53 @@ def test_8_bits(name: str, plan: str) -> None:
     in_int8 = cached_logits(model, inputs, range(0, len(entries), 1 if plan == "k" else 2))
     error = relative(cached_logits(slim, inputs), expected) / relative(in_int8, expected)
     assert error < 3 if plan == "x" else error > 3
+
+
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3}
+BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+
+
+def drawn(slim: PreTrainedModel, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return slim.generate(**read_by(slim), **{"max_new_tokens": 12, "no_repeat_ngram_size": 2, **arguments})
+
+
+def check(slim: PreTrainedModel, **arguments: Any) -> None:
+    expected = drawn(slim, **arguments)
+    with fd.enabled(slim, min_saved_tokens=1):
+        assert torch.equal(drawn(slim, **arguments), expected)
+        report = fd.explain(slim).last_call
+    assert report is not None
+    assert (report.path, report.inputs) == ("shared", 2), report.reason
+
+
+# With plan mixed, layers of the ordinary model stand beside slim ones.
+@pytest.mark.parametrize("arguments", [SAMPLING, BEAMS], ids=["samples", "beams"])
+@pytest.mark.parametrize(("name", "plan"), [("t5", "mixed"), ("t5", "e"), ("whisper", "k+r"), ("bart", "x")])
+def test_tokens_are_those_of_the_slim_model(name: str, plan: str, arguments: dict[str, Any]) -> None:
+    slim = encoder_decoder_pair(name, plan)[1]
+    check(slim, **arguments)
+
+
+def test_eight_bits_are_read_as_they_are_cached() -> None:
+    slim = to_slim(encoder_decoder("whisper"), TEXT, plan=(("x", 0), ("k+r", 8)) * 2, cache_dtype="int8")
+    check(slim, **SAMPLING)
+
+
+def test_keys_and_values_are_stored_once_for_each_input() -> None:
+    slim = encoder_decoder_pair("bart", "k")[1]
+    with fd.enabled(slim, min_saved_tokens=1):
+        stored = drawn(slim, **SAMPLING, return_dict_in_generate=True)[CACHE].inputs
+    shown = int(read_by(slim)["attention_mask"].sum())
+    assert {part.shape for segments in stored.segments.values() for part in segments[0]} == {(4, shown, 16)}
+
+
+def test_small_weights_that_are_skipped_run_stock() -> None:
+    slim = to_slim(encoder_decoder("t5"), TEXT, plan="k")
+    slim.config.slim_sparsity_threshold = 0.01
+    expected = drawn(slim, **SAMPLING)
+    with fd.enabled(slim, min_saved_tokens=1):
+        assert torch.equal(drawn(slim, **SAMPLING), expected)
+        report = fd.explain(slim).last_call
+    assert report is not None
+    assert (report.path, "sparsity threshold" in report.reason) == ("stock", True)

@@ -12,14 +12,15 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.calibration import calibration_ids, model_inputs
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.layers.calibration import calibration_ids, model_inputs
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import EncoderDecoder, longest_text
 
 from ..cli.command_line import refusal, run
+from ..conversion.checkpoints import VOCABULARY, loaded
 from .encoder_decoder_models import encoder_decoder, read_by
 from .slim_models import TEXT, relative
 
@@ -35,15 +36,12 @@ def family(model: PreTrainedModel) -> EncoderDecoder:
 
 def with_tokenizer(name: str, folder: Path) -> PreTrainedModel:
     """A model that the embedded tokenizer fits, which is saved in a folder without the model."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    tokenizer.save_pretrained(folder)
-    return encoder_decoder(name, vocab_size=len(tokenizer))
+    AutoTokenizer.from_pretrained(MODEL_PATH).save_pretrained(folder)
+    return encoder_decoder(name, vocab_size=VOCABULARY)
 
 
-def loaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    slim, info = family(model).auto.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return slim
+def load(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    return loaded(folder, family(model).auto)
 
 
 def tokens(model: PreTrainedModel) -> Any:
@@ -58,7 +56,7 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
     model.save_pretrained(source, max_shard_size="200KB")
     settings = Settings(str(source), slim_folder, choice=PlanChoice(plan), shard_bytes=50_000, verify=True)
     report = convert_checkpoint(settings)
-    slim = loaded(model, slim_folder)
+    slim = load(model, slim_folder)
     assert type(slim) is family(model).slim_model
     assert (
         type(AutoModel.from_pretrained(slim_folder)).__name__
@@ -74,7 +72,7 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
         assert relative(slim.state_dict()[key], one) < (1e-4 if key.endswith(("key_offset", "constant")) else 1e-6)
 
     convert_checkpoint(Settings(str(slim_folder), full_folder, format="full", verify=True))
-    full = loaded(model, full_folder)
+    full = load(model, full_folder)
     assert type(full) is type(model)
     assert {**full.config.to_dict(), "_name_or_path": ""} == {**model.config.to_dict(), "_name_or_path": ""}
     expected, found = model.state_dict(), full.state_dict()
@@ -99,7 +97,7 @@ def test_layers_in_8_bits_stay_so_on_disk(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "source")
     choice = PlanChoice("x", tolerance=1e9, cache_dtype="int8")
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=choice, verify=True))
-    plans = loaded(model, tmp_path / "slim").config.layer_plans
+    plans = load(model, tmp_path / "slim").config.layer_plans
     assert [(layer.plan, layer.cache_dtype) for layer in plans] == [("x", "int8"), ("e", None)] * (len(plans) // 2)
 
 
@@ -128,7 +126,7 @@ def test_heads_of_their_own(tmp_path: Path) -> None:
     assert not torch.equal(stock.lm_head.weight, stock.shared.weight)
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice("e")))
     convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
-    slim, full = (loaded(model, tmp_path / one) for one in ("slim", "full"))
+    slim, full = (load(model, tmp_path / one) for one in ("slim", "full"))
     for one in (slim, full, to_slim(stock, TEXT, plan="e")):
         assert torch.equal(one.lm_head.weight, stock.lm_head.weight)
         assert one.shared.weight is one.encoder.embed_tokens.weight is one.decoder.embed_tokens.weight
@@ -156,7 +154,7 @@ def test_older_checkpoints(tmp_path: Path) -> None:
     state = model.model.state_dict()
     torch.save({**state, "encoder.version": torch.ones(1)}, tmp_path / "source" / "pytorch_model.bin")
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
-    assert torch.equal(tokens(loaded(model, tmp_path / "slim")), tokens(model))
+    assert torch.equal(tokens(load(model, tmp_path / "slim")), tokens(model))
 
 
 def test_features_from_a_file(tmp_path: Path) -> None:

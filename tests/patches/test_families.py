@@ -27,17 +27,17 @@ from transformers import (
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.rounded_cache import RoundedCache
+from hf_fastdecode.conversion.calibration import RoundedCache, calibration_ids
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import FAMILIES as SUPPORTED
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.conversion.layers.calibration import calibration_ids
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice, PlanError
+from hf_fastdecode.conversion.layer_converter import PlanChoice, PlanError
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import attention_inputs, longest_text
 
 from ..cases import exhaustive_but
+from ..conversion.checkpoints import VOCABULARY, loaded, saved
 from ..conversion.fit.references import attention_output
 from ..test_layout import ROOT
 from ..tiny_models import ragged_prompts
@@ -47,7 +47,7 @@ from .slim_models import TEXT, relative
 PROMPTS = ragged_prompts(9, 31)
 EPS = torch.finfo(torch.float32).eps
 STORED_AS_OTHERS = ("phi3-window", "phi3-partial", "phi3-long", "gpt_neox-serial", "gpt2-scaled", "qwen2")
-STORED_AS_OTHERS += ("cohere-norm", "stablelm-norm", "codegen")
+STORED_AS_OTHERS += ("cohere-norm", "stablelm-norm", "codegen", "llama", "llama-yarn")
 """Architectures and variants whose checkpoints have nearly the tensors of another here."""
 
 PAIRS = pairs("k", "k+r", "x")
@@ -81,13 +81,9 @@ def greedy_of_stock(name: str) -> Any:
 
 
 def test_every_family_is_tested_and_listed() -> None:
-    assert {model_type for model_type, _ in FAMILIES.values()} | {"llama"} == set(SUPPORTED)
-    table = (
-        (ROOT / "docs" / "slim-architectures.md")
-        .read_text(encoding="utf-8")
-        .partition("| such as |")[2]
-        .partition("\n\n")[0]
-    )
+    assert {model_type for model_type, _ in FAMILIES.values()} == set(SUPPORTED)
+    page = (ROOT / "docs" / "slim-architectures.md").read_text(encoding="utf-8")
+    table = page.partition("| such as |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(SUPPORTED)
 
 
@@ -235,16 +231,12 @@ def test_attention_weights(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", ON_DISK)
 def test_checkpoint_there_and_back(name: str, tmp_path: Path) -> None:
     """A slim checkpoint generates the same; an ordinary one made of it has the same tensors, W_V up to rounding."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = family_model(name, vocab_size=len(tokenizer))
+    model = family_model(name, vocab_size=VOCABULARY)
     source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
-    model.save_pretrained(source, max_shard_size="100KB")
-    tokenizer.save_pretrained(source)
-
+    saved(model, source, max_shard_size="100KB")
     choice = PlanChoice((("kv", 0), ("k+r", 5)))
     convert_checkpoint(Settings(str(source), slim_folder, choice=choice, shard_bytes=50_000, verify=True))
-    slim, info = AutoModelForCausalLM.from_pretrained(slim_folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    slim = loaded(slim_folder)
     assert type(AutoModel.from_pretrained(slim_folder)) is type(slim.base_model)
     assert torch.equal(generate(slim).sequences, generate(model).sequences)
 
@@ -273,15 +265,12 @@ def test_checkpoint_there_and_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", WITH_INPUTS)
 def test_checkpoint_of_inputs_there_and_back(name: str, tmp_path: Path) -> None:
     """All weights stay; 8 bits too, which the config tells."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = family_model(name, vocab_size=len(tokenizer))
+    model = family_model(name, vocab_size=VOCABULARY)
     source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
+    saved(model, source)
     choice = PlanChoice("x", cache_dtype="int8")
     convert_checkpoint(Settings(str(source), slim_folder, choice=choice, verify=True))
-    slim, info = AutoModelForCausalLM.from_pretrained(slim_folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    slim = loaded(slim_folder)
     assert [(layer.plan, layer.cache_dtype) for layer in slim.config.layer_plans] == [("x", "int8")] * 2
     report = convert_checkpoint(Settings(str(slim_folder), full_folder, format="full"))
     assert [layer["recovered_error"] for layer in report["layers"]] == [0, 0]
@@ -353,17 +342,15 @@ OLD = {
 def test_older_checkpoints(name: str, tmp_path: Path) -> None:
     """Names of older releases, and masks that were stored then."""
     new, old, mask = OLD[name]
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = family_model(name, vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(tmp_path / "source")
+    model = family_model(name, vocab_size=VOCABULARY)
+    AutoTokenizer.from_pretrained(MODEL_PATH).save_pretrained(tmp_path / "source")
     model.config.save_pretrained(tmp_path / "source")
     state = {key.replace(new, old, 1) if key.startswith(new) else key: one for key, one in model.state_dict().items()}
     state |= {} if mask is None else {mask: torch.ones(1)}
     assert set(state) != set(model.state_dict())
     torch.save(state, tmp_path / "source" / "pytorch_model.bin")
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
-    slim, info = AutoModelForCausalLM.from_pretrained(tmp_path / "slim", output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    slim = loaded(tmp_path / "slim")
     assert torch.equal(generate(slim).sequences, generate(model).sequences)
 
 

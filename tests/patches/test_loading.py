@@ -316,3 +316,38 @@ def test_layers_offloaded_to_the_disk(saved: tuple[str, Path], tmp_path: Path) -
     assert loaded.model.layers[1].self_attn.k_proj.weight.is_meta
     with torch.no_grad():
         assert torch.equal(loaded(TEXT[None]).logits, pair(plan)[1](TEXT[None]).logits)
+
+
+SAVED = Path(__file__).parent / "saved"
+
+LOAD_SAVED = """
+import json, os, sys
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin  # most of what all of them import
+
+auto = {"slim_t5": "AutoModelForSeq2SeqLM", "slim_bart": "AutoModelForSeq2SeqLM",
+        "slim_whisper": "AutoModelForSpeechSeq2Seq"}
+for folder in sys.argv[1:]:
+    if os.fork():  # each without what the others have imported of this package
+        os.wait()
+        continue
+    assert not [name for name in sys.modules if name.startswith("hf_fastdecode")]
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    kind = getattr(transformers, auto.get(config.model_type, "AutoModelForCausalLM"))
+    model = kind.from_config(config, trust_remote_code=True)
+    print(json.dumps([os.path.basename(folder), type(model).__name__, type(model).__module__]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("names", exhaustive_but(["llama t5 whisper"], ["llama t5 whisper", "*"]))
+def test_checkpoints_load_without_the_import(names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [SAVED / f"slim_{name}" for name in names.split()] if names != "*" else sorted(SAVED.glob("slim_*"))
+    assert len(folders) == (15 if names == "*" else 3)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path))
+    done = run_fresh(LOAD_SAVED, *map(str, folders))
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [name for name, _, _ in found] == [path.name for path in folders], done.stderr
+    for name, kind, module in found:
+        config = json.loads((SAVED / name / "config.json").read_text())
+        assert (kind, module) == (config["architectures"][0], f"hf_fastdecode.patches.architectures.{name}")

@@ -11,26 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
-    AutoTokenizer,
     PreTrainedModel,
 )
 
 import hf_fastdecode as fd
-from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
-from hf_fastdecode.conversion.checkpoint.source import Checkpoint
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import MULTIMODAL as SUPPORTED
 from hf_fastdecode.conversion.fit.cached_numbers import DIGITS
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
+from hf_fastdecode.conversion.source import Checkpoint
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.kernels.device import triton_is_installed
 
 from ..cases import exhaustive_but
 from ..cli.command_line import run
+from ..conversion.checkpoints import VOCABULARY, loaded, saved
 from ..fresh_processes import run_fresh
 from ..test_layout import ROOT
 from .multimodal_models import MULTIMODAL, inputs, multimodal_model
@@ -50,19 +48,15 @@ def tokens(model: PreTrainedModel, given: dict[str, Tensor] | None = None, **opt
     return out
 
 
-def saved(model_type: str, folder: Path, **language: Any) -> PreTrainedModel:
+def made(model_type: str, folder: Path) -> PreTrainedModel:
     """A model that the embedded tokenizer fits, and its checkpoint in several shards."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = multimodal_model(model_type, {"vocab_size": len(tokenizer) + 2, **language})
-    model.save_pretrained(folder, max_shard_size="200KB")
-    tokenizer.save_pretrained(folder)
+    model = multimodal_model(model_type, {"vocab_size": VOCABULARY + 2})
+    saved(model, folder, max_shard_size="200KB")
     return model
 
 
-def loaded(folder: Path, auto: Any = AutoModelForMultimodalLM) -> PreTrainedModel:
-    model, info = auto.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model
+def load(folder: Path, auto: Any = AutoModelForMultimodalLM) -> PreTrainedModel:
+    return loaded(folder, auto)
 
 
 def test_every_architecture_is_tested_and_listed() -> None:
@@ -91,20 +85,20 @@ def test_tokens(model_type: str, plan: Any) -> None:
 @pytest.mark.parametrize("model_type", exhaustive_but(["llava", "qwen2_audio"], MULTIMODAL))
 def test_checkpoint_there_and_back(model_type: str, tmp_path: Path) -> None:
     source, slim_folder, full_folder = (tmp_path / one for one in ("source", "slim", "full"))
-    model = saved(model_type, source)
+    model = made(model_type, source)
     report = convert_checkpoint(
         Settings(str(source), slim_folder, choice=PlanChoice(MIXED), shard_bytes=50_000, verify=True)
     )
-    slim = loaded(slim_folder)
+    slim = load(slim_folder)
     assert type(slim) is type(model)
     expected = tokens(model)
     assert torch.equal(tokens(slim), expected)
     slim.save_pretrained(tmp_path / "again")
-    assert torch.equal(tokens(loaded(tmp_path / "again")), expected)
+    assert torch.equal(tokens(load(tmp_path / "again")), expected)
 
     convert_checkpoint(Settings(str(slim_folder), full_folder, format="full", verify=True))
-    full = loaded(full_folder)
-    assert full.config.to_diff_dict() == loaded(source).config.to_diff_dict()
+    full = load(full_folder)
+    assert full.config.to_diff_dict() == load(source).config.to_diff_dict()
     before, after = model.state_dict(), full.state_dict()
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -123,7 +117,7 @@ def test_options_are_of_the_language_model(model_type: str, tmp_path: Path) -> N
     slim = to_slim(model, TEXT, plan="k", rope="unrotate", sparsity_threshold=1e-30)
     assert torch.equal(tokens(slim), tokens(model))
     slim.save_pretrained(tmp_path)
-    text = loaded(tmp_path).config.text_config
+    text = load(tmp_path).config.text_config
     assert (text.slim_rope, text.slim_sparsity_threshold) == ("unrotate", 1e-30)
     report = json.loads(run("inspect", tmp_path, "--context", 10, "--json").stdout)
     keys = model.config.text_config.hidden_size + DIGITS
@@ -131,36 +125,17 @@ def test_options_are_of_the_language_model(model_type: str, tmp_path: Path) -> N
     assert report["caches"][0]["sizes"][1]["bytes"] == 10 * 2 * 4 * keys
 
 
-def test_sparsity_is_measured() -> None:
-    slim = to_slim(multimodal_model("llava"), TEXT, plan=MIXED, sparsity_threshold=0.5)
-    report = fd.measure_sparsity(slim, 0.02, TEXT.clamp(max=90))
-    assert [layer.name for layer in report.layers] == ["model.language_model.layers.1.self_attn"]
-    alone = fd.measure_sparsity(_language_model(slim), 0.02, TEXT.clamp(max=90))
-    assert report.skipped == alone.skipped
-    assert report.logits_error == pytest.approx(alone.logits_error, rel=1e-5)
-    assert slim.config.text_config.slim_sparsity_threshold == 0.5
-    with pytest.raises(ValueError, match="this LlavaForConditionalGeneration has none"):
-        fd.measure_sparsity(multimodal_model("llava"), 0.02, TEXT)
-
-
-def _language_model(slim: PreTrainedModel) -> PreTrainedModel:
-    alone = AutoModelForCausalLM.from_config(slim.config.text_config).eval()
-    alone.model.load_state_dict(slim.model.language_model.state_dict())
-    alone.lm_head.load_state_dict(slim.lm_head.state_dict())
-    return alone
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_names_of_files_are_not_those_of_models(tmp_path: Path) -> None:
     """Files of LLaVA have the names of older releases, also those that transformers writes now."""
-    model = saved("llava", tmp_path / "source")
+    model = made("llava", tmp_path / "source")
     assert "language_model.model.embed_tokens.weight" in Checkpoint(tmp_path / "source").names()
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
-    assert torch.equal(tokens(loaded(tmp_path / "slim", AutoModelForImageTextToText)), tokens(model))
+    assert torch.equal(tokens(load(tmp_path / "slim", AutoModelForImageTextToText)), tokens(model))
 
 
 def test_command_line(tmp_path: Path) -> None:
-    saved("llava", tmp_path / "source")
+    made("llava", tmp_path / "source")
     done = run("convert-checkpoint", tmp_path / "source", tmp_path / "slim", "--plan", "k", "--verify")
     assert done.exit_code == 0, done.output
     assert "50.0% saved" in " ".join(done.stdout.split())
@@ -205,7 +180,7 @@ def test_options_of_the_language_model(rope: str, tmp_path: Path) -> None:
     sparse = to_slim(model, TEXT, plan="k", rope=rope, sparsity_threshold=0.02)
     assert relative(sparse(**inputs(model)).logits, model(**inputs(model)).logits) > 1e-3  # else this shows nothing
     sparse.save_pretrained(tmp_path)
-    slim = loaded(tmp_path)
+    slim = load(tmp_path)
     assert torch.equal(slim(**inputs(model)).logits, sparse(**inputs(model)).logits)
     slim.config.text_config.slim_sparsity_threshold = 0.0
     assert torch.equal(tokens(slim), tokens(model))

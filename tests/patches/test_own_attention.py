@@ -15,10 +15,14 @@ from hf_fastdecode._compat import CACHE, COMPILED_CALL
 from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.patches.architectures.falcon import FALCON
-from hf_fastdecode.patches.architectures.gpt_neo import GPT_NEO
-from hf_fastdecode.patches.layers import key_bias
-from hf_fastdecode.patches.layers.key_bias import MOST_POSITIONS, WIDTH, with_key_positions, with_query_positions
+from hf_fastdecode.patches.architectures import biased_keys
+from hf_fastdecode.patches.architectures.biased_keys import (
+    MOST_POSITIONS,
+    WIDTH,
+    with_key_positions,
+    with_query_positions,
+)
+from hf_fastdecode.patches.own_attention import OWN_ATTENTION
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -147,8 +151,8 @@ def test_captured_steps(model_type, monkeypatch):
 
 
 STAND_INS = {
-    "gpt_neo": (GPT_NEO, "GPTNeoSelfAttention", "_attn", "_attn"),
-    "falcon": (FALCON, "FalconAttention", "forward", COMPILED_CALL),
+    "gpt_neo": (OWN_ATTENTION["gpt_neo"], "GPTNeoSelfAttention", "_attn", "_attn"),
+    "falcon": (OWN_ATTENTION["falcon"], "FalconAttention", "forward", COMPILED_CALL),
 }
 
 
@@ -265,7 +269,7 @@ def test_options_that_run_stock(model_type):
 
 
 def test_rows_beyond_exact_biases_run_stock(monkeypatch):
-    monkeypatch.setattr(key_bias, "MOST_POSITIONS", 43)
+    monkeypatch.setattr(biased_keys, "MOST_POSITIONS", 43)
     model, prompts = tiny_model_of_type("bloom", **_BLOOM), ragged_prompts(40, 40, shared=40)
     with fd.enabled(model, min_saved_tokens=1):
         for new_tokens, path in ((3, "shared"), (4, "stock")):

@@ -1,4 +1,4 @@
-"""Keys that are cached after RoPE, beside their positions, against ordinary models; tokens are the same."""
+"""Positions of cached keys, counted from masks, or cached beside keys after RoPE (`slim_rope`); tokens are stock's."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import QuantizedCache
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.attention.kv import SuffixLengths
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.fit.cached_numbers import DIGITS, position_bytes, with_positions, without_positions
-from hf_fastdecode.conversion.layers.plan_choice import PlanChoice
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
+from hf_fastdecode.patches.layers.rotation import key_positions, require_counted, visible_slots
 
 from ..cases import exhaustive_but
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..conversion.checkpoints import VOCABULARY, saved
+from ..tiny_models import ragged_prompts, tiny_model
 from .family_models import FAMILIES, WITH_INPUTS, family_condition, family_model, family_pair
-from .slim_models import PLANS, TEXT, condition, pair, relative
+from .slim_models import PLANS, ROWS, TEXT, condition, generate, logits, pair, relative
 
 EPS = torch.finfo(torch.float32).eps
-PROMPTS = ragged_prompts(40, 9, 31)
 ROTARY = [name for name in FAMILIES if name not in (*WITH_INPUTS, "phi3-long")]  # whose frequencies change
 
 
@@ -37,11 +37,6 @@ def unrotating(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedMod
     """An ordinary Llama and its slim form that caches keys after RoPE; not to be changed."""
     model = pair(plan, variant)[0]
     return model, to_slim(model, TEXT, plan=PLANS[plan], rope="unrotate")
-
-
-def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 24, "do_sample": False, **PROMPTS, **options}
-    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -89,8 +84,8 @@ def test_llama(plan: str, variant: str) -> None:
         {"cache_implementation": "static"},
         {"use_cache": False},
         {"prefill_chunk_size": 7},
-        {"input_ids": PROMPTS["input_ids"][:1], "attention_mask": None, "prompt_lookup_num_tokens": 4},
-        {"input_ids": PROMPTS["input_ids"][:1], "attention_mask": None, "assistant_model": "other"},
+        {"input_ids": ROWS["input_ids"][:1], "attention_mask": None, "prompt_lookup_num_tokens": 4},
+        {"input_ids": ROWS["input_ids"][:1], "attention_mask": None, "assistant_model": "other"},
     ],
     ids=lambda options: "-".join(map(str, (key for key in options if "mask" not in key))),
 )
@@ -198,12 +193,6 @@ def test_errors_are_alike_and_as_planned(cache_dtype: str) -> None:
     assert 0.5 < errors["unrotate"] / errors["raw"] < 2
 
 
-def logits(model: PreTrainedModel, cache: Any = None) -> Tensor:
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    with torch.no_grad():
-        return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:96].split(90)], 1)
-
-
 def test_autocast_and_gradients() -> None:
     model, slim = unrotating()
     with torch.autocast("cpu", torch.bfloat16):
@@ -220,11 +209,9 @@ def test_autocast_and_gradients() -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_checkpoint(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = family_model("gpt_neox", vocab_size=len(tokenizer))
+    model = family_model("gpt_neox", vocab_size=VOCABULARY)
     source, folder, back = (tmp_path / one for one in ("source", "slim", "full"))
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
+    saved(model, source)
     reports = {}
     for rope, target in (("raw", None), ("unrotate", folder)):
         choice = PlanChoice(rank=5, rope=rope)
@@ -260,7 +247,7 @@ def test_refusals() -> None:
         ("phi3-long", "k", r"needs fixed frequencies, .* type 'longrope' change .*; set it to 'raw'"),
         ("llama", "k", r"slim_rope must be one of raw, unrotate, got 'both'"),
     ):
-        slim = deepcopy(family_pair(name, plan)[1] if name != "llama" else pair(plan)[1])
+        slim = deepcopy(family_pair(name, plan)[1])
         slim.config.slim_rope = "unrotate" if name != "llama" else "both"
         with pytest.raises(ValueError, match=reason):
             slim(TEXT[None, :4])
@@ -270,3 +257,108 @@ def test_refusals() -> None:
     cache.__class__ = QuantizedCache  # whose backends are not installed
     with pytest.raises(ValueError, match="a QuantizedCache rounds the positions"):
         unrotating()[1](TEXT[None, :4], **{CACHE: cache})
+
+
+OTHER = {"raw": "unrotate", "unrotate": "raw"}
+ROPES = pytest.mark.parametrize("rope", OTHER)
+
+
+def slim_model(rope: str, plan: str = "k", **options: Any) -> PreTrainedModel:
+    return to_slim(pair(plan)[0], TEXT, plan=PLANS[plan], rope=rope, **options)
+
+
+def test_between_calls() -> None:
+    model, slim = pair()[0], deepcopy(pair()[1])
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(TEXT[None, :20], **options)
+    for rope in ("unrotate", "raw", "unrotate"):
+        slim.config.slim_rope = rope
+        assert torch.equal(slim.generate(TEXT[None, :20], **options), expected)
+
+
+@ROPES
+@pytest.mark.parametrize("plan", ["k", "k+r"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@torch.no_grad()
+def test_within_a_cache(rope: str, plan: str, cache_dtype: str) -> None:
+    slim = slim_model(rope, plan, cache_dtype=cache_dtype, tolerance=1e9)
+    for cache in (DynamicCache(config=slim.config), StaticCache(config=slim.config, max_cache_len=32)):
+        slim.config.slim_rope = rope
+        slim(TEXT[None, :20], **{CACHE: cache})
+        held = [(layer.keys.shape, layer.values.shape) for layer in cache.layers]
+        slim.config.slim_rope = OTHER[rope]
+        with pytest.raises(ValueError, match=f"with slim_rope '{OTHER[rope]}', and the cache holds .* begin a new"):
+            slim(TEXT[None, 20:21], **{CACHE: cache})
+        assert [(layer.keys.shape, layer.values.shape) for layer in cache.layers] == held
+
+
+@torch.no_grad()
+def test_caches_of_ordinary_models() -> None:
+    model, slim = pair()
+    cache = DynamicCache(config=model.config)
+    model(TEXT[None, :20], **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"caches 4 numbers per token .* holds 4 \* 16; begin a new cache"):
+        slim(TEXT[None, 20:21], **{CACHE: cache})
+
+
+@ROPES
+@pytest.mark.parametrize("plan", ["k", "k+r"])
+@torch.no_grad()
+def test_within_a_shared_context_cache(rope: str, plan: str) -> None:
+    slim = slim_model(rope, plan)
+    with fd.enabled(slim):
+        cache = fd.prefill(slim, TEXT[None, :20])
+        slim(TEXT[None, 20:23], **{CACHE: cache})
+        slim.config.slim_rope = OTHER[rope]
+        with pytest.raises(ValueError, match="make it with"):
+            slim(TEXT[None, 23:25], **{CACHE: cache})
+        with pytest.raises(ValueError, match="begin a new cache where slim_rope changes"):
+            cache.fork()
+
+
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1]])
+POSITIONS = (MASK.cumsum(-1) - 1).masked_fill(MASK == 0, 0)  # as generate makes them
+
+
+@pytest.mark.parametrize("cached", [0, 3, 5, torch.tensor(4)])
+@pytest.mark.parametrize("shift", [0, 100])
+@pytest.mark.parametrize("slots", [6, 9])
+def test_left_padding_and_holes(cached: int | torch.Tensor, shift: int, slots: int) -> None:
+    """Tokens of this pass have the positions given, cached ones those before, whatever the first number is."""
+    given = POSITIONS[:, int(cached) :] + shift
+    found = key_positions(given, visible_slots(MASK), cached, slots)
+    assert found.shape == (3, slots)
+    assert torch.equal(found[:, :6][MASK == 1], (POSITIONS + shift)[MASK == 1])
+    assert torch.equal(found[:, int(cached) : 6], given)
+
+
+def test_without_a_mask_slots_are_positions() -> None:
+    found = key_positions(torch.tensor([[7, 8]]), None, 4, 8)
+    assert found[0, :6].tolist() == [3, 4, 5, 6, 7, 8]
+
+
+def test_masks_of_four_dimensions() -> None:
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    boolean = (MASK[:, None, None, :] == 1) & causal
+    added = torch.where(boolean, 0.0, torch.finfo(torch.float32).min)
+    for mask in (boolean, added):
+        assert torch.equal(visible_slots(mask), MASK == 1)
+        assert torch.equal(visible_slots({"full_attention": mask}), MASK == 1)
+    window = boolean & ~causal.tril(-4)  # of 4 tokens: the last one sees 4 of 6 slots
+    assert torch.equal(visible_slots(window), MASK == 1)
+    assert visible_slots(None) is None
+    assert torch.equal(visible_slots(MASK, 2), MASK[:, 2:] == 1)
+    with pytest.raises(ValueError, match="of 2 or 4 dimensions, got 3"):
+        visible_slots(boolean[:, 0])
+
+
+def test_rows_of_padding_alone_are_harmless() -> None:
+    found = key_positions(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 4, dtype=torch.bool), 2, 4)
+    assert found.shape == (1, 4)
+
+
+def test_positions_that_skip() -> None:
+    require_counted(POSITIONS[:2], MASK[:2] == 1)
+    require_counted(POSITIONS[:, 3:], None)
+    with pytest.raises(ValueError, match="must rise by 1"):
+        require_counted(torch.tensor([[0, 1, 0, 1]]), None)

@@ -1,21 +1,34 @@
-"""Values from averaged keys, against each token's values in fp64, with TF32 as on a GPU."""
+"""Values from averaged keys, against each token's values in fp64, with TF32 as on a GPU; quantized linear layers."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from shutil import which
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
+from transformers import PreTrainedModel
 
+from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels.device import triton_is_installed
-from hf_fastdecode.patches.layers import stored_products
-from hf_fastdecode.patches.layers.projections import KeyProjection
-from hf_fastdecode.patches.layers.slim_values import SlimValues, StoredMatrix
-from hf_fastdecode.patches.layers.stored_products import Product, from_halves, in_halves, sum_of_products
+from hf_fastdecode.patches.layers import slim_values
+from hf_fastdecode.patches.layers.slim_attention import KeyProjection
+from hf_fastdecode.patches.layers.slim_values import (
+    Product,
+    SlimValues,
+    StoredMatrix,
+    from_halves,
+    in_halves,
+    sum_of_products,
+)
 
-from .slim_models import relative
+from ..tiny_models import ragged_prompts
+from .encoder_decoder_models import encoder_decoder
+from .family_models import family_model
+from .slim_models import TEXT, pair, relative
 
 
 def tf32(x: Tensor) -> Tensor:
@@ -89,7 +102,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         mm, bmm = torch.mm, torch.bmm
         monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)))
         monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: bmm(a.to(out_dtype), b.to(out_dtype)))
-        monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+        monkeypatch.setattr(slim_values, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     device: str = request.param
     return device
 
@@ -102,7 +115,7 @@ def test_products_by_halves(
 ) -> None:
     """Of many rows by PyTorch's operators, of few by the kernel."""
     if not by_kernel:
-        monkeypatch.setattr(stored_products, "_by_kernel", lambda *_: None)
+        monkeypatch.setattr(slim_values, "_by_kernel", lambda *_: None)
     elif not triton_is_installed():
         pytest.skip("needs Triton")
     generator = torch.Generator().manual_seed(4)
@@ -142,7 +155,7 @@ def test_products_of_nothing(sizes: tuple[int, ...], heads: int | None, device: 
 
 @pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 def test_other_numbers_of_rows_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+    monkeypatch.setattr(slim_values, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     torch._dynamo.reset()
     matrix, graphs = StoredMatrix(64, 32, torch.float16), CompileCounter()
     compiled = torch.compile(lambda x: sum_of_products([matrix.product(x * 1.5)]), backend=graphs)
@@ -157,7 +170,7 @@ def test_other_numbers_of_rows_are_not_compiled_anew(monkeypatch: pytest.MonkeyP
 def test_compiled_products_are_as_exact(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile leaves out roundings, without which the parts of a number are itself and 0."""
     if device == "cpu":
-        monkeypatch.setattr(stored_products, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
+        monkeypatch.setattr(slim_values, "takes_halves", lambda x, matrix: x.dtype != torch.float64)
     generator = torch.Generator().manual_seed(5)
     matrix = StoredMatrix(64, 32, torch.float16)
     matrix.values.copy_(torch.randn(64, 32, generator=generator))
@@ -186,3 +199,57 @@ def test_training_keeps_gradients() -> None:
     x = torch.randn(3, 48, device="cuda", requires_grad=True)
     StoredMatrix(48, 48, torch.float16).cuda()(x).sum().backward()
     assert x.grad is not None
+
+
+PROMPTS = ragged_prompts(9, 31, 20)
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer with a weight in int8 and a scale per row."""
+
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scales).round().to(torch.int8), requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scales, self.bias)
+
+
+def quantized(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with `Int8Linear` for linear layers but the last."""
+    model = deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
+            model.set_submodule(name, Int8Linear(module))
+    return model
+
+
+@pytest.mark.parametrize("variant", ["plain", "biases"])
+def test_keys_keep_their_precision(variant: str) -> None:
+    """The dtype of cached keys follows from their projection, as the others have weights in int8."""
+    model = quantized(pair("k+r", variant)[1])
+    assert isinstance(model.get_submodule("model.layers.0.self_attn.k_proj"), KeyProjection)
+    dequantized = deepcopy(model)
+    for module in dequantized.modules():
+        if isinstance(module, Int8Linear):
+            module.weight = nn.Parameter(module.weight * module.scales)
+            module.scales = torch.ones(())
+    found, expected = (one.generate(**PROMPTS, max_new_tokens=16, do_sample=False) for one in (model, dequantized))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_dtypes_of_quantized_weights_are_refused(name: str, dtype: torch.dtype) -> None:
+    """Of parameters that are plain tensors, as layerwise casting leaves them."""
+    model = family_model(name) if name == "gpt2" else encoder_decoder(name)
+    place, parameter = next(one for one in model.named_parameters() if "1.layer.0" in one[0] or "h.1.mlp" in one[0])
+    module, _, own = place.rpartition(".")
+    setattr(model.get_submodule(module), own, nn.Parameter(parameter.to(dtype), requires_grad=False))
+    with pytest.raises(ValueError, match=f"{place} is of dtype {str(dtype).removeprefix('torch.')}, as quantized"):
+        to_slim(model, TEXT)

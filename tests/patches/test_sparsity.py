@@ -13,24 +13,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.conversion.calibration import model_inputs
 from hf_fastdecode.conversion.families import family_of, family_of_slim
-from hf_fastdecode.conversion.fit.reference_attention import attention_weights, key_heads, query_heads, weighted_values
-from hf_fastdecode.conversion.fit.weights import bias_or_zero
-from hf_fastdecode.conversion.layers.calibration import model_inputs
+from hf_fastdecode.conversion.fit.attention import (
+    attention_weights,
+    bias_or_zero,
+    key_heads,
+    query_heads,
+    weighted_values,
+)
 from hf_fastdecode.patches.layers import slim_attention
 from hf_fastdecode.patches.layers.family import attention_inputs
 
 from ..cli.command_line import needs_weights
 from ..conversion.fit.references import fold_into_output_bias
 from ..test_layout import ROOT
-from ..tiny_models import VOCABULARY, ragged_prompts, seeded
+from ..tiny_models import VOCABULARY
 from .encoder_decoder_models import encoder_decoder_pair, read_by
 from .family_models import family_condition, family_pair
-from .slim_models import TEXT, pair, relative
+from .slim_models import ROWS, TEXT, generate, pair, relative
 
 EPS = torch.finfo(torch.float32).eps
 THRESHOLD = 0.02
-PROMPTS = ragged_prompts(40, 9, 31)
 
 
 def sparse(model: PreTrainedModel, threshold: float = THRESHOLD, **fields: Any) -> PreTrainedModel:
@@ -91,11 +95,6 @@ def test_small_weights_are_skipped(monkeypatch: pytest.MonkeyPatch, name: str, p
     slim.float()
 
 
-def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 24, "do_sample": False, **PROMPTS, **options}
-    return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
-
-
 def test_without_small_weights_nothing_changes() -> None:
     model, slim = pair("k+r")
     assert torch.equal(generate(sparse(slim, 1e-30)).sequences, generate(model).sequences)
@@ -120,7 +119,7 @@ def test_padding_and_beams() -> None:
     slim = sparse(pair("k")[1])
     for options in ({}, {"num_beams": 3}):
         rows = generate(slim, **options).sequences[:, -24:]
-        for row, (ids, mask) in enumerate(zip(PROMPTS["input_ids"], PROMPTS["attention_mask"])):
+        for row, (ids, mask) in enumerate(zip(ROWS["input_ids"], ROWS["attention_mask"])):
             alone = generate(slim, input_ids=ids[mask.bool()][None], attention_mask=None, **options).sequences
             assert torch.equal(rows[row], alone[0, -24:])
 

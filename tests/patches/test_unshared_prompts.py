@@ -76,7 +76,7 @@ def both(
 )
 def test_prompts_behind_a_head(name: str, plan: str, mode: str, caches: list[SharedContextCache]) -> None:
     """The head is a node, whose keys and values the rest of each prompt reads."""
-    model, slim = pair(plan) if name == "llama" else family_pair(name, plan)
+    model, slim = family_pair(name, plan)
     stock, found, report = both(model, slim, BEHIND_A_HEAD | SAMPLE, mode=mode)
     assert torch.equal(found, stock)
     assert (report.path, report.mode) == ("shared", mode)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_fastdecode as fd
-from hf_fastdecode.conversion.checkpoint.convert import Settings, convert_checkpoint
+from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 
 from .speech import speak
 from .trained_whisper import features, texts, tokenizer, trained_whisper

@@ -6,7 +6,7 @@ import pytest
 
 from tools.whisper_tokens import PAGE, caches
 
-from ..conversion.checkpoint.page_tables import check_tokens
+from ..conversion.page_tables import check_tokens
 
 SOME = ["keys and values, bf16", "`x` in int8, `e` in bf16"]
 """Few, as each takes minutes on a busy machine."""

@@ -13,16 +13,18 @@ from transformers import PreTrainedModel
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
 from hf_fastdecode.conversion.families import is_slim, ordinary_config
-from hf_fastdecode.conversion.fit.cache_errors import dtype_name
-from hf_fastdecode.conversion.sizes.model_caches import (
+from hf_fastdecode.conversion.fit.layer_plan import dtype_name
+from hf_fastdecode.conversion.sizes import (
     CacheSize,
+    LayerCache,
+    checkpoint_caches,
     decoder_caches,
     decoder_matrices,
     empty_model,
     encoder_decoder_caches,
+    layer_caches,
     refusal,
 )
-from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache, checkpoint_caches, layer_caches
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.generation.support.model import rope_limit

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from hf_fastdecode.cache.accounting import StockShared
 from hf_fastdecode.cache.layout.stores import Kind
-from hf_fastdecode.conversion.fit.cache_errors import dtype_name
-from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
+from hf_fastdecode.conversion.fit.layer_plan import dtype_name
+from hf_fastdecode.conversion.sizes import LayerCache
 
 from ...dtypes import short_dtype
 from ..console import bytes_text

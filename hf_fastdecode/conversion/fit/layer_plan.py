@@ -1,4 +1,9 @@
-"""Plan of a layer: its smallest cache within the requested tolerance."""
+"""Plan of a layer: its smallest cache within the requested tolerance.
+
+The error of each candidate is measured on a calibration text in the cache's dtype. Only cached elements, and the
+matrices in the place of ``W_V``, are rounded. Queries, products and softmax are in fp64, so that errors of different
+caches compare; kernels accumulate in fp32, which adds the same small error to all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,167 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from .cache_errors import CacheError, CacheErrors, PlanName, dtype_name
-from .cached_numbers import EIGHT_BITS
-from .key_to_value import KeyToValue
-from .rope import Rotation
-from .rounding import matrix_dtype
-from .stored_coordinates import KeyStatistics, key_statistics
-from .weights import AttentionWeights, require_multi_head
+from .attention import (
+    AttentionWeights,
+    Rotation,
+    attention_weights,
+    key_heads,
+    query_heads,
+    require_linear_scores,
+    require_multi_head,
+    score_offset,
+    weighted_values,
+)
+from .cached_numbers import EIGHT_BITS, position_bytes, stored_bytes
+from .value_coordinates import (
+    KeyStatistics,
+    KeyToValue,
+    ValueCoordinates,
+    cached_and_read,
+    check_range,
+    key_statistics,
+    matrix_dtype,
+    rounded,
+    store_value_coordinates,
+)
+
+PlanName = Literal["k", "k+r", "x", "e", "kv"]
+"""Keys; keys and r V-coordinates; the layer's inputs; the encoder's output, for cross-attention; keys and values."""
+
+
+@dataclass(frozen=True)
+class CacheError:
+    """Size and error of one cache of one layer.
+
+    Attributes:
+        plan, rank: What is cached, and V-coordinates beside the keys; 0 except for ``k+r``.
+        bytes_per_token: Bytes per token in this layer, including scales of 8 bits and cached positions; 0 for ``e``,
+            of which one copy serves all layers, outside the cache.
+        value_error, output_error: Relative errors in the Frobenius norm, of the values and of the attention output
+            after ``W_O``, without its bias.
+        dtype: Dtype of the cache, such as ``int8``; empty in reports written before this field existed.
+    """
+
+    plan: PlanName
+    rank: int
+    bytes_per_token: int
+    value_error: float
+    output_error: float
+    dtype: str = ""
+
+
+class CacheErrors:
+    """Measures caches of one layer on one text: ``[tokens, d]``, the inputs of its projections.
+
+    Cross-attention has `key_inputs` too, ``[keys, key_d]``. `rotation` is the RoPE of these tokens, or None; for
+    `causal` and `score_bias` see `attention_weights`; with `unrotate`, keys with V-coordinates are cached after RoPE,
+    beside their positions.
+    """
+
+    def __init__(
+        self,
+        weights: AttentionWeights,
+        inputs: Tensor,
+        key_inputs: Tensor | None = None,
+        *,
+        rotation: Rotation | None = None,
+        causal: bool = True,
+        score_bias: Tensor | None = None,
+        unrotate: bool = False,
+    ) -> None:
+        self.weights, self.rotation, self.causal, self.score_bias = weights, rotation, causal, score_bias
+        self.stored_rotation = rotation if unrotate else None
+        self.cross = key_inputs is not None
+        self.inputs = (inputs if key_inputs is None else key_inputs).double()
+        self.query = query_heads(weights, inputs, rotation)
+        self.keys, self.values = weights.keys(self.inputs), weights.values(self.inputs)
+        self.output = self._output(key_heads(weights, self.keys, rotation), self.values)
+
+    def ordinary(self, dtype: torch.dtype) -> CacheError:
+        """Keys, after RoPE, and values in `dtype`: transformers' own cache."""
+        value_dim = self.values.shape[1] // self.weights.kv_heads
+        keys = rounded(key_heads(self.weights, self.keys, self.rotation), dtype, self.weights.head_dim)
+        size = self._bytes(self.keys.shape[1], dtype) + stored_bytes(self.values.shape[1], dtype, value_dim)
+        return self._measured("kv", 0, size, keys, rounded(self.values, dtype, value_dim), dtype)
+
+    def value_coordinates(
+        self,
+        statistics: KeyStatistics,
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        matrix_dtype: torch.dtype | None = None,
+    ) -> CacheError:
+        """Keys, before RoPE or after it, and `rank` V-coordinates in `dtype`.
+
+        Matrices are in `matrix_dtype`; when None in fp16 beside caches of at most two bytes an element, else in fp32.
+        ValueError where elements come too near the end of the dtype's range, or `rank` is out of its bounds.
+        """
+        if matrix_dtype is None:
+            matrix_dtype = torch.float16 if dtype.itemsize <= 2 else torch.float32
+        stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
+        keys = stored.cached_keys(self.weights, self.inputs)
+        cached = cached_and_read(keys, dtype, self.weights.head_dim, self.stored_rotation)
+        coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
+        size = self._bytes(cached.shape[1], dtype) + self._bytes(rank, dtype)
+        if self.stored_rotation is not None:
+            size += position_bytes(dtype)
+        plan: PlanName = "k+r" if rank else "k"
+        values = stored.values(cached, coordinates)
+        return self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
+
+    def of_inputs(self, dtype: torch.dtype) -> CacheError:
+        """The layer's inputs in `dtype`; for cross-attention the encoder's output.
+
+        Raises ValueError where RoPE or QK-norm stands before the scores, or inputs come too near the end of its range.
+        """
+        weights = self.weights
+        require_linear_scores(weights, self.rotation)
+        cached = self._checked("inputs", self.inputs, dtype)
+        plan: PlanName = "e" if self.cross else "x"
+        size = 0 if self.cross else self._bytes(cached.shape[1], dtype)
+        keys = key_heads(weights, weights.keys(cached))
+        return self._measured(plan, 0, size, keys, weights.values(cached), dtype)
+
+    def _scored(self, stored: ValueCoordinates, cached: Tensor) -> Tensor:
+        offset = score_offset(self.weights, stored.key_offset, self.rotation)
+        return key_heads(self.weights, cached if offset is None else cached + offset, self.rotation)
+
+    def _checked(self, name: str, cached: Tensor, dtype: torch.dtype) -> Tensor:
+        check_range(name, cached, dtype)
+        return rounded(cached, dtype, self.weights.head_dim)
+
+    def _bytes(self, width: int, dtype: torch.dtype) -> int:
+        return stored_bytes(width, dtype, self.weights.head_dim)
+
+    def _output(self, keys: Tensor, values: Tensor) -> Tensor:
+        probabilities = attention_weights(
+            self.query, keys, self.weights.score_scale, causal=self.causal, score_bias=self.score_bias
+        )
+        return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
+
+    def _measured(
+        self, plan: PlanName, rank: int, size: int, keys: Tensor, values: Tensor, dtype: torch.dtype
+    ) -> CacheError:
+        errors = relative_error(values, self.values), relative_error(self._output(keys, values), self.output)
+        return CacheError(plan, rank, size, *errors, dtype=dtype_name(dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def relative_error(value: Tensor, oracle: Tensor) -> float:
+    """``|value - oracle| / |oracle|`` in the Frobenius norm; 0 where both are all zeros."""
+    norm = torch.linalg.norm(oracle)
+    error = torch.linalg.norm(value - oracle)
+    return (error / norm).item() if norm > 0 else error.item()
+
 
 RANK_SHARES: Final = (*(Fraction(1, part) for part in (32, 16, 8, 4)), Fraction(3, 8), Fraction(1, 2))
 """Ranks of V-coordinates that are tried, as shares of the width of the values."""
@@ -40,10 +194,9 @@ class LayerPlan:
         tolerance: Largest acceptable output error, as a multiple of the `baseline`'s.
         cache_dtype: Dtype of keys and V-coordinates that are not in 8 bits, such as ``float16``; inputs, and keys with
             values, are in `model_dtype`.
-        model_dtype: Dtype of the model.
-        condition: Condition number of ``W_K``; None where keys do not determine values.
-        largest_key_to_value: ``max |W_KV|``, or None.
-        singular_values: Singular values of ``W_K``, descending; empty where keys do not determine values.
+        condition, largest_key_to_value: Condition number of ``W_K`` and ``max |W_KV|``; None where keys do not
+            determine values.
+        singular_values: Those of ``W_K``, descending; empty where keys do not determine values.
         ordinary_int8: Keys and values in int8, the baseline of caches in 8 bits; None without these. Not a candidate:
             keys with few V-coordinates in fp16 need as many bytes and have a much smaller error.
     """
@@ -69,13 +222,11 @@ class LayerPlan:
         return candidate.output_error <= self.tolerance * self.baseline(candidate).output_error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them."""
         plain = asdict(self)
         return plain | {"candidates": list(plain["candidates"]), "singular_values": list(self.singular_values)}
 
 
 def in_eight_bits(cache: CacheError) -> bool:
-    """Whether a cache is in 8 bits."""
     return cache.dtype in map(dtype_name, EIGHT_BITS)
 
 
@@ -118,53 +269,27 @@ def fit_layer(
         ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
             finite; `tolerance` is below 1; cross-attention has RoPE.
     """
-    if key_inputs is not None and rotation is not None:
-        raise ValueError("RoPE in cross-attention is not supported: queries and keys have positions of their own")
-    cached_tokens = len(inputs if key_inputs is None else key_inputs)
-    if cached_tokens < 2:
-        raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {cached_tokens}")
-    is_narrow = torch.finfo(model_dtype).max < torch.finfo(torch.bfloat16).max  # bf16 has the range of fp32
-    if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
-        reason = "; repair the weights of the layers before, or the calibration input"
-        if is_narrow:
-            reason = (
-                f", whose largest number is {torch.finfo(model_dtype).max:.5g}; convert the model in a dtype of wider "
-                "range, such as bfloat16"
-            )
-        raise ValueError(f"the layer's inputs on the calibration text hold inf or nan in {model_dtype}{reason}")
+    _check_text(inputs, key_inputs, rotation, model_dtype)
     if not tolerance >= 1:
         raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     if cache_dtype is None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
-    half = cached_tokens // 2
-    stored = rotation.tokens(slice(half)) if rotation is not None and unrotate else None
-    if key_inputs is None:
-        fitted = inputs[:half]
-        judged = slice(half, None)
-        part = None if rotation is None else rotation.tokens(judged)
-        bias = None if score_bias is None else score_bias[:, judged, judged]
-        errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias, unrotate=unrotate)
-    else:
-        fitted = key_inputs[:half]
-        errors = CacheErrors(weights, inputs, key_inputs[half:], rotation=rotation, causal=causal)
-
+    fitted, stored, errors = _halves(weights, inputs, key_inputs, rotation, causal, score_bias, unrotate)
     ordinary = errors.ordinary(model_dtype)
     if not math.isfinite(ordinary.output_error):
         raise ValueError(
             "on the calibration text the layer gives inf or nan with an ordinary cache in "
             f"{dtype_name(model_dtype)}: its weights hold some, or its keys and values do not fit; "
-            f"repair the weights{', or convert in a wider dtype' if is_narrow else ''}"
+            f"repair the weights{', or convert in a wider dtype' if _is_narrow(model_dtype) else ''}"
         )
-    candidates = [ordinary]
-    refused: dict[PlanName, str] = {}
-    statistics: dict[str, KeyStatistics] = {}
-    solved: KeyToValue | None = None
+    candidates, refused, statistics = [ordinary], dict[PlanName, str](), dict[str, KeyStatistics]()
     try:
         candidates.append(errors.of_inputs(model_dtype))
         if eight_bits is not None and key_inputs is None:  # the encoder's output is not cached
             candidates.append(errors.of_inputs(eight_bits))
     except ValueError as reason:
         refused["x" if key_inputs is None else "e"] = str(reason)
+    solved: KeyToValue | None = None
     for dtype in (cache_dtype,) if eight_bits is None else (cache_dtype, eight_bits):
         try:
             require_multi_head(weights)
@@ -194,3 +319,46 @@ def fit_layer(
         ordinary_int8=None if eight_bits is None else errors.ordinary(torch.int8),
     )
     return replace(plan, chosen=next(filter(plan.accepts, candidates))), statistics
+
+
+def _halves(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    key_inputs: Tensor | None,
+    rotation: Rotation | None,
+    causal: bool,
+    score_bias: Tensor | None,
+    unrotate: bool,
+) -> tuple[Tensor, Rotation | None, CacheErrors]:
+    """The half of the text to fit, the RoPE that its keys are cached after, and errors on the other half."""
+    if key_inputs is not None:
+        half = len(key_inputs) // 2
+        return key_inputs[:half], None, CacheErrors(weights, inputs, key_inputs[half:], causal=causal)
+    half = len(inputs) // 2
+    judged = slice(half, None)
+    part = None if rotation is None else rotation.tokens(judged)
+    bias = None if score_bias is None else score_bias[:, judged, judged]
+    stored = rotation.tokens(slice(half)) if rotation is not None and unrotate else None
+    errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias, unrotate=unrotate)
+    return inputs[:half], stored, errors
+
+
+def _check_text(
+    inputs: Tensor, key_inputs: Tensor | None, rotation: Rotation | None, model_dtype: torch.dtype
+) -> None:
+    if key_inputs is not None and rotation is not None:
+        raise ValueError("RoPE in cross-attention is not supported: queries and keys have positions of their own")
+    if (tokens := len(inputs if key_inputs is None else key_inputs)) < 2:
+        raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {tokens}")
+    if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
+        reason = "; repair the weights of the layers before, or the calibration input"
+        if _is_narrow(model_dtype):
+            reason = (
+                f", whose largest number is {torch.finfo(model_dtype).max:.5g}; convert the model in a dtype of wider "
+                "range, such as bfloat16"
+            )
+        raise ValueError(f"the layer's inputs on the calibration text hold inf or nan in {model_dtype}{reason}")
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max  # bf16 has the range of fp32

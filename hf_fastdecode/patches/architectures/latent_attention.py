@@ -77,7 +77,6 @@ def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
-    """Stands in for ``expand_kv``."""
     if not isinstance(latents, SharedKV):  # a pass without a cache
         keys, values = type(module).expand_kv(module, latents, rotated)
         return keys, values
@@ -85,6 +84,19 @@ def expand(module: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
     return kv, kv
 
 
-def latent_attention(attention: str) -> OwnCode:
-    """The entry of an architecture with this attention class."""
-    return OwnCode({attention: {"expand_kv": expand}})
+LATENT_ATTENTION = {
+    folder: OwnCode({attention: {"expand_kv": expand}})
+    for folder, attention in {
+        "axk1": "AXK1Attention",
+        "bailing_hybrid": "BailingHybridAttention",
+        "deepseek_v2": "DeepseekV2Attention",
+        "deepseek_v3": "DeepseekV3Attention",
+        "glm4_moe_lite": "Glm4MoeLiteAttention",
+        "kimi_linear": "KimiLinearAttention",
+        "longcat_flash": "LongcatFlashMLA",
+        "minicpm3": "MiniCPM3Attention",
+        "mistral4": "Mistral4Attention",
+        "youtu": "YoutuAttention",
+    }.items()
+}
+"""By folder of ``transformers.models``."""

@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from transformers.models.bart.modeling_bart import (
-    BartAttention,
-    BartForConditionalGeneration,
-    BartModel,
-    BartPreTrainedModel,
-)
+from transformers.models.bart import modeling_bart as bart
 
-from ..decoder import SlimEncoderDecoder
+from ..decoder import encoder_decoder_classes
 from ..encoder_decoder_configs import SlimBartConfig
-from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.family import EncoderDecoder
 
-
-class SlimBartAttention(SlimDecoderAttention, BartAttention):
-    """Attention of a decoder layer that caches no values."""
-
-
-class SlimBartPreTrainedModel(SlimEncoderDecoder, BartPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimBartConfig
-    slim_attention = SlimBartAttention
-
-
-class SlimBartModel(SlimBartPreTrainedModel, BartModel):
-    """BART's encoder and decoder, with slim attention."""
-
-
-class SlimBartForConditionalGeneration(SlimBartPreTrainedModel, BartForConditionalGeneration):
-    """BART for generation, with slim attention."""
-
-
-FAMILY = EncoderDecoder(
-    "BartForConditionalGeneration",
+SlimBartAttention, SlimBartModel, SlimBartForConditionalGeneration = encoder_decoder_classes(SlimBartConfig, bart)
+FAMILY = EncoderDecoder.of(
     SlimBartForConditionalGeneration,
-    SlimBartConfig,
     SlimBartModel,
     embedding="model.shared.weight",
     decoder="model.decoder.",
     renamed={start: f"model.{start}" for start in ("shared.", "encoder.", "decoder.")},
 )
-FAMILY.register()

@@ -7,17 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.codegen.modeling_codegen import (
-    CodeGenAttention,
-    CodeGenBlock,
-    CodeGenForCausalLM,
-    CodeGenModel,
-    create_sinusoidal_positions,
-)
+from transformers.models.codegen import modeling_codegen as codegen
 
 from ..._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from ...cache.shared import SharedContextCache
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
 from ..layers.rotation import ROTATION, Rotation, Tables, forest_rotation, key_positions, visible_slots
@@ -25,11 +19,8 @@ from ..slim_configs import SlimCodeGenConfig
 from ..slim_layers import SlimLayer
 
 
-class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
-    """Attention of a layer that caches no values.
-
-    Before transformers 5.24, CodeGen's blocks do not pass on `ROTATION`, so each layer makes its own.
-    """
+class _Attention(SlimAttention):
+    """Before transformers 5.24, CodeGen's blocks do not pass on `ROTATION`, so each layer makes its own."""
 
     values_from = "qkv_proj"
     output_projection = "out_proj"
@@ -67,29 +58,20 @@ class SlimCodeGenAttention(SlimAttention, CodeGenAttention):
         return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
     def output(self, out: Tensor) -> Tensor:
-        """Output projection and dropout."""
-        dropped: Tensor = self.resid_dropout(super().output(out))
-        return dropped
+        return self.resid_dropout(super().output(out))
 
     def weights_wanted(self, kwargs: dict[str, Any]) -> bool:
-        """Whether this pass was, or may have been, asked for its attention weights."""
         return bool(kwargs.get("output_attentions", super().weights_wanted(kwargs)))
 
 
-class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
-    """CodeGen's decoder, with slim attention."""
-
-    config_class = SlimCodeGenConfig
-    slim_attention = SlimCodeGenAttention
+class _Decoder(SlimRotaryDecoder):
     blocks = "h"
     attention = "attn"
 
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """`ROTATION`, where blocks pass it on."""
         return super().rotation(query_positions, key_positions) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        """`ROTATION`, where blocks pass it on."""
         return super().forest_rotation(cache, position_ids) if CODEGEN_MAKES_TABLES_ONCE else {}
 
     def tables(self, positions: Tensor) -> Tables:
@@ -101,21 +83,15 @@ class SlimCodeGenModel(SlimRotaryDecoder, CodeGenModel):
         return cos, sin
 
 
-class SlimCodeGenForCausalLM(SlimCausalLM, CodeGenForCausalLM):
-    """CodeGen for generation, with slim attention."""
-
-    config_class = SlimCodeGenConfig
-    slim_decoder = SlimCodeGenModel
-
+class _Model(SlimCausalLM):
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
-        """The projection to logits, with a bias."""
         return nn.Linear(config.hidden_size, config.vocab_size)
 
 
 def positions_table(config: Any) -> Tensor:
     """sin, then cos, of every position: ``[positions, rotated]``."""
-    return create_sinusoidal_positions(config.max_position_embeddings, config.rotary_dim)
+    return codegen.create_sinusoidal_positions(config.max_position_embeddings, config.rotary_dim)
 
 
 def rotary(config: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -133,18 +109,17 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
     tokens = hidden.shape[1]
     mask = torch.full((1, 1, tokens, tokens), torch.finfo(hidden.dtype).min).triu(1)
     if not CODEGEN_MAKES_TABLES_ONCE:
-        alone: Tensor = layer(hidden, position_ids=positions, attention_mask=mask)[0]
-        return alone
+        return layer(hidden, position_ids=positions, attention_mask=mask)[0]
     cos, sin = (table[..., ::2] for table in tables)  # an entry per pair, in CodeGen's own order
-    out: Tensor = layer(hidden, position_ids=positions, position_embeddings=(sin, cos), attention_mask=mask)
-    return out
+    return layer(hidden, position_ids=positions, position_embeddings=(sin, cos), attention_mask=mask)
 
 
-FAMILY = Family(
-    "CodeGenForCausalLM",
+SlimCodeGenAttention, SlimCodeGenModel, SlimCodeGenForCausalLM = slim_classes(
+    SlimCodeGenConfig, codegen, attention=_Attention, decoder=_Decoder, model=_Model
+)
+FAMILY = Family.of(
     SlimCodeGenForCausalLM,
-    SlimCodeGenConfig,
-    CodeGenBlock,
+    codegen.CodeGenBlock,
     rotary,
     layout="interleaved",
     embedding="transformer.wte.weight",
@@ -157,4 +132,3 @@ FAMILY = Family(
     buffers={"embed_positions": positions_table},
     left_out=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
 )
-FAMILY.register()

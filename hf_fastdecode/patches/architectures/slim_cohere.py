@@ -5,22 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.cohere.modeling_cohere import (
-    CohereAttention,
-    CohereDecoderLayer,
-    CohereForCausalLM,
-    CohereModel,
-    CohereRotaryEmbedding,
-)
+from transformers.models.cohere import modeling_cohere as cohere
 
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, layer_norm
 from ..slim_configs import SlimCohereConfig
 
 
-class SlimCohereAttention(SlimAttention, CohereAttention):
-    """Attention of a layer that caches no values."""
+class _Attention(SlimAttention):
+    """Layer norms of each head of queries and keys, ``[rows, tokens, heads * head_dim]``, if the config has some."""
 
     interleaved = True
     use_qk_norm: bool
@@ -29,49 +23,33 @@ class SlimCohereAttention(SlimAttention, CohereAttention):
 
     @property
     def normalizes_keys(self) -> bool:
-        """Whether the config has QK-norm."""
         return self.use_qk_norm
 
     @property
     def normalizes_queries(self) -> bool:
-        """Whether the config has QK-norm."""
         return self.use_qk_norm
 
     def query_norm(self, query: Tensor) -> Tensor:
-        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
         return self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else query
 
     def key_norm(self, keys: Tensor) -> Tensor:
-        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``."""
         return self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else keys
 
 
-class SlimCohereModel(SlimRotaryDecoder, CohereModel):
-    """Cohere's decoder, with slim attention."""
-
-    config_class = SlimCohereConfig
-    slim_attention = SlimCohereAttention
-
-
-class SlimCohereForCausalLM(SlimCausalLM, CohereForCausalLM):
-    """Cohere for generation, with slim attention."""
-
-    config_class = SlimCohereConfig
-    slim_decoder = SlimCohereModel
-
+class _Model(SlimCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.logit_scale = config.logit_scale
         self.tie_word_embeddings = config.tie_word_embeddings
 
 
-FAMILY = Family(
-    "CohereForCausalLM",
+SlimCohereAttention, SlimCohereModel, SlimCohereForCausalLM = slim_classes(
+    SlimCohereConfig, cohere, attention=_Attention, model=_Model
+)
+FAMILY = Family.of(
     SlimCohereForCausalLM,
-    SlimCohereConfig,
-    CohereDecoderLayer,
-    CohereRotaryEmbedding,
+    cohere.CohereDecoderLayer,
+    cohere.CohereRotaryEmbedding,
     layout="interleaved",
     norm=layer_norm,
 )
-FAMILY.register()

@@ -7,36 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.gemma.modeling_gemma import (
-    GemmaAttention,
-    GemmaDecoderLayer,
-    GemmaForCausalLM,
-    GemmaModel,
-    GemmaRotaryEmbedding,
-)
+from transformers.models.gemma import modeling_gemma as gemma
 
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..layers.attention_layer import SlimAttention
+from ..decoder import slim_classes
 from ..layers.family import Family
 from ..slim_configs import SlimGemmaConfig
-
-
-class SlimGemmaAttention(SlimAttention, GemmaAttention):
-    """Attention of a layer that caches no values."""
-
-
-class SlimGemmaModel(SlimRotaryDecoder, GemmaModel):
-    """Gemma's decoder, with slim attention."""
-
-    config_class = SlimGemmaConfig
-    slim_attention = SlimGemmaAttention
-
-
-class SlimGemmaForCausalLM(SlimCausalLM, GemmaForCausalLM):
-    """Gemma for generation, with slim attention."""
-
-    config_class = SlimGemmaConfig
-    slim_decoder = SlimGemmaModel
 
 
 def refusal(config: Any) -> str | None:
@@ -47,7 +22,6 @@ def refusal(config: Any) -> str | None:
 
 
 def embed_scale(config: Any) -> Tensor:
-    """Factor on embeddings."""
     return torch.tensor(config.hidden_size**0.5)
 
 
@@ -57,14 +31,12 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
     return found * embed_scale(config).to(found.dtype)
 
 
-FAMILY = Family(
-    "GemmaForCausalLM",
+SlimGemmaAttention, SlimGemmaModel, SlimGemmaForCausalLM = slim_classes(SlimGemmaConfig, gemma)
+FAMILY = Family.of(
     SlimGemmaForCausalLM,
-    SlimGemmaConfig,
-    GemmaDecoderLayer,
-    GemmaRotaryEmbedding,
+    gemma.GemmaDecoderLayer,
+    gemma.GemmaRotaryEmbedding,
     refusal=refusal,
     embed=embed,
     buffers={"embed_scale": embed_scale},
 )
-FAMILY.register()

@@ -6,46 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2LMHeadModel, GPT2Model
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
 
-from ..decoder import SlimCausalLM, SlimDecoder
+from ..decoder import SlimDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
 from ..slim_configs import SlimGPT2Config
 
 
-class SlimGPT2Attention(SlimAttention, GPT2Attention):
-    """Attention of a layer that caches no values."""
-
+class _Attention(SlimAttention):
     values_from = "c_attn"
     output_projection = "c_proj"
     attn_dropout: nn.Dropout
     resid_dropout: nn.Module
 
     def output(self, out: Tensor) -> Tensor:
-        """Output projection and dropout."""
-        dropped: Tensor = self.resid_dropout(super().output(out))
-        return dropped
+        return self.resid_dropout(super().output(out))
 
     def dropout_share(self) -> float:
-        """Share of the attention weights that training drops."""
         return self.attn_dropout.p
 
 
-class SlimGPT2Model(SlimDecoder, GPT2Model):
-    """GPT-2's decoder."""
-
-    config_class = SlimGPT2Config
-    slim_attention = SlimGPT2Attention
+class _Decoder(SlimDecoder):
     blocks = "h"
     attention = "attn"
-
-
-class SlimGPT2LMHeadModel(SlimCausalLM, GPT2LMHeadModel):
-    """GPT-2 for generation, with slim attention."""
-
-    config_class = SlimGPT2Config
-    slim_decoder = SlimGPT2Model
 
 
 def refusal(config: Any) -> str | None:
@@ -56,7 +40,6 @@ def refusal(config: Any) -> str | None:
 
 
 def scale(config: Any, index: int) -> float:
-    """Factor on the scores of a layer."""
     head_dim = config.hidden_size // config.num_attention_heads
     return (head_dim**-0.5 if config.scale_attn_weights else 1.0) / (
         index + 1 if config.scale_attn_by_inverse_layer_idx else 1
@@ -64,15 +47,15 @@ def scale(config: Any, index: int) -> float:
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
-    """Embeddings of tokens and positions, ``[tokens, d]``."""
     return tensors[embedding][ids] + tensors["transformer.wpe.weight"][: len(ids)]
 
 
-FAMILY = Family(
-    "GPT2LMHeadModel",
+SlimGPT2Attention, SlimGPT2Model, SlimGPT2LMHeadModel = slim_classes(
+    SlimGPT2Config, gpt2, attention=_Attention, decoder=_Decoder, head="LMHeadModel"
+)
+FAMILY = Family.of(
     SlimGPT2LMHeadModel,
-    SlimGPT2Config,
-    GPT2Block,
+    gpt2.GPT2Block,
     None,
     embedding="transformer.wte.weight",
     layers="transformer.h.",
@@ -86,4 +69,3 @@ FAMILY = Family(
     left_out=(".attn.bias", ".attn.masked_bias"),
     renamed={start: f"transformer.{start}" for start in ("wte.", "wpe.", "h.", "ln_f.")},
 )
-FAMILY.register()

@@ -5,31 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.models.gpt_neox.modeling_gpt_neox import (
-    GPTNeoXAttention,
-    GPTNeoXForCausalLM,
-    GPTNeoXLayer,
-    GPTNeoXModel,
-    GPTNeoXRotaryEmbedding,
-)
+from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 
 from ..._compat import CACHE
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..decoder import SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
 from ..slim_configs import SlimGPTNeoXConfig
 
 
-class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
-    """Attention of a layer that caches no values."""
-
+class _Attention(SlimAttention):
     values_from = "query_key_value"
     output_projection = "dense"
     head_size: int
 
     @property
     def head_dim(self) -> int:  # type: ignore[override]
-        """Width of a head."""
         return self.head_size
 
     def forward(self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -37,27 +28,17 @@ class SlimGPTNeoXAttention(SlimAttention, GPTNeoXAttention):
         return super().forward(hidden_states, **{CACHE: layer_past}, **kwargs)
 
 
-class SlimGPTNeoXModel(SlimRotaryDecoder, GPTNeoXModel):
-    """GPT-NeoX's decoder, with slim attention."""
-
-    config_class = SlimGPTNeoXConfig
-    slim_attention = SlimGPTNeoXAttention
+class _Decoder(SlimRotaryDecoder):
     attention = "attention"
 
 
-class SlimGPTNeoXForCausalLM(SlimCausalLM, GPTNeoXForCausalLM):
-    """GPT-NeoX for generation, with slim attention."""
-
-    config_class = SlimGPTNeoXConfig
-    slim_decoder = SlimGPTNeoXModel
-
-
-FAMILY = Family(
-    "GPTNeoXForCausalLM",
+SlimGPTNeoXAttention, SlimGPTNeoXModel, SlimGPTNeoXForCausalLM = slim_classes(
+    SlimGPTNeoXConfig, gpt_neox, attention=_Attention, decoder=_Decoder
+)
+FAMILY = Family.of(
     SlimGPTNeoXForCausalLM,
-    SlimGPTNeoXConfig,
-    GPTNeoXLayer,
-    GPTNeoXRotaryEmbedding,
+    gpt_neox.GPTNeoXLayer,
+    gpt_neox.GPTNeoXRotaryEmbedding,
     embedding="gpt_neox.embed_in.weight",
     layers="gpt_neox.layers.",
     attention="attention.",
@@ -66,4 +47,3 @@ FAMILY = Family(
     left_out=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     renamed={"embed_out.": "lm_head."},
 )
-FAMILY.register()

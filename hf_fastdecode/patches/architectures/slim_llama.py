@@ -6,37 +6,11 @@ classes that would draw them at random. Any cache of transformers serves, as its
 
 from __future__ import annotations
 
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaForCausalLM,
-    LlamaModel,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama import modeling_llama as llama
 
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..layers.attention_layer import SlimAttention
+from ..decoder import slim_classes
 from ..layers.family import Family
 from ..slim_configs import SlimLlamaConfig
 
-
-class SlimLlamaAttention(SlimAttention, LlamaAttention):
-    """Attention of a layer that caches no values."""
-
-
-class SlimLlamaModel(SlimRotaryDecoder, LlamaModel):
-    """Llama's decoder, with slim attention."""
-
-    config_class = SlimLlamaConfig
-    slim_attention = SlimLlamaAttention
-
-
-class SlimLlamaForCausalLM(SlimCausalLM, LlamaForCausalLM):
-    """Llama for generation, with slim attention."""
-
-    config_class = SlimLlamaConfig
-    slim_decoder = SlimLlamaModel
-
-
-FAMILY = Family("LlamaForCausalLM", SlimLlamaForCausalLM, SlimLlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding)
-FAMILY.register()
+SlimLlamaAttention, SlimLlamaModel, SlimLlamaForCausalLM = slim_classes(SlimLlamaConfig, llama)
+FAMILY = Family.of(SlimLlamaForCausalLM, llama.LlamaDecoderLayer, llama.LlamaRotaryEmbedding)

@@ -7,53 +7,37 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.opt.modeling_opt import (
-    OPTAttention,
-    OPTDecoder,
-    OPTDecoderLayer,
-    OPTForCausalLM,
-    OPTModel,
-    OPTPreTrainedModel,
-)
+from transformers.models.opt import modeling_opt as opt
 
-from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel
+from ..decoder import SlimCausalLM, SlimDecoder, SlimPreTrainedModel, slim_class
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimOPTConfig
 
 
-class SlimOPTAttention(SlimAttention, OPTAttention):
-    """Attention of a layer that caches no values."""
-
+class SlimOPTAttention(SlimAttention, opt.OPTAttention):
     output_projection = "out_proj"
     dropout: float
 
     def dropout_share(self) -> float:
-        """Share of the attention weights that training drops."""
         return self.dropout
 
 
-class SlimOPTDecoder(SlimDecoder, OPTDecoder):
-    """OPT's decoder."""
-
-    config_class = SlimOPTConfig
-    slim_attention = SlimOPTAttention
+SlimOPTDecoder = slim_class(SlimOPTConfig, SlimDecoder, opt.OPTDecoder, slim_attention=SlimOPTAttention)
 
 
-class SlimOPTModel(SlimPreTrainedModel, OPTModel):
+class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
     """OPT's decoder, as `SlimOPTForCausalLM` names it."""
 
     config_class = SlimOPTConfig
 
     def __init__(self, config: Any) -> None:
-        OPTPreTrainedModel.__init__(self, config)  # not OPTModel's, which makes an ordinary decoder
+        opt.OPTPreTrainedModel.__init__(self, config)  # not OPTModel's, which makes an ordinary decoder
         self.decoder = SlimOPTDecoder(config)
         self.post_init()
 
 
-class SlimOPTForCausalLM(SlimCausalLM, OPTForCausalLM):
-    """OPT for generation, with slim attention."""
-
+class SlimOPTForCausalLM(SlimCausalLM, opt.OPTForCausalLM):
     config_class = SlimOPTConfig
     slim_decoder = SlimOPTModel
 
@@ -71,11 +55,9 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
     return found + tensors["model.decoder.embed_positions.weight"][2 : 2 + len(ids)]
 
 
-FAMILY = Family(
-    "OPTForCausalLM",
+FAMILY = Family.of(
     SlimOPTForCausalLM,
-    SlimOPTConfig,
-    OPTDecoderLayer,
+    opt.OPTDecoderLayer,
     None,
     embedding="model.decoder.embed_tokens.weight",
     layers="model.decoder.layers.",
@@ -83,4 +65,3 @@ FAMILY = Family(
     embed=embed,
     renamed={"decoder.": "model.decoder."},
 )
-FAMILY.register()

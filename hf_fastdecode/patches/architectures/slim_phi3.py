@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers.models.phi3.modeling_phi3 import (
-    Phi3Attention,
-    Phi3DecoderLayer,
-    Phi3ForCausalLM,
-    Phi3Model,
-    Phi3RotaryEmbedding,
-)
+from transformers.models.phi3 import modeling_phi3 as phi3
 
 from ..._compat import all_tokens_without_cache
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..decoder import SlimCausalLM, SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
 from ..layers.rotation import Rotation
 from ..slim_configs import SlimPhi3Config
 
 
-class SlimPhi3Attention(SlimAttention, Phi3Attention):
-    """Attention of a layer that caches no values."""
-
+class _Attention(SlimAttention):
     values_from = "qkv_proj"
 
 
-class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
-    """Phi-3's decoder, with slim attention."""
-
-    config_class = SlimPhi3Config
-    slim_attention = SlimPhi3Attention
-
+class _Decoder(SlimRotaryDecoder):
     def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """As the base class, without positions behind the last query's: ``longrope`` goes by the largest position.
+        """As the base class, without positions after the last query's: ``longrope`` goes by the largest position.
 
         Those of unused slots and padding may be larger, and would give keys other frequencies than queries.
         """
@@ -41,21 +28,17 @@ class SlimPhi3Model(SlimRotaryDecoder, Phi3Model):
         return super().rotation(query_positions, key_positions)
 
 
-class SlimPhi3ForCausalLM(SlimCausalLM, Phi3ForCausalLM):
-    """Phi-3 for generation, with slim attention."""
-
-    config_class = SlimPhi3Config
-    slim_decoder = SlimPhi3Model
-    prepare_inputs_for_generation = all_tokens_without_cache(Phi3ForCausalLM.prepare_inputs_for_generation)
+class _Model(SlimCausalLM):
+    prepare_inputs_for_generation = all_tokens_without_cache(phi3.Phi3ForCausalLM.prepare_inputs_for_generation)
 
 
-FAMILY = Family(
-    "Phi3ForCausalLM",
+SlimPhi3Attention, SlimPhi3Model, SlimPhi3ForCausalLM = slim_classes(
+    SlimPhi3Config, phi3, attention=_Attention, decoder=_Decoder, model=_Model
+)
+FAMILY = Family.of(
     SlimPhi3ForCausalLM,
-    SlimPhi3Config,
-    Phi3DecoderLayer,
-    Phi3RotaryEmbedding,
+    phi3.Phi3DecoderLayer,
+    phi3.Phi3RotaryEmbedding,
     fused=Fused("qkv_proj"),
     longrope=True,
 )
-FAMILY.register()

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.models.qwen2.modeling_qwen2 import (
-    Qwen2Attention,
-    Qwen2DecoderLayer,
-    Qwen2ForCausalLM,
-    Qwen2Model,
-    Qwen2RotaryEmbedding,
-)
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
-from ..layers.attention_layer import SlimAttention
+from ..decoder import slim_classes
 from ..layers.family import Family
 from ..slim_configs import SlimQwen2Config
-
-
-class SlimQwen2Attention(SlimAttention, Qwen2Attention):
-    """Attention of a layer that caches no values."""
-
-
-class SlimQwen2Model(SlimRotaryDecoder, Qwen2Model):
-    """Qwen2's decoder, with slim attention."""
-
-    config_class = SlimQwen2Config
-    slim_attention = SlimQwen2Attention
-
-
-class SlimQwen2ForCausalLM(SlimCausalLM, Qwen2ForCausalLM):
-    """Qwen2 for generation, with slim attention."""
-
-    config_class = SlimQwen2Config
-    slim_decoder = SlimQwen2Model
 
 
 def refusal(config: Any) -> str | None:
@@ -43,12 +18,5 @@ def refusal(config: Any) -> str | None:
     return "layers with a sliding window beside others (use_sliding_window) have no slim form; convert models without"
 
 
-FAMILY = Family(
-    "Qwen2ForCausalLM",
-    SlimQwen2ForCausalLM,
-    SlimQwen2Config,
-    Qwen2DecoderLayer,
-    Qwen2RotaryEmbedding,
-    refusal=refusal,
-)
-FAMILY.register()
+SlimQwen2Attention, SlimQwen2Model, SlimQwen2ForCausalLM = slim_classes(SlimQwen2Config, qwen2)
+FAMILY = Family.of(SlimQwen2ForCausalLM, qwen2.Qwen2DecoderLayer, qwen2.Qwen2RotaryEmbedding, refusal=refusal)

@@ -7,24 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.stablelm.modeling_stablelm import (
-    StableLmAttention,
-    StableLmDecoderLayer,
-    StableLmForCausalLM,
-    StableLmModel,
-    StableLmRotaryEmbedding,
-)
+from transformers.models.stablelm import modeling_stablelm as stablelm
 
-from ..decoder import SlimCausalLM, SlimRotaryDecoder
+from ..decoder import SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, layer_norm
 from ..layers.rotation import ROTATION, Rotation
-from ..layers.stored_products import wide
+from ..layers.slim_values import wide
 from ..slim_configs import SlimStableLmConfig
 
 
-class SlimStableLmAttention(SlimAttention, StableLmAttention):
-    """Attention of a layer that caches no values."""
+class _Attention(SlimAttention):
+    """Layer norms of each head of queries and keys, ``[rows, tokens, heads * head_dim]`` in fp32, if any."""
 
     qk_layernorm: bool
     q_layernorm: Any
@@ -44,20 +38,16 @@ class SlimStableLmAttention(SlimAttention, StableLmAttention):
 
     @property
     def normalizes_keys(self) -> bool:
-        """Whether the config has QK-norm."""
         return self.qk_layernorm
 
     @property
     def normalizes_queries(self) -> bool:
-        """Whether the config has QK-norm."""
         return self.qk_layernorm
 
     def query_norm(self, query: Tensor) -> Tensor:
-        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
         return head_norms(self.q_layernorm.norms, query) if self.qk_layernorm else query
 
     def key_norm(self, keys: Tensor) -> Tensor:
-        """Layer norm of each head of ``[rows, tokens, heads * head_dim]``, in fp32."""
         return head_norms(self.k_layernorm.norms, keys) if self.qk_layernorm else keys
 
 
@@ -68,53 +58,38 @@ def head_norms(norms: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 class HeadNorm(nn.LayerNorm):
-    """The norm of one head, in the dtype of its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``[..., head_dim]``."""
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
 
 
-class SlimStableLmDecoderLayer(StableLmDecoderLayer):
+class SlimStableLmDecoderLayer(stablelm.StableLmDecoderLayer):
     """A layer with slim attention; the ordinary one hands its attention a fixed set of arguments."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Run the layer, with the rotation in the place of `position_embeddings`."""
         kwargs["position_embeddings"] = kwargs.pop(ROTATION, None)
-        out: Tensor = super().forward(hidden_states, **kwargs)
-        return out
+        return super().forward(hidden_states, **kwargs)
 
 
-class SlimStableLmModel(SlimRotaryDecoder, StableLmModel):
-    """StableLM's decoder, with slim attention."""
-
-    config_class = SlimStableLmConfig
-    slim_attention = SlimStableLmAttention
+class _Decoder(SlimRotaryDecoder):
     slim_layer = SlimStableLmDecoderLayer
     _no_split_modules = ("StableLmDecoderLayer", "SlimStableLmDecoderLayer")
 
 
-class SlimStableLmForCausalLM(SlimCausalLM, StableLmForCausalLM):
-    """StableLM for generation, with slim attention."""
-
-    config_class = SlimStableLmConfig
-    slim_decoder = SlimStableLmModel
-
-
 def norm_weight(plain: Mapping[str, Tensor], part: str) -> Tensor | None:
-    """Weights of the heads' norms, ``[heads, head_dim]``; they are modules of their own."""
     start = f"{part}_layernorm.norms."
     heads = sum(name.startswith(start) for name in plain)
     return torch.stack([plain[f"{start}{head}.weight"] for head in range(heads)]) if heads else None
 
 
-FAMILY = Family(
-    "StableLmForCausalLM",
+SlimStableLmAttention, SlimStableLmModel, SlimStableLmForCausalLM = slim_classes(
+    SlimStableLmConfig, stablelm, attention=_Attention, decoder=_Decoder
+)
+FAMILY = Family.of(
     SlimStableLmForCausalLM,
-    SlimStableLmConfig,
-    StableLmDecoderLayer,
-    StableLmRotaryEmbedding,
+    stablelm.StableLmDecoderLayer,
+    stablelm.StableLmRotaryEmbedding,
     norm=layer_norm,
     norm_weight=norm_weight,
 )
-FAMILY.register()

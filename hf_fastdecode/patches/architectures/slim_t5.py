@@ -7,34 +7,30 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers.models.t5.modeling_t5 import T5Attention, T5ForConditionalGeneration, T5Model, T5PreTrainedModel
+from transformers.models.t5 import modeling_t5 as t5
 
 from ..._compat import takes_cache
 from ...cache.layers.cross_view import CrossView
-from ..decoder import SlimEncoderDecoder
+from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.family import EncoderDecoder
 from ..layers.slim_attention import causal_mask
 from ..slim_layers import SlimLayer
-from .t5 import biases_by_distance
+from .encoder_decoders import biases_by_distance
 
 
-class SlimT5Attention(SlimDecoderAttention, T5Attention):
-    """Attention of a decoder layer that caches no values."""
-
+class _Attention(SlimDecoderAttention):
     projections = ("q", "k", "v", "o")
     n_heads: int
     compute_bias: Callable[..., Tensor]
 
     @property
     def num_heads(self) -> int:  # type: ignore[override]
-        """Heads of queries, keys and values."""
         return self.n_heads
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
-        """A slim layer with the sizes of an ordinary one, and weights of its own."""
         return cls(
             layer,
             cross,
@@ -73,14 +69,9 @@ class SlimT5Attention(SlimDecoderAttention, T5Attention):
 
 
 def biased_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """A mask to be added to scores, with the bias of positions in it.
+    """A mask to be added to scores, ``[rows or 1, heads, queries, tokens]``, with the bias of positions in it.
 
-    Args:
-        mask: ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
-        bias: ``[1, heads, queries, tokens]``.
-
-    Returns:
-        ``[rows or 1, heads, queries, tokens]``, in the bias's dtype.
+    The mask given is ``[rows, 1, queries, tokens]`` of bool, or to be added to scores; None for causal attention.
     """
     if mask is None:
         mask = causal_mask(bias.shape[2], bias.shape[3], bias.device)
@@ -89,11 +80,7 @@ def biased_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias + mask
 
 
-class SlimT5PreTrainedModel(SlimEncoderDecoder, T5PreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimT5Config
-    slim_attention = SlimT5Attention
+class _Model(SlimEncoderDecoder):
     blocks = "block"
     self_attention = "layer.0.SelfAttention"
     cross_attention = "layer.1.EncDecAttention"
@@ -103,18 +90,14 @@ class SlimT5PreTrainedModel(SlimEncoderDecoder, T5PreTrainedModel):
             super()._init_weights(module)
 
 
-class SlimT5Model(SlimT5PreTrainedModel, T5Model):
-    """T5's encoder and decoder, with slim attention."""
-
-
-class SlimT5ForConditionalGeneration(SlimT5PreTrainedModel, T5ForConditionalGeneration):
-    """T5 for generation, with slim attention."""
+SlimT5Attention, SlimT5Model, SlimT5ForConditionalGeneration = encoder_decoder_classes(
+    SlimT5Config, t5, attention=_Attention, model=_Model
+)
 
 
 def score_bias(model: Any, tokens: int) -> Tensor:
     """Bias of relative positions, ``[heads, tokens, tokens]``, which all layers of the decoder share."""
-    bias: Tensor = model.decoder.block[0].layer[0].SelfAttention.compute_bias(tokens, tokens)[0]
-    return bias
+    return model.decoder.block[0].layer[0].SelfAttention.compute_bias(tokens, tokens)[0]
 
 
 def refusal(config: Any) -> str | None:
@@ -127,10 +110,8 @@ def refusal(config: Any) -> str | None:
     )
 
 
-FAMILY = EncoderDecoder(
-    "T5ForConditionalGeneration",
+FAMILY = EncoderDecoder.of(
     SlimT5ForConditionalGeneration,
-    SlimT5Config,
     SlimT5Model,
     embedding="shared.weight",
     decoder="decoder.",
@@ -138,4 +119,3 @@ FAMILY = EncoderDecoder(
     score_bias=score_bias,
     other_refusal=refusal,
 )
-FAMILY.register()

@@ -6,37 +6,14 @@ from typing import Any
 
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForSpeechSeq2Seq
-from transformers.models.whisper.modeling_whisper import (
-    WhisperAttention,
-    WhisperForConditionalGeneration,
-    WhisperModel,
-    WhisperPreTrainedModel,
-)
+from transformers.models.whisper import modeling_whisper as whisper
 
-from ..decoder import SlimEncoderDecoder
+from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimWhisperConfig
-from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.family import EncoderDecoder
 
 
-class SlimWhisperAttention(SlimDecoderAttention, WhisperAttention):
-    """Attention of a decoder layer that caches no values."""
-
-
-class SlimWhisperPreTrainedModel(SlimEncoderDecoder, WhisperPreTrainedModel):
-    """Base class of the models."""
-
-    config_class = SlimWhisperConfig
-    slim_attention = SlimWhisperAttention
-
-
-class SlimWhisperModel(SlimWhisperPreTrainedModel, WhisperModel):
-    """Whisper's encoder and decoder, with slim attention."""
-
-
-class SlimWhisperForConditionalGeneration(SlimWhisperPreTrainedModel, WhisperForConditionalGeneration):
-    """Whisper for generation, with slim attention."""
-
+class _Model(SlimEncoderDecoder):
     def _prepare_decoder_input_ids_for_generation(
         self, batch_size: int, model_input_name: str, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
@@ -44,20 +21,19 @@ class SlimWhisperForConditionalGeneration(SlimWhisperPreTrainedModel, WhisperFor
         for name in ("decoder_input_ids", "input_ids"):
             if model_kwargs.get(name) is not None:
                 return model_kwargs.pop(name), model_kwargs
-        found: tuple[Tensor, dict[str, Any]] = super()._prepare_decoder_input_ids_for_generation(
+        return super()._prepare_decoder_input_ids_for_generation(
             batch_size, model_input_name, model_kwargs, *args, **kwargs
         )
-        return found
 
 
-FAMILY = EncoderDecoder(
-    "WhisperForConditionalGeneration",
+SlimWhisperAttention, SlimWhisperModel, SlimWhisperForConditionalGeneration = encoder_decoder_classes(
+    SlimWhisperConfig, whisper, model=_Model
+)
+FAMILY = EncoderDecoder.of(
     SlimWhisperForConditionalGeneration,
-    SlimWhisperConfig,
     SlimWhisperModel,
     embedding="model.decoder.embed_tokens.weight",
     decoder="model.decoder.",
     auto=AutoModelForSpeechSeq2Seq,
     audio=True,
 )
-FAMILY.register()

@@ -32,11 +32,19 @@ from ...attention.interface import attend_encoded, attend_shared
 from ...cache.layers.cross_view import CrossView
 from ...conversion.fit.cached_numbers import load, store
 from ..slim_layers import SlimLayer
-from .projections import InputProjection, InputValues, KeyProjection, input_keys, score_operands
-from .shared_attention import check_shared
-from .slim_attention import CachedValues, cache_dtype, check_trainable, slim_attention
-from .slim_values import SlimValues
-from .stored_products import wide
+from .attention_layer import check_shared
+from .slim_attention import (
+    CachedValues,
+    InputProjection,
+    InputValues,
+    KeyProjection,
+    cache_dtype,
+    check_trainable,
+    input_keys,
+    score_operands,
+    slim_attention,
+)
+from .slim_values import SlimValues, wide
 
 
 class SlimDecoderAttention(nn.Module):
@@ -44,14 +52,7 @@ class SlimDecoderAttention(nn.Module):
 
     Precedes an architecture's own class among base classes, of which it keeps the projections of queries and of the
     output, biases of positions, dropout and scale. With plans ``x`` and ``e`` all weights are the ordinary layer's.
-
-    Args:
-        layer: Cache layout of the layer, not ``kv``.
-        cross: Whether keys and values are of the encoder's output.
-        ordinary: Arguments of the architecture's own class.
-
-    Attributes:
-        projections: Names of the projections of queries, keys, values and output.
+    `projections` are the names of those of queries, keys, values and output.
     """
 
     projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -99,7 +100,6 @@ class SlimDecoderAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, with the arguments of BART's and Whisper's attention."""
         return self.attend(hidden_states, key_value_states, cache, attention_mask)
 
     def attend(
@@ -110,17 +110,11 @@ class SlimDecoderAttention(nn.Module):
         mask: Tensor | None,
         distances: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention, from a layer's inputs to its output projection.
+        """Attention, from a layer's inputs ``[rows, queries, d]`` to its output projection, with weights or None.
 
-        Args:
-            hidden_states: ``[rows, queries, d]``.
-            encoded: The encoder's output, ``[rows, tokens, key_d]``, for cross-attention.
-            cache: An `EncoderDecoderCache`; any cache for self-attention; or None.
-            mask: As for `slim_attention`.
-            distances: Over a shared-context cache, biases by distance, see `attention.kv.Scoring`; else in the mask.
-
-        Returns:
-            ``[rows, queries, d]``, and the weights ``[rows, heads, queries, tokens]`` or None.
+        For cross-attention `encoded` is the encoder's output, ``[rows, tokens, key_d]``. The cache is an
+        `EncoderDecoderCache`; any cache for self-attention; or None. Over a shared-context cache, biases by distance
+        (`attention.kv.Scoring`) are `distances`, else in the mask, which is as for `slim_attention`.
 
         Raises:
             ValueError: The layer caches in 8 bits and is being trained.
@@ -204,9 +198,7 @@ class SlimDecoderAttention(nn.Module):
     def keys_and_values(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of inputs ``[rows, tokens, d]`` as what is cached of them gives them.
 
-        Returns:
-            ``[rows, heads, tokens, head_dim]`` each, in `dtype`; of keys without what adds one number to all scores
-            of a query.
+        Returns ``[rows, heads, tokens, head_dim]`` each; keys lack what adds one number to all scores of a query.
         """
         _, key_name, value_name, _ = self.projections
         stored_dtype, heads = cache_dtype(dtype, self.layer), self.num_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM,
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
-from ...conversion.fit.rope import RopeLayout, Rotation
-from ...conversion.fit.weights import AttentionWeights
+from ...conversion.fit.attention import AttentionWeights, RopeLayout, Rotation
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused projection of queries, keys and values.
+    """A fused projection of queries, keys and values: a module of the ordinary layer.
 
-    Attributes:
-        name: Name of the module in the ordinary layer.
-        blocks: Number of blocks in its rows, each with queries, keys and values; a function of the config.
-        order: Order of queries, keys and values within a block.
-        conv1d: Whether weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
+    Its rows are in `blocks`, a function of the config, each with queries, keys and values in this order. With `conv1d`
+    weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
     """
 
     name: str
@@ -58,8 +54,7 @@ class Fused:
 
 def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) -> Tensor:
     """Run a decoder layer over one text ``[1, tokens, d]``, without a cache; `tables` are cos and sin, or None."""
-    out: Tensor = layer(hidden, position_ids=positions, position_embeddings=tables)
-    return out
+    return layer(hidden, position_ids=positions, position_embeddings=tables)
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:
@@ -77,15 +72,16 @@ def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AnyFamily:
-    """What families of both kinds have.
+    """Base class of families of both kinds.
 
     Attributes:
         architecture: Class of the ordinary models, as in ``config.architectures``.
         slim_model: Class of the slim models; for encoder-decoders it knows the names of a decoder layer's modules.
         slim_config: Class of their configs, which takes all fields of the ordinary ones.
         embedding: Name of the embedding's weight.
-        renamed: Beginnings of names in checkpoints, and their replacements in models.
+        renamed: Prefixes of names in checkpoints, and their replacements in models.
         auto: Auto class of the ordinary and of the slim models.
+        fused: The fused projection of queries, keys and values; None where there are three.
     """
 
     architecture: str
@@ -94,6 +90,19 @@ class AnyFamily:
     embedding: str = field(default="model.embed_tokens.weight", kw_only=True)
     renamed: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     auto: Any = field(default=AutoModelForCausalLM, kw_only=True)
+    fused: Fused | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def of(cls, slim_model: Any, *others: Any, **fields: Any) -> Self:
+        """The family of a class of slim models, which are registered with the Auto classes."""
+        family = cls(slim_model.__name__.removeprefix("Slim"), slim_model, slim_model.config_class, *others, **fields)
+        AutoModel.register(family.slim_config, family.base_model(), exist_ok=True)
+        family.auto.register(family.slim_config, slim_model, exist_ok=True)
+        return family
+
+    def base_model(self) -> Any:
+        """Class of the slim models without a head."""
+        raise NotImplementedError
 
     def model_name(self, stored: str) -> str:
         """Name that a model has for a checkpoint's tensor."""
@@ -112,11 +121,11 @@ class AnyFamily:
 
     def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of an ordinary attention, by names below it, with separate projections."""
-        return dict(tensors)
+        return dict(tensors) if self.fused is None else self.fused.split(config, tensors)
 
     def ordinary(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `plain`."""
-        return dict(plain)
+        return dict(plain) if self.fused is None else self.fused.join(config, plain)
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
         """The projections of attention `index`, from the tensors that `plain` returns."""
@@ -135,20 +144,16 @@ class Family(AnyFamily):
     Attributes:
         decoder_layer: Makes an ordinary layer from a config and an index.
         rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
-        layout: Which coordinates RoPE pairs.
         layers: Prefix of the layers' weights, before the index.
         attention: Prefix of an attention's weights within a layer.
-        fused: The fused projection of queries, keys and values; None where there are three.
-        output: Name of the output projection.
-        output_conv1d: Whether its weight is stored ``[in, out]``.
+        output: Name of the output projection, whose weight is stored ``[in, out]`` with `output_conv1d`.
         norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
             and the projection.
         norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
         scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
         refusal: Why a model of a config has no slim form, or None.
         longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
-        embed: Embeds ids, see the function `embed`.
-        run_layer: Runs an ordinary layer, see the function `run_layer`.
+        embed, run_layer: See the functions of these names.
         buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
         left_out: Ends of names in old checkpoints that models no longer read.
     """
@@ -158,7 +163,6 @@ class Family(AnyFamily):
     layout: RopeLayout = "half"
     layers: str = "model.layers."
     attention: str = "self_attn."
-    fused: Fused | None = None
     output: str = "o_proj"
     output_conv1d: bool = False
     norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
@@ -173,10 +177,8 @@ class Family(AnyFamily):
     buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
-    def register(self) -> None:
-        """Register the slim models with the Auto classes."""
-        AutoModel.register(self.slim_config, self.slim_model.slim_decoder, exist_ok=True)
-        self.auto.register(self.slim_config, self.slim_model, exist_ok=True)
+    def base_model(self) -> Any:
+        return self.slim_model.slim_decoder
 
     @property
     def plans(self) -> tuple[str, ...]:
@@ -192,20 +194,10 @@ class Family(AnyFamily):
         return [self.layer_prefix(index) + self.attention for index in range(config.num_hidden_layers)]
 
     def projection(self, part: str) -> str:
-        """As of `AnyFamily`."""
         return self.output if part == "o" else f"{part}_proj"
 
     def heads(self, config: Any) -> tuple[int, int]:
-        """As of `AnyFamily`."""
         return config.num_attention_heads, kv_heads(config)
-
-    def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same, a fused projection split."""
-        return dict(tensors) if self.fused is None else self.fused.split(config, tensors)
-
-    def ordinary(self, config: Any, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `plain`."""
-        return dict(plain) if self.fused is None else self.fused.join(config, plain)
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
         """As of `AnyFamily`, with the factor on the scores and QK-norm of a layer."""
@@ -263,10 +255,8 @@ class EncoderDecoder(AnyFamily):
     other_refusal: Callable[[Any], str | None] = lambda config: None
     auto: Any = field(default=AutoModelForSeq2SeqLM, kw_only=True)
 
-    def register(self) -> None:
-        """Register the slim models with the Auto classes."""
-        AutoModel.register(self.slim_config, self.slim_base, exist_ok=True)
-        self.auto.register(self.slim_config, self.slim_model, exist_ok=True)
+    def base_model(self) -> Any:
+        return self.slim_base
 
     def refusal(self, config: Any) -> str | None:
         """Why a model of a config has no slim form, or None."""
@@ -287,9 +277,7 @@ class EncoderDecoder(AnyFamily):
         ]
 
     def projection(self, part: str) -> str:
-        """As of `AnyFamily`."""
-        name: str = self.slim_model.slim_attention.projections["qkvo".index(part)]
-        return name
+        return self.slim_model.slim_attention.projections["qkvo".index(part)]
 
     def heads(self, config: Any) -> tuple[int, int]:
         """As of `AnyFamily`; `num_attention_heads` may be those of the encoder."""
@@ -311,8 +299,7 @@ def language_config(config: Any) -> Any:
 
 def kv_heads(config: Any) -> int:
     """Key and value heads; as many as query heads where a config does not say."""
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def longest_text(config: Any) -> int:
@@ -321,19 +308,13 @@ def longest_text(config: Any) -> int:
     Up to `original_max_position_embeddings`, RoPE of type ``longrope`` has the frequencies of short texts. T5, which
     has no bound, was trained on 512 tokens.
     """
-    names = (
-        "max_target_positions",
-        "max_position_embeddings",
-        "original_max_position_embeddings",
-        "sliding_window",
-    )
+    names = ("max_target_positions", "max_position_embeddings", "original_max_position_embeddings", "sliding_window")
     return min([bound for name in names if (bound := getattr(config, name, None))], default=512)
 
 
 def attention_inputs(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Inputs of an attention layer's projections, ``[tokens, d]``, from the arguments of a pass over one row."""
-    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    return hidden[0]
+    return (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])[0]
 
 
 def longest_contexts(config: Any) -> tuple[int, int]:

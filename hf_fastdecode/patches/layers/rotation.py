@@ -56,13 +56,8 @@ def forest_rotation(
 
     Prefill rotates the keys of its own tokens, a step those of suffixes. Scores depend on differences of positions
     only: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached
-    after RoPE (`unrotates`) hold their positions.
-
-    Args:
-        tables: Makes tables of positions ``[rows or 1, tokens]``.
-        cache: The cache.
-        position_ids: ``[rows or 1, tokens]``, of this pass.
-        unrotates: Whether keys are cached after RoPE.
+    after RoPE (`unrotates`) hold their positions. `tables` makes tables of positions ``[rows or 1, tokens]``, such as
+    `position_ids` of this pass.
 
     Raises:
         ValueError: In a pass outside generation, positions that do not continue those of each row, unless they are
@@ -77,12 +72,12 @@ def forest_rotation(
         require_next(cache, position_ids)
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
-    places = (first + torch.arange(count, device=device)).view(-1, count)
-    slots = cache.state.suffix_shard.stored_tokens(0, before.longest + count).to(device)[None]
+    positions = (first + torch.arange(count, device=device)).view(-1, count)
+    slots = cache.state.suffix_shard.places(0, before.longest + count).to(device)[None]
     if not takes_kernels(cache.state.backend, device):
-        return Rotation(position_ids, tokens, tables(slots), tables(places))
+        return Rotation(position_ids, tokens, tables(slots), tables(positions))
     keys, kernel = _of_slots(tables, slots)
-    return Rotation(position_ids, tokens, keys, tables(places), kernel)
+    return Rotation(position_ids, tokens, keys, tables(positions), kernel)
 
 
 def cache_rotation(
@@ -90,10 +85,8 @@ def cache_rotation(
 ) -> Rotation:
     """Tables for a pass over one of transformers' caches, or over none.
 
-    Args:
-        tables: Makes tables of positions ``[rows or 1, tokens]``.
-        query_positions: ``[rows or 1, tokens]``, of this pass.
-        key_positions: Of all keys, as `key_positions` counts them; None where they are cached.
+    Of this pass's positions ``[rows or 1, tokens]``, and of all keys', as `key_positions` counts them, or None where
+    they are cached.
     """
     tokens = tables(query_positions)
     if key_positions is None:
@@ -133,12 +126,10 @@ def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables
 
 
 def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """RoPE of the first coordinates.
+    """RoPE of the first coordinates of ``[rows, heads, tokens, head_dim]``, as many as the tables have.
 
-    Args:
-        x: ``[rows, heads, tokens, head_dim]``; a single row or token is rotated to all positions.
-        tables: As wide as the part of a head that is rotated.
-        interleaved: Pair coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
+    A single row or token is rotated to all positions. Pairs are coordinates i and i + n of 2 n (Llama), or interleaved
+    2 i and 2 i + 1 (GPT-J, Cohere).
     """
     cos, sin = (table[:, None] for table in tables)
     rotated = cos.shape[-1]
@@ -163,16 +154,11 @@ def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
 
 
 def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
-    """Positions of all keys that a layer reads: the cached ones, and those of this pass.
+    """Positions of all keys that a layer reads, the cached ones and those of this pass: ``[rows or 1, slots]``, int64.
 
-    Args:
-        position_ids: ``[rows or 1, tokens]``, of this pass.
-        visible: From `visible_slots`.
-        cached: Slots in use before this pass; a tensor for static caches.
-        slots: Slots that the layer reads, at least ``cached + tokens``.
-
-    Returns:
-        ``[rows or 1, slots]``, int64; any numbers for padding and for unused slots.
+    They are arbitrary for padding and for unused slots. `position_ids` are ``[rows or 1, tokens]``, of this pass,
+    `visible` is from `visible_slots`, `cached` the slots in use before (a tensor for static caches), and `slots` those
+    that the layer reads, at least ``cached + tokens``.
     """
     tokens = position_ids.shape[1]
     index = torch.arange(slots, device=position_ids.device) - cached  # among the tokens of this pass
@@ -217,9 +203,7 @@ def visible_slots(mask: Tensor | dict[str, Tensor | None] | None, dropped: int =
 def require_counted(position_ids: Tensor, visible: Tensor | None) -> None:
     """Raise ValueError for positions that later passes could not count back from the attention mask.
 
-    Args:
-        position_ids: ``[rows or 1, tokens]``, of a pass over several tokens.
-        visible: ``[rows, tokens]``, False for padding; None without padding.
+    They are ``[rows or 1, tokens]``, of several tokens; `visible` is ``[rows, tokens]``, False for padding, or None.
     """
     skips = position_ids.diff(dim=-1) != 1
     if visible is not None:

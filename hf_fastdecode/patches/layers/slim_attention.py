@@ -3,6 +3,9 @@
 Sparsity (Slim attention, section 3): tokens whose attention weight is below a threshold add nothing, and the other
 weights are not renormalised. PyTorch's operators multiply zeros as any number, so this saves no time here; it shows
 what a kernel that skips tokens could save, and at which error.
+
+Projections of cached inputs are applied on whichever side of the softmax is cheaper (Slim attention, section 6, option
+2).
 """
 
 from __future__ import annotations
@@ -10,25 +13,141 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...attention.active_passes import no_autocast
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ..slim_layers import SlimLayer, check_threshold
+from .slim_values import wide
+
+
+class Projection(nn.Module):
+    """Linear layer that is not an `nn.Linear`, so that quantizers and adapters leave it out.
+
+    Rounding errors of its weight would be amplified in the values, and an adapter of keys would change the values too.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        linear = nn.Linear(in_features, out_features, bias=bias)
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+
+    def as_linear(self) -> nn.Linear:
+        """An `nn.Linear` that shares the parameters, which transformers knows how to initialise."""
+        linear: Any = nn.Linear(1, 1, device=torch.device("meta"))
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear
+
+    def extra_repr(self) -> str:
+        """The text of `nn.Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class KeyProjection(Projection):
+    """A projection of keys whose result is not rounded to the model's dtype, which may be coarser than the cache's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., d]`` to ``[..., e]`` in fp32, or in fp64 for fp64."""
+        dtype = wide(x.dtype)
+        with no_autocast(x.device):
+            if x.is_cuda and x.dtype == self.weight.dtype != dtype and not torch.is_grad_enabled():
+                out = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=dtype).unflatten(0, x.shape[:-1])
+                return out if self.bias is None else out + self.bias
+            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+
+class InputProjection(Projection):
+    """A projection of keys or values that is applied to cached inputs, to queries, or to averages of inputs.
+
+    For heads that share keys and values, as in grouped-query attention, queries of a group multiply the same rows of
+    the weight.
+    """
+
+    def forward(
+        self, x: Tensor, kv_heads: int | None = None, *, to_inputs: bool = False, with_bias: bool = True
+    ) -> Tensor:
+        """Multiply inputs ``[..., d]``, to ``[..., e]`` in the weight's dtype.
+
+        With `kv_heads`, each head of `x` is multiplied by the weight of that head, and nothing is rounded to less than
+        fp32: averages of inputs, ``[rows, heads, queries, d]``, always with the bias; or with `to_inputs` queries,
+        ``[rows, heads, queries, head_dim]``, to be scored against inputs: ``q W_K,i^T``, without the bias, which adds
+        one number to all scores of a query.
+        """
+        if kv_heads is None:
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias if with_bias else None)
+        dtype = wide(x.dtype)
+        weight = self.weight.to(dtype).unflatten(0, (kv_heads, -1))  # [kv_heads, head_dim, d]
+        grouped = x.to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, group * queries, ...]
+        out = grouped @ (weight if to_inputs else weight.mT)
+        if self.bias is not None and not to_inputs:
+            out = out + self.bias.to(dtype).unflatten(0, (kv_heads, 1, -1))
+        return out.unflatten(2, (-1, x.shape[2])).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class InputValues:
+    """Values of cached inputs by their projection, with the methods of `slim_values.SlimValues`."""
+
+    projection: InputProjection
+    heads: int
+    kv_heads: int
+
+    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values of each query head, ``[rows, tokens, e_v]``, of cached inputs ``[rows, 1, tokens, d]``."""
+        return _of_query_heads(self.projection(keys[:, 0]), self.heads, self.kv_heads).flatten(-2)
+
+    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
+        """Values averaged per head, see `CachedValues`: inputs are averaged, and the averages are projected."""
+        flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the same inputs
+        average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, probabilities.shape[1:3])
+        return self.projection(average, self.kv_heads)
+
+
+def score_operands(
+    query: Tensor, cached: Tensor, projection: InputProjection, kv_heads: int, *, absorb: bool
+) -> tuple[Tensor, Tensor]:
+    """Operands of the scores of queries ``[rows, heads, queries, head_dim]``, fp32, against cached inputs.
+
+    With `absorb` these are ``q W_K,i^T`` and the inputs, ``[rows, 1, tokens, d]``, which is less work for few queries;
+    else queries and keys, ``[rows, heads, tokens, head_dim]``. Both leave the bias of keys out, so that their partials
+    merge.
+    """
+    if absorb:
+        return projection(query, kv_heads, to_inputs=True), cached.to(query.dtype)
+    return query, input_keys(cached, projection, query.shape[1], kv_heads)
+
+
+def input_keys(cached: Tensor, projection: InputProjection, heads: int, kv_heads: int) -> Tensor:
+    """Keys ``[rows, heads, tokens, head_dim]`` in fp32 of inputs ``[rows, 1, tokens, d]``, without their bias."""
+    keys = projection(cached[:, 0], with_bias=False)
+    return _of_query_heads(keys, heads, kv_heads).transpose(1, 2).to(wide(keys.dtype))
+
+
+def _of_query_heads(projected: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """``[rows, tokens, kv_heads * dim]`` to ``[rows, tokens, heads, dim]``."""
+    return projected.unflatten(-1, (kv_heads, -1)).repeat_interleave(heads // kv_heads, -2)
 
 
 class CachedValues(Protocol):
-    """Values that follow from what a layer caches: `slim_values.SlimValues` or `projections.InputValues`."""
+    """Values that follow from what a layer caches: `slim_values.SlimValues` or `InputValues`."""
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
         """Values, ``[rows, tokens, e_v]``, of cached keys (or inputs) and V-coordinates."""
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1."""
+        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1.
+
+        The weights are ``[rows, heads, queries, tokens]``.
+        """
 
 
 QUERIES_AT_ONCE: Final = 256
@@ -69,8 +188,7 @@ def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
     Keys of bf16 models are by default cached in fp16 where their range allows: less error in the same bytes.
     """
     if layer.cache_dtype is not None:
-        dtype: torch.dtype = getattr(torch, layer.cache_dtype)
-        return dtype
+        return getattr(torch, layer.cache_dtype)
     if layer.plan in ("x", "e"):
         return model_dtype
     return torch.float16 if model_dtype == torch.bfloat16 and layer.float16 else model_dtype
@@ -112,7 +230,6 @@ def slim_attention(
         keys: ``[rows, 1, tokens, heads * head_dim]`` as cached, dequantised from 8 bits; or cached inputs,
             ``[rows, 1, tokens, d]``.
         coordinates: ``[rows, 1, tokens, r]``, likewise.
-        values: Makes the values of `keys` and `coordinates`.
         mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for `causal_mask`, or
             with ``causal=False`` for all tokens.
         scaling: Factor on the scores.
@@ -120,7 +237,6 @@ def slim_attention(
         threshold: Weights below it count as 0; 0 turns this off.
         dtype: Dtype of fused attention and of the result.
         weights_wanted: Whether to return the attention weights, which fused attention does not give.
-        causal: Whether `causal_mask` applies without a mask.
 
     Returns:
         ``[rows, queries, heads * value_dim]``, and the weights ``[rows, heads, queries, tokens]`` in fp32 or None.
@@ -167,7 +283,7 @@ def slim_attention(
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
     """Tokens that each query sees where transformers gives no mask, ``[queries, tokens]`` of bool.
 
-    One query sees all tokens. Several are the first tokens; behind them are free slots of a static cache.
+    One query sees all tokens. Several are the first tokens; after them are free slots of a static cache.
     """
     return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(0 if queries > 1 else tokens)
 

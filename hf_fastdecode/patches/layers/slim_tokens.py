@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from ...attention.kv import Segment
 from ...conversion.fit.cached_numbers import DIGITS, load, store, stored_bytes, with_positions, without_positions
 from ..slim_layers import SlimLayer
-from .projections import InputProjection, InputValues, input_keys, score_operands
 from .rotation import Rotation, Tables, rotate, unrotate
-from .slim_attention import CachedValues, cache_dtype
-from .slim_values import SlimValues
-from .stored_products import wide
+from .slim_attention import CachedValues, InputProjection, InputValues, cache_dtype, input_keys, score_operands
+from .slim_values import SlimValues, wide
 
 _TOKENS_AT_ONCE = 8192
 """Cached tokens whose keys and values are made at a time: their intermediate results are in fp32."""
@@ -66,8 +64,7 @@ class SlimTokens(nn.Module):
     @property
     def heads(self) -> int:
         """Number of heads, the same for queries and for keys and values."""
-        count: int = self.config.num_attention_heads
-        return count
+        return self.config.num_attention_heads
 
     @property
     def values(self) -> CachedValues:
@@ -85,11 +82,8 @@ class SlimTokens(nn.Module):
     def stored(self, keys: Tensor, coordinates: Tensor, dtype: torch.dtype, rotation: Rotation | None) -> Segment:
         """Tokens as they are cached: rounded, and with ``unrotate`` rotated, with positions beside the coordinates.
 
-        Args:
-            keys: ``[rows, 1, tokens, heads * head_dim]`` before RoPE, or inputs.
-            coordinates: ``[rows, 1, tokens, r]``.
-            dtype: Dtype of the cache; in 8 bits scales follow the numbers.
-            rotation: Tables of the pass that begins with these tokens; None without RoPE.
+        Of keys ``[rows, 1, tokens, heads * head_dim]`` before RoPE, or inputs, coordinates ``[rows, 1, tokens, r]``,
+        and the tables of a pass that begins with these tokens. In 8 bits scales follow the elements.
         """
         if not self.config.unrotates or rotation is None:
             return Segment(store(keys, dtype, self.head_dim), store(coordinates, dtype, self.head_dim))
@@ -144,8 +138,7 @@ class SlimTokens(nn.Module):
     def scored_query(self, query: Tensor, tables: Tables | None) -> Tensor:
         """Normalise and rotate projected queries, ``[rows, tokens, heads * head_dim]``.
 
-        Returns:
-            ``[rows, heads, tokens, head_dim]`` in fp32.
+        Returns ``[rows, heads, tokens, head_dim]`` in fp32.
         """
         query = self._heads(self.query_norm(query).to(wide(query.dtype)))
         return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
@@ -165,10 +158,7 @@ class SlimTokens(nn.Module):
     def score_operands(self, query: Tensor, tokens: CachedTokens, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
         """Queries and keys, as `slim_attention` takes them, or queries and inputs, for few queries over cached inputs.
 
-        Args:
-            query: From `scored_query`.
-            tokens: From `read`.
-            dropout: Share of the attention weights that is dropped; any needs the values of each token.
+        Dropout of attention weights needs the values of each token.
         """
         if self.layer.plan != "x":
             return query, self.scored_keys(tokens)

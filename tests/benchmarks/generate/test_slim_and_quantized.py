@@ -39,7 +39,7 @@ def test_slim_models_are_as_converted_ones():
 
 
 def test_wrong_slim_steps_are_not_measured(monkeypatch):
-    monkeypatch.setattr("hf_fastdecode.patches.layers.shared_attention.merge", lambda suffix, nodes: nodes)
+    monkeypatch.setattr("hf_fastdecode.patches.layers.attention_layer.merge", lambda suffix, nodes: nodes)
     row = GenerateBench(CPU, repeats=1).measure(SLIM_CASE, "slim-k")
     assert row["status"] == "wrong: other tokens than stock in fp32 on cpu"
 

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion.fit.cache_errors import CacheError, CacheErrors
-from hf_fastdecode.conversion.fit.layer_plan import LayerPlan, fit_layer
-from hf_fastdecode.conversion.fit.rope import Rotation
-from hf_fastdecode.conversion.fit.weights import AttentionWeights
+from hf_fastdecode.conversion.fit.attention import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.layer_plan import CacheError, CacheErrors, LayerPlan, fit_layer
 from tools.unfitted_keys import ErrorsOfPaper
 
-from .layers import IDENTICAL, layer, relative, rope, spectrum, text
-from .references import attention_output
+from .references import IDENTICAL, attention_output, layer, relative, rope, spectrum, text
 
 
 def plan_layer(*arguments, **options) -> LayerPlan:

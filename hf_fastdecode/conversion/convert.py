@@ -1,0 +1,410 @@
+"""Convert a checkpoint to a slim one, or back, group of tensors by group, and publish the result at the end.
+
+Before that its logits on the calibration text, with a cache, may be verified against those of its source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from hf_fastdecode.files import write_json
+from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
+
+from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_contexts, longest_text
+from .calibration import cached_logits, calibration_ids, check_vocabulary, model_inputs, read_features
+from .families import family_of, family_of_slim, require_rope
+from .fit.cached_numbers import EIGHT_BITS
+from .fit.layer_plan import dtype_name, relative_error
+from .layer_converter import PlanChoice
+from .shards import ShardWriter
+from .source import REPORT, Checkpoint, CheckpointError, find_checkpoint
+from .streams import DecoderOnlyStream, EncoderDecoderStream, FullStream, SlimStream
+
+PICTURE: Final = "slim_report.png"
+_HEADROOM: Final = 1.1  # of the disk: reports, tokenizers, and small tensors of slim layers
+
+Format = Literal["slim", "full"]
+_FEATURES: Final = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a conversion.
+
+    Attributes:
+        source: A folder, an id on the Hugging Face Hub, or ``embedded``.
+        target: Folder to make; None to measure only.
+        format: ``slim``, or ``full`` to convert a slim checkpoint back.
+        choice: How the layers' caches are chosen.
+        dtype: Dtype of the result; None for the source's dtype.
+        calibration: UTF-8 text, or None for the built-in one. For Whisper, a ``.safetensors`` file with
+            ``input_features`` instead; without it, features are synthetic.
+        transcript: UTF-8 text that is spoken in these features, or None for the built-in text.
+        verify: Whether to compare logits before the result is published.
+        resume: Whether to continue an interrupted conversion.
+        shard_bytes: Most bytes in a shard.
+    """
+
+    source: str
+    target: Path | None
+    format: Format = "slim"
+    choice: PlanChoice = field(default_factory=PlanChoice)
+    dtype: torch.dtype | None = None
+    calibration: Path | None = None
+    transcript: Path | None = None
+    verify: bool = False
+    resume: bool = False
+    shard_bytes: int = 5 * 10**9
+
+
+def convert_checkpoint(
+    settings: Settings, on_group: Callable[[int, int], None] = lambda done, of: None
+) -> dict[str, Any]:
+    """Convert a checkpoint, or measure its layers only; returns the report, as it is written beside the weights.
+
+    `on_group` is called with the numbers of finished groups and of all groups.
+
+    Raises:
+        ValueError: The checkpoint cannot be read or converted as asked: one line of reason and remedy.
+        VerificationError: The result's logits are off; nothing was put at the target.
+        OSError: The disk is full, or a file cannot be written.
+    """
+    folder, (model_type, family) = find_checkpoint(settings.source, partial(_family, settings=settings))
+    with closing(Checkpoint(folder)) as source:
+        conversion = _Conversion(source, settings, model_type, family)
+        if settings.target is None:
+            return conversion.measure(on_group)
+        made_of = {**conversion.report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
+        target = settings.target.expanduser()
+        with closing(ShardWriter(target, settings.shard_bytes, made_of, resume=settings.resume)) as writer:
+            return conversion.write(writer, on_group)
+
+
+def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecoder]:
+    """The `model_type` and the family of a config that can be converted; ValueError where it cannot."""
+    if settings.format == "full":
+        model_type, family = family_of_slim(config)
+    else:
+        model_type, family = config.model_type, family_of(config)
+        require_rope(family, config, settings.choice.rope)
+    if (layers := getattr(language_config(config), "num_hidden_layers", 1)) < 1:
+        raise CheckpointError(
+            f"the config of {settings.source} has {layers} layers (num_hidden_layers), not one or more"
+        )
+    return model_type, family
+
+
+class _Conversion:
+    """A conversion of an opened source: its tensors as a stream, its calibration inputs and its report."""
+
+    def __init__(
+        self, source: Checkpoint, settings: Settings, model_type: str, family: Family | EncoderDecoder
+    ) -> None:
+        self.source, self.settings, self.family = source, settings, family
+        source.rename(self.family.model_name)
+        if isinstance(self.family, Family):
+            source.check(self.family.auto, self.family.layers, self.family.left_out)
+        else:
+            source.check(self.family.auto)
+        dtype = settings.dtype or source.dtype(self.family.embedding)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(f"{settings.source} is in {dtype}; give `dtype` float32, bfloat16 or float16")
+        if settings.format == "full" and settings.verify and source.report() is None:
+            raise CheckpointError(
+                f"`verify` needs the layers' errors in {source.folder / REPORT}, which is missing or no conversion's; "
+                "restore the file, or leave `verify` out"
+            )
+        self.text, self.features = self._files()
+        self.ids: Tensor | None = None
+        self.inputs: dict[str, Tensor] = {}
+        if settings.format == "slim" or settings.verify:
+            self.ids = self._ids()
+            features = None if self.features is None else read_features(self.features)
+            self.inputs = model_inputs(self.family, source.config, self.ids, features)
+        self.stream: SlimStream | FullStream
+        if settings.format == "full":
+            self.stream = FullStream(source, model_type, self.family, dtype)
+        else:
+            kind = EncoderDecoderStream if isinstance(self.family, EncoderDecoder) else DecoderOnlyStream
+            self.stream = kind(source, self.family, settings.choice, dtype, self.inputs)
+        self.report = self._describe()
+
+    def measure(self, on_group: Callable[[int, int], None]) -> dict[str, Any]:
+        """The report of a conversion that writes nothing."""
+        layers = []
+        for index in range(len(self.stream)):
+            layers.append(self.stream.group(index)[1])
+            on_group(index + 1, len(self.stream))
+        return _with_layers(self.report, layers)
+
+    def write(self, writer: ShardWriter, on_group: Callable[[int, int], None]) -> dict[str, Any]:
+        """Write the checkpoint and its report, from the first group that is not on disk."""
+        stream, settings = self.stream, self.settings
+        if not writer.groups:
+            self._check_disk(writer.folder)
+        stream.resume(writer.carried())
+        try:
+            for index in range(writer.groups, len(stream)):
+                on_group(index, len(stream))
+                before = stream.carried()
+                tensors, layer = stream.group(index)
+                writer.add(tensors, layer, before)
+        except ValueError:  # resuming would raise it again
+            shutil.rmtree(writer.folder)
+            raise
+        layers = writer.finish()
+        on_group(len(stream), len(stream))
+        config = stream.finished(layers)
+        report = _with_layers(self.report, layers)
+        self.source.copy_beside(writer.folder)
+        if settings.verify:
+            here, there = (writer.folder, config), (self.source.folder, self.source.config)
+            slim, full = (here, there) if settings.format == "slim" else (there, here)
+            known = report if settings.format == "slim" else self.source.report()
+            assert known is not None  # `__init__` refuses without
+            tolerance = settings.choice.tolerance
+            checked = verify(full, slim, self.family, stream.dtype, self.inputs, tolerance, known["layers"])
+            report["verification"] = asdict(checked)
+        write_json(writer.folder / REPORT, report)
+        if settings.format == "slim":
+            draw_report(report, writer.folder / PICTURE)
+        writer.publish(config)
+        return report
+
+    def _files(self) -> tuple[Path | None, Path | None]:
+        """The calibration text and features; None for the built-in text and synthetic features."""
+        settings, file = self.settings, self.settings.calibration
+        reads_sounds = isinstance(self.family, EncoderDecoder) and self.family.audio
+        if reads_sounds and file is not None and file.suffix == _FEATURES:
+            return settings.transcript, file
+        if settings.transcript is not None:
+            raise CheckpointError(
+                f"{settings.source} has no calibration features, whose transcript {settings.transcript} would be: "
+                f"these are a {_FEATURES} file for a model that reads sounds; give a text as `calibration`"
+            )
+        return file, None
+
+    def _ids(self) -> Tensor:
+        name = self.settings.source
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.source.folder, trust_remote_code=False)
+        except Exception as error:  # malformed files may raise anything
+            raise CheckpointError(
+                f"{name} has no tokenizer that can be loaded ({type(error).__name__}), and layers are measured on a "
+                "text; save the tokenizer beside the weights"
+            ) from error
+        if has_no_vocabulary(tokenizer):
+            raise CheckpointError(
+                f"{name} has no tokenizer files, and layers are measured on a text; save the tokenizer beside the "
+                "weights (tokenizer.save_pretrained)"
+            )
+        config = language_config(self.source.config)
+        return check_vocabulary(calibration_ids(tokenizer, self.text, longest_text(config)), config.vocab_size)
+
+    def _check_disk(self, folder: Path) -> None:
+        """Refuse, before hours of work, a checkpoint for which the disk has no room."""
+        itemsize = self.source.dtype(self.family.embedding).itemsize
+        needed = int(self.source.nbytes() * self.stream.dtype.itemsize / itemsize * _HEADROOM)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            shutil.rmtree(folder)
+            raise CheckpointError(
+                f"{folder.parent} has {free / 1e9:.2f} GB free, and the checkpoint needs {needed / 1e9:.2f} GB; make "
+                "room, or name a folder on another disk"
+            )
+
+    def _describe(self) -> dict[str, Any]:
+        """The report without layers."""
+        source, settings, choice = self.source, self.settings, self.settings.choice
+        report: dict[str, Any] = {
+            "format": settings.format,
+            "source": settings.source,
+            "model_type": source.config.model_type,
+            "dtype": dtype_name(self.stream.dtype),
+            "plan": choice.plan if isinstance(choice.plan, str) else [list(one) for one in choice.plan],
+            "rank": choice.rank,
+            "tolerance": choice.tolerance,
+            "cache_dtype": choice.cache_dtype,
+            "rope": choice.rope,
+            "calibration": "built-in" if self.text is None else str(self.text),
+            "calibration_tokens": 0 if self.ids is None else len(self.ids),
+            "calibration_sha256": "" if self.ids is None else _sha256(self.ids.numpy().tobytes()),
+        }
+        if source.left_out:
+            report["left_out"] = source.left_out
+        if isinstance(self.family, EncoderDecoder):
+            report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
+            if self.family.audio:
+                file = self.features
+                report["calibration_features"] = "synthetic" if file is None else str(file)
+                report["calibration_features_sha256"] = "" if file is None else _sha256(file.read_bytes())
+        return report
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _with_layers(report: dict[str, Any], reports: list[Any]) -> dict[str, Any]:
+    """The report with its layers, from the reports of all groups, and the bytes of all caches."""
+    layers = reports[1:]
+    if report["format"] == "full":
+        return {**report, "layers": layers}
+    slim = [layer["bytes_per_token"] for layer in layers]
+    ordinary = [layer["measured"]["ordinary"]["bytes_per_token"] for layer in layers]
+    if "encoder_tokens" in report:  # self-attention and cross-attention alternate, and cache different texts
+        tokens = (report["decoder_tokens"], report["encoder_tokens"])
+        slim, ordinary = ([sum(one[::2]) * tokens[0] + sum(one[1::2]) * tokens[1]] for one in (slim, ordinary))
+        names = ("cache_bytes", "ordinary_cache_bytes")
+    else:
+        names = ("bytes_per_token", "ordinary_bytes_per_token")
+    sizes = dict(zip(names, (sum(slim), sum(ordinary))))
+    return {**report, **sizes, "saved": 1 - sum(slim) / sum(ordinary), "layers": layers}
+
+
+_EPS: Final = {
+    dtype_name(dtype): torch.finfo(dtype).eps
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+} | {"int8": 1 / 127}
+"""Relative rounding step of each cache dtype."""
+
+_SUMMATION: Final = 4.0
+"""Rounding errors of a sum of products in fp32, as a multiple of those of its terms."""
+
+
+class VerificationError(ValueError):
+    """The slim model's logits have a larger error than its layers' errors allow."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Relative errors of logits, in the Frobenius norm, against the ordinary model in fp64.
+
+    Of the slim model in its dtype, with the largest acceptable one, and of the ordinary model in the same dtype, with
+    keys and values in int8 in layers that the slim model caches in 8 bits. `same_tokens` is the share of positions
+    where slim and fp64 give the same most likely token.
+    """
+
+    slim_error: float
+    ordinary_error: float
+    bound: float
+    same_tokens: float
+
+
+def verify(
+    ordinary: tuple[Path, Any],
+    slim: tuple[Path, Any],
+    family: Family | EncoderDecoder,
+    dtype: torch.dtype,
+    inputs: dict[str, Tensor],
+    tolerance: float,
+    layers: Sequence[Mapping[str, Any]],
+) -> Verification:
+    """Compare logits on `model_inputs`; models, given as folder and config, are loaded whole, one after the other.
+
+    The ordinary one is loaded in fp64, then both in `dtype`. The bound is `tolerance`, at least 1, times the error of
+    the ordinary model with the layers' baseline caches, plus the error of fp32 accumulators in values from keys, by
+    the `layers` of a conversion report. Raises VerificationError where the slim model's error exceeds it.
+    """
+    oracle = cached_logits(_load(ordinary, torch.float64, family.auto), inputs)
+    entries = language_config(slim[1]).layer_plans
+    in_eight_bits = [at for at, layer in enumerate(entries) if layer.cache_dtype in map(dtype_name, EIGHT_BITS)]
+    stock = cached_logits(_load(ordinary, dtype, family.auto), inputs, in_eight_bits)
+    found = cached_logits(_load(slim, dtype, family.slim_model), inputs)
+    errors = [relative_error(one, oracle) for one in (found, stock)]
+    bound = tolerance * errors[1] + _accumulation_error(layers)
+    same = (found.argmax(-1) == oracle.argmax(-1)).double().mean().item()
+    checked = Verification(errors[0], errors[1], bound, same)
+    if not checked.slim_error <= bound:
+        raise VerificationError(
+            f"logits of the slim model are off by {checked.slim_error:.3g}, and may be by {bound:.3g} (the ordinary "
+            f'model in this dtype: {checked.ordinary_error:.3g}); try `plan="auto"`, a smaller `tolerance` or a '
+            "larger `rank`"
+        )
+    return checked
+
+
+def _accumulation_error(layers: Sequence[Mapping[str, Any]]) -> float:
+    """Error of the logits that rounding in fp32 adds: of their own sums, and of those that give values from keys.
+
+    Rounding the cached keys makes the measured `value_error`. Rounding sums of their products is amplified as much,
+    but smaller by the ratio of the precisions. (The condition number is no useful bound: it ignores V-coordinates, and
+    from 1e7 on it allows any error.)
+    """
+    eps = torch.finfo(torch.float32).eps
+    from_keys = [layer for layer in layers if layer["plan"] in ("k", "k+r")]
+    amplified = sum(layer["value_error"] / _EPS.get(layer.get("dtype", ""), eps) for layer in from_keys)
+    return eps * (1 + _SUMMATION * amplified)
+
+
+def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, loader: Any) -> PreTrainedModel:
+    folder, config = checkpoint
+    model: PreTrainedModel = loader.from_pretrained(folder, config=config, dtype=dtype)
+    return model.eval()
+
+
+def draw_report(report: dict[str, Any], path: Path) -> None:
+    """Draw, per layer, the condition number of ``W_K`` and the output errors of measured caches, to a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers = report["layers"]
+    numbers = list(range(len(layers)))
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    conditions = [layer["measured"]["condition"] for layer in layers]
+    known = [(at, value) for at, value in zip(numbers, conditions) if value is not None]
+    above.bar([at for at, _ in known], [value for _, value in known], color="#3b6fb6")
+    above.set_yscale("log")
+    above.set_ylabel("condition number of $W_K$")
+    above.set_title(f"{report['source']} in {report['dtype']}: {report['saved']:.0%} of the KV cache saved")
+    measured = [layer["measured"] for layer in layers]
+    alone = [_of_keys(layer) for layer in layers]
+    for baseline, name, color in (("ordinary", "", "#9aa0a6"), ("ordinary_int8", ", int8", "#c9a227")):
+        if all(one[baseline] for one in measured):
+            errors = [one[baseline]["output_error"] for one in measured]
+            below.plot(numbers, errors, "o-", color=color, label=f"keys and values{name}")
+            allowed = [error * report["tolerance"] for error in errors]
+            below.plot(numbers, allowed, ":", color=color, label=f"tolerance{name}")
+    below.plot(numbers, alone, "x--", color="#c46a8d", label="keys alone")
+    chosen = _above_zero([layer["output_error"] for layer in layers], measured)
+    below.plot(numbers, chosen, "s-", color="#1b7f5c", label="chosen")
+    for at, (layer, error) in enumerate(zip(layers, chosen)):
+        name = f"k+{layer['rank']}" if layer["rank"] else layer["plan"]
+        if layer.get("cache_dtype"):
+            name += f" {layer['cache_dtype']}"
+        if not layer["output_error"]:
+            name += ", exact"
+        below.annotate(name, (at, error), textcoords="offset points", xytext=(0, 7), ha="center")
+    below.set_yscale("log")
+    below.set_ylabel("relative error of the layer's output")
+    below.set_xlabel("layer")
+    below.xaxis.get_major_locator().set_params(integer=True)
+    below.legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _above_zero(errors: list[float], measured: list[dict[str, Any]]) -> list[float]:
+    """Errors for a logarithmic axis, which has no 0: exact caches are drawn below all keys and values."""
+    lowest = min((one["ordinary"]["output_error"] for one in measured if one["ordinary"]["output_error"]), default=1.0)
+    return [error or lowest / 10 for error in errors]
+
+
+def _of_keys(layer: dict[str, Any]) -> float:
+    """Output error of keys alone, not in 8 bits; nan where it was not measured."""
+    measured = layer["measured"]
+    alone = (one for one in measured["candidates"] if (one["plan"], one["dtype"]) == ("k", measured["cache_dtype"]))
+    return next((one["output_error"] for one in alone), float("nan"))

@@ -1,0 +1,257 @@
+"""Reference (the specification): one attention layer in fp64 (Slim attention, equations 1.1 to 1.3), and its weights.
+
+Slim caches are measured against it. Scores are materialised as ``[heads, queries, keys]``, for calibration texts of
+about a thousand tokens. RoPE and its inverse are for keys that are cached before or after it (section 4).
+
+A constant part of all tokens' values passes the softmax unchanged, since attention weights sum to 1, and folds into
+the bias of the output projection (section 5). That needs weights that do sum to 1: no attention sinks, no small
+weights dropped without renormalising. A bias of the keys adds one number to all scores of a query, which the softmax
+ignores unless RoPE or QK-norm stands between projection and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Projections of one attention layer, in `torch.nn.Linear`'s layout ``[out, in]``, any floating dtype.
+
+    The properties `W_Q`, `W_K`, `W_V` and `W_O` have the papers' layout ``[in, out]``, ``K = X W_K``, in fp64; all
+    mathematics of this folder is written with them.
+
+    Attributes:
+        query: ``[heads * head_dim, d]``.
+        key: ``[kv_heads * head_dim, key_d]``; ``key_d`` is the width of the encoder for cross-attention, else ``d``.
+        value: ``[kv_heads * value_dim, key_d]``.
+        output: ``[d_out, heads * value_dim]``.
+        query_bias, key_bias, value_bias, output_bias: ``[out]`` of each projection, or None.
+        scale: Factor on the scores; ``head_dim ** -0.5`` when None.
+        query_norm, key_norm: QK-norm, from a whole projection ``[tokens, heads * head_dim]`` to the same shape, before
+            RoPE (OLMo-2); None without. Slim caches keep keys from before it, where they are linear in the inputs.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    heads: int
+    kv_heads: int
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    scale: float | None = None
+    query_norm: Callable[[Tensor], Tensor] | None = None
+    key_norm: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that heads divide the projections, and that these fit each other; else ValueError."""
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        for name, weight, heads in (
+            ("query", self.query, self.heads),
+            ("key", self.key, self.kv_heads),
+            ("value", self.value, self.kv_heads),
+            ("output", self.output.mT, self.heads),
+        ):
+            if weight.shape[0] % heads:
+                raise ValueError(f"the {name} projection has {weight.shape[0]} coordinates, not divisible by {heads}")
+        if self.query.shape[0] // self.heads != self.key.shape[0] // self.kv_heads:
+            raise ValueError(
+                f"heads of query and key must have one width, got {self.query.shape[0]} / {self.heads} and "
+                f"{self.key.shape[0]} / {self.kv_heads}; weights are [out, in], as in torch.nn.Linear"
+            )
+        if self.output.shape[1] // self.heads != self.value.shape[0] // self.kv_heads:
+            raise ValueError(
+                f"heads of value and output must have one width, got {self.value.shape[0]} / {self.kv_heads} and "
+                f"{self.output.shape[1]} / {self.heads}; weights are [out, in], as in torch.nn.Linear"
+            )
+        if self.key.shape[1] != self.value.shape[1]:
+            raise ValueError(f"key and value must read one input, got {self.key.shape[1]} and {self.value.shape[1]}")
+
+    @property
+    def W_Q(self) -> Tensor:
+        return self.query.double().mT
+
+    @property
+    def W_K(self) -> Tensor:
+        return self.key.double().mT
+
+    @property
+    def W_V(self) -> Tensor:
+        return self.value.double().mT
+
+    @property
+    def W_O(self) -> Tensor:
+        return self.output.double().mT
+
+    def keys(self, inputs: Tensor) -> Tensor:
+        """Keys of inputs ``[tokens, key_d]`` with their bias, before norm and RoPE: ``[tokens, e]``, fp64."""
+        return inputs.double() @ self.W_K + bias_or_zero(self.key_bias, self.W_K)
+
+    def values(self, inputs: Tensor) -> Tensor:
+        """Values of inputs ``[tokens, key_d]`` with their bias: ``[tokens, e_v]``, fp64."""
+        return inputs.double() @ self.W_V + bias_or_zero(self.value_bias, self.W_V)
+
+    @property
+    def head_dim(self) -> int:
+        return self.key.shape[0] // self.kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+def bias_or_zero(bias: Tensor | None, weight: Tensor) -> Tensor:
+    """A projection's bias in fp64, zeros when it has none; `weight` is ``[in, out]``."""
+    if bias is None:
+        return torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    return bias.double()
+
+
+def value_constant(from_keys: Tensor, key_offset: Tensor, key_bias: Tensor, value_bias: Tensor) -> Tensor:
+    """Constant part of the values, equal for all tokens: ``(c - b_K) M + b_V``, ``[e_v]`` in fp64.
+
+    Keys ``K = X W_K + b_K`` are cached minus an offset c. Then ``X W_K = (K - c) + (c - b_K)``, of which only the
+    first term is in the cache: ``c = 0`` caches whole keys, ``c = b_K`` keys without their bias. M, ``[e, e_v]``, is
+    the matrix from ``X W_K`` to values; c and ``b_K`` are ``[e]``.
+    """
+    return (key_offset.double() - key_bias.double()) @ from_keys.double() + value_bias.double()
+
+
+def score_offset(weights: AttentionWeights, key_offset: Tensor, rotation: object | None) -> Tensor | None:
+    """Offset ``[e]`` to add to keys that were cached without it, before norm, rotation and scores.
+
+    None where scores without it differ by a constant per query, so that it can be left out.
+    """
+    return None if rotation is None and weights.key_norm is None else key_offset
+
+
+def require_multi_head(weights: AttentionWeights) -> None:
+    """Raise ValueError where keys do not determine the inputs, and so not the values (Slim attention, section 1)."""
+    if weights.kv_heads != weights.heads:
+        raise ValueError(
+            f"a cache of keys alone needs num_key_value_heads == num_attention_heads, got {weights.kv_heads} != "
+            f"{weights.heads}: keys have fewer coordinates than the inputs and do not determine the values; "
+            "keep keys and values, or cache the encoder's output for cross-attention"
+        )
+    coordinates, inputs = weights.key.shape
+    if coordinates < inputs:
+        raise ValueError(
+            f"keys of {coordinates} coordinates do not determine inputs of {inputs}; a cache of keys alone needs at "
+            f"least {inputs}; keep keys and values for this layer"
+        )
+
+
+def require_linear_scores(weights: AttentionWeights, rotation: object | None) -> None:
+    """Raise ValueError where scores are not bilinear in the inputs (Slim attention, section 6, option 2)."""
+    between = "RoPE" if rotation is not None else "QK-norm"
+    if rotation is not None or weights.query_norm is not None or weights.key_norm is not None:
+        raise ValueError(
+            f"a cache of inputs needs scores x_n W_Q W_K^T x_m^T, but {between} stands between the projections and "
+            "the scores; cache keys from before it, or keys and values"
+        )
+
+
+RopeLayout = Literal["half", "interleaved"]
+"""Coordinates of rotated pair i of n: i and i + n (Llama, GPT-NeoX), or 2 i and 2 i + 1 (GPT-J, Cohere)."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotation of coordinate pairs by an angle per token and pair.
+
+    Only the first ``2 * pairs`` coordinates of a head are rotated (partial rotary embedding). Tables are
+    ``[..., tokens, pairs]``, broadcast over the leading dimensions of what is rotated, and may contain an attention
+    factor, as YaRN's do: then ``cos² + sin²`` is its square.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    layout: RopeLayout = "half"
+
+    @classmethod
+    def from_repeated(cls, cos: Tensor, sin: Tensor, layout: RopeLayout = "half") -> Rotation:
+        """From tables ``[..., tokens, 2 * pairs]`` with an entry per coordinate, as transformers makes them."""
+        one = slice(cos.shape[-1] // 2) if layout == "half" else slice(None, None, 2)
+        return cls(cos[..., one], sin[..., one], layout)
+
+    def tokens(self, part: slice) -> Rotation:
+        return Rotation(self.cos[..., part, :], self.sin[..., part, :], self.layout)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate ``[..., tokens, head_dim]``, in the wider dtype of `x` and tables; ValueError for narrow heads."""
+        return self._apply(x, self.cos, self.sin)
+
+    def unrotate(self, y: Tensor) -> Tensor:
+        """The exact inverse of `rotate`: the opposite rotation, divided by ``cos² + sin²``, the squared factor."""
+        norm = self.cos.square() + self.sin.square()
+        return self._apply(y, self.cos / norm, -self.sin / norm)
+
+    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        width = 2 * cos.shape[-1]
+        if x.shape[-1] < width:
+            raise ValueError(f"RoPE rotates {width} coordinates of a head, got heads of {x.shape[-1]}")
+        rotated, passed = x[..., :width], x[..., width:]
+        if self.layout == "half":
+            first, second = rotated.chunk(2, -1)
+        else:
+            first, second = rotated[..., ::2], rotated[..., 1::2]
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        out = torch.cat(pair, -1) if self.layout == "half" else torch.stack(pair, -1).flatten(-2)
+        return torch.cat([out, passed.to(out.dtype)], -1)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """``[tokens, heads * head_dim]`` to ``[heads, tokens, head_dim]``."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """``[heads, tokens, head_dim]`` to ``[tokens, heads * head_dim]``."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def query_heads(weights: AttentionWeights, inputs: Tensor, rotation: Rotation | None = None) -> Tensor:
+    """Queries as scores use them, after bias, QK-norm and RoPE: ``[heads, tokens, head_dim]``, fp64."""
+    projected = inputs.double() @ weights.W_Q + bias_or_zero(weights.query_bias, weights.W_Q)
+    normed = projected if weights.query_norm is None else weights.query_norm(projected)
+    heads = split_heads(normed, weights.heads)
+    return heads if rotation is None else rotation.rotate(heads)
+
+
+def key_heads(weights: AttentionWeights, keys: Tensor, rotation: Rotation | None = None) -> Tensor:
+    """Keys ``[tokens, e]`` as scores use them, after QK-norm and RoPE: ``[kv_heads, tokens, head_dim]``."""
+    heads = split_heads(keys if weights.key_norm is None else weights.key_norm(keys), weights.kv_heads)
+    return heads if rotation is None else rotation.rotate(heads)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, scale: float, *, causal: bool = True, score_bias: Tensor | None = None
+) -> Tensor:
+    """The softmax of the scores: ``[heads, queries, keys]``; each row sums to 1.
+
+    Query head ``i`` uses key head ``i // (heads / kv_heads)``. With `causal`, query j of n sees keys up to its own
+    position, the last query the last key. `score_bias` is added to the scaled scores (ALiBi, T5's position bias).
+    """
+    scores = query @ key.repeat_interleave(len(query) // len(key), 0).mT * scale
+    if score_bias is not None:
+        scores = scores + score_bias
+    if causal:
+        queries, keys = scores.shape[-2:]
+        future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return torch.softmax(scores, -1)
+
+
+def weighted_values(probabilities: Tensor, values: Tensor, kv_heads: int) -> Tensor:
+    """Average values ``[keys, kv_heads * value_dim]`` by probabilities ``[heads, queries, keys]``, for each query."""
+    per_head = split_heads(values, kv_heads).repeat_interleave(len(probabilities) // kv_heads, 0)
+    return join_heads(probabilities @ per_head)
