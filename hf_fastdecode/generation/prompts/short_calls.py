@@ -72,6 +72,7 @@ class TextCall:
     Attributes:
         ids: ``[prompts, width]``.
         samples: Most rows of a prompt.
+        samples_differ: Whether the call and its configs give several such numbers.
         new_tokens: Most new tokens of a row; None if another setting bounds them.
         padding: Token that stands for padding where there is no mask.
         loop: Which loop of `host_costs.LOOPS` decodes, as far as the arguments tell; the one of least cost otherwise.
@@ -80,6 +81,7 @@ class TextCall:
     ids: Tensor
     mask: Tensor | None
     samples: int
+    samples_differ: bool
     new_tokens: int | None
     padding: object
     loop: str
@@ -102,9 +104,10 @@ class TextCall:
         samples, beams, lengths, padding = given.values()
         if not {*map(type, samples), *map(type, beams), *map(type, lengths)} <= {int}:
             return None
-        most, new_tokens = max([*samples, *beams], default=1), lengths[0] if lengths else None
+        counts = [*samples, *beams] or [1]
+        most, new_tokens = max(counts), lengths[0] if lengths else None
         loop = "transformers'" if beams[:1] > [1] or kwargs.get("output_hidden_states") else "this package's"
-        return cls(ids, mask, most, new_tokens, padding[0] if padding else None, loop)
+        return cls(ids, mask, most, len({*counts}) > 1, new_tokens, padding[0] if padding else None, loop)
 
     @cached_property
     def whole(self) -> bool:
@@ -121,7 +124,12 @@ class TextCall:
     @property
     def at_most(self) -> bool:
         """Whether rows may share less than `shared`: prompts that differ, or have padding."""
-        return len(self.ids) > 1 or (self.samples > 1 and not self.whole)
+        return len(self.ids) > 1 or self.samples_differ or (self.samples > 1 and not self.whole)
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts that differ from the one before."""
+        return len(self.ids) if len(self.ids) < 2 else 1 + int((self.ids[1:] != self.ids[:-1]).any(1).sum())
 
     @property
     def shared(self) -> int:
@@ -206,7 +214,7 @@ class ShortCalls:
             saved = call.rows * call.ids.shape[1]
         told = f"at most {saved}" if call.at_most else saved
         if saved < (least := options.fewest_saved):
-            return saves_too_few(told, least, what_helps(len(call.ids), call.samples, reuses))
+            return saves_too_few(told, least, what_helps(call.prompts, call.rows // call.prompts, reuses))
         if reuses or call.new_tokens is None or options.min_saved_tokens != "auto":
             return None
         least = self.estimates[call.loop].fewest(call.new_tokens)

@@ -73,7 +73,7 @@ def forest_rotation(
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     positions = (first + torch.arange(count, device=device)).view(-1, count)
-    slots = cache.state.suffix_shard.places(0, before.longest + count).to(device)[None]
+    slots = cache.state.suffix_shard.stored_tokens(0, before.longest + count).to(device)[None]
     if not takes_kernels(cache.state.backend, device):
         return Rotation(position_ids, tokens, tables(slots), tables(positions))
     keys, kernel = _of_slots(tables, slots)
