@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
 from ..parallel.groups import sequence_group
 from ..parallel.sequence import SequenceParallel
-from ..weak_method import STATE_ATTRIBUTE
-from .instance_patch import WrappedMethods, Wrapper
+from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks
-from .identity import ADAPTER_SWITCHES, SET_BY_CALLS, addresses, config_field, forward_of, layouts
-from .model_walk import ModelWalk
+from .snapshot import ADAPTER_SWITCHES, SET_BY_CALLS, ModelWalk, addresses, config_field, forward_of, layouts
 
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}

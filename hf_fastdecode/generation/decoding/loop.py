@@ -25,13 +25,11 @@ from ..prompts.unshared_prompts import prefill_unshared
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
 from ..support.call import step_arguments
-from .decisions import Decisions
-from .refill import Refill
-from .room import Logits, rows_that_fit
+from .decisions import Decisions, Logits, rows_that_fit
+from .refill import Refill, Wave, concatenate
 from .sampling import Drawn, Sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
-from .wave import Wave, concatenate
 
 _REPLAY = 16
 """Tokens per row and forward pass when a wave's suffixes are recomputed."""

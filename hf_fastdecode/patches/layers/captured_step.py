@@ -19,10 +19,10 @@ from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ...errors import Unsupported
+from ...instance_methods import is_linear, is_unchanged
 from ...kernels.device import counters
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products, refusal
-from ...plain_modules import is_linear, is_unchanged
 from .projections import KeyProjection
 from .rotation import OF_SLOTS, Rotation, Tables
 from .slim_attention import cache_dtype

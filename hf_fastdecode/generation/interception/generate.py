@@ -1,4 +1,18 @@
-"""``generate``, and the methods in which it chooses a mode, a cache and an encoder's output."""
+"""Overrides of an enabled model's methods, by which `generate` chooses a mode, a cache and an encoder's output.
+
+Each is called with the state (`ModelState`), the model and the method's arguments:
+
+- ``generate`` passes this package's decoding loop as ``custom_generate``, transformers' official extension point,
+  called with the same prepared arguments as its own loops. The loop forwards unsupported calls to transformers' loops.
+- ``_extract_generation_mode_kwargs`` and ``_get_deprecated_gen_repo``: with a ``custom_generate``, transformers 5.17
+  to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
+- ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
+  and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
+- `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
+- ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
+  call (`inputs.hooks`).
+- ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache (`forward`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +36,7 @@ from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
 from ..forward_pass import forget_offset, left_out
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
-from ..inputs.hooks import hold_before_encoding
-from ..instance_patch import left_out as overrides_left_out
-from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
+from ..inputs.hooks import INPUT_METHODS, hold_before_encoding
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.short_calls import TextCall
@@ -32,7 +44,17 @@ from ..report import CallReport
 from ..same_calls import require_same_call, require_same_draws
 from ..support.call import check_call, other_loop
 from ..support.model import check_sequence_parallel
-from .decoding_loop import decode
+from .decoding_loop import (
+    decode,
+    hands_generate_on,
+    name_of,
+    signature_of,
+    takes_any,
+    takes_loop,
+    wrappers_pass_loop_on,
+)
+from .forward import forward
+from .switches import left_out as overrides_left_out
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
@@ -331,3 +353,15 @@ def _shares_encoder(
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, config, arguments, CallReport(), structure)
     return reason_of(_require_shareable, call, active_call.mode, active_call) is None
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "forward": forward,
+    "generate": generate,
+    "_extract_generation_mode_kwargs": extract_generation_mode_kwargs,
+    "_get_deprecated_gen_repo": get_deprecated_gen_repo,
+    "_prepare_cache_for_generation": prepare_cache_for_generation,
+    ENCODE: encode,
+    **INPUT_METHODS,
+}
+"""Overrides by method name."""
