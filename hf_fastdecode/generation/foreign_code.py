@@ -112,7 +112,6 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _flat(hook: Any) -> Iterator[Any]:
-    """Flatten accelerate's sequential hooks."""
     if (parts := getattr(hook, "hooks", None)) is None:
         yield hook
     else:
@@ -232,7 +231,6 @@ def _wrapped(function: Any) -> Iterator[Any]:
 
 
 def unbound(function: Any) -> Any:
-    """The function inside bound methods and partials."""
     while isinstance(function, types.MethodType | partial):
         function = function.__func__ if isinstance(function, types.MethodType) else function.func
     return function

@@ -61,12 +61,7 @@ class ModelWatch:
         self._getters = [_getter(tuple(attributes), getters) for attributes in own]
         self._registered = [[len(attributes[name]) for attributes in own] for name in _REGISTERED]
         self._filled = [[index for index, size in enumerate(sizes) if size] for sizes in self._registered]
-        self._containers = [
-            (index, name)
-            for index, attributes in enumerate(own)
-            for name, value in attributes.items()
-            if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
-        ]
+        self._containers = _containers(own)
         self._all_watched = next(global_forward_hooks(), None) is None
         values = self._values(own, walk.modules)
         self._ids, self._host = list(map(id, values)), self._host_state(walk.modules)
@@ -84,18 +79,18 @@ class ModelWatch:
         ]
         self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
-        known = set(map(id, walk.modules))
+        self._hold(values, known=set(map(id, walk.modules)))
+
+    def _hold(self, values: Iterable[object], known: set[int]) -> None:
+        """Hold scalars, and refer to other objects weakly where they can be; those with a `known` id are held."""
         for value in {id(value): value for value in values if id(value) not in known}.values():
             if type(value) in _SCALARS:
                 self._held.append(value)
             elif not isinstance(value, (Tensor, *_CONTAINERS)):
-                self._hold(value)
-
-    def _hold(self, value: object) -> None:
-        try:
-            self._held.append(ref(value, self._gone.append))
-        except TypeError:
-            self._held.append(value)
+                try:
+                    self._held.append(ref(value, self._gone.append))
+                except TypeError:
+                    self._held.append(value)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -126,7 +121,6 @@ class ModelWatch:
             return True
 
     def _memory_now(self) -> tuple[int, ...]:
-        """Addresses of the tensors that modules had."""
         modules = self._modules
         own = [modules[index]().__dict__ for index in self._homes]
         registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
@@ -177,6 +171,15 @@ def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]
         read = [name for name in names if name not in _OF_EVERY_MODULE and name not in _LEFT_ASIDE]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
+
+
+def _containers(own: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [
+        (index, name)
+        for index, attributes in enumerate(own)
+        for name, value in attributes.items()
+        if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
+    ]
 
 
 def _contents(container: Any) -> Iterator[object]:

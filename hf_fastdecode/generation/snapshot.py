@@ -44,7 +44,6 @@ class ModelWalk:
 
     @cached_property
     def classes(self) -> dict[type[nn.Module], nn.Module]:
-        """The first module of each class."""
         return {type(module): module for module in reversed(self.modules)}
 
     @property
@@ -105,7 +104,6 @@ def attributes(one: object) -> dict[str, Any]:
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """The tensors, each once; None is left out."""
     return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
@@ -247,7 +245,6 @@ def _lasting(value: object) -> Hashable:
 
 
 def _comparable(value: Any) -> str | int:
-    """What tells an attribute of a module from another."""
     if type(value) in _FUNCTIONS:
         return id(value)
     if isinstance(value, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,6 @@ class Structure:
 
     @cached_property
     def walk(self) -> ModelWalk:
-        """The model's modules."""
         return ModelWalk(self._model, None if self.known is None else self.known.watch.modules)
 
     @cached_property
@@ -86,7 +85,6 @@ class Structure:
 
     @property
     def gathering(self) -> Gathering | None:
-        """What gathers parameters in each pass, from processes which may each have prompts of their own."""
         return find_gathering(self.walk)
 
     @cached_property
@@ -100,12 +98,11 @@ class Structure:
 
     @cached_property
     def stand_ins(self) -> StandIns:
-        """Methods that run in the place of attention code of the architecture's own."""
         return StandIns(self.walk.modules, self.kept("stand-ins", lambda: find_stand_ins(self.walk.modules)))
 
     @cached_property
     def captured_stand_ins(self) -> StandIns:
-        """The same of captured passes alone."""
+        """Further methods that run in captured passes alone."""
         found = self.kept("captured stand-ins", lambda: find_stand_ins(self.walk.modules, in_captures=True))
         return StandIns(self.walk.modules, found)
 
@@ -116,7 +113,6 @@ class Structure:
 
     @property
     def fused_names(self) -> str:
-        """The modules that run as kernels, for reports."""
         return self.kept("fused names", lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
@@ -143,21 +139,25 @@ class Structure:
         for name in ("walk", "fused", "stand_ins", "captured_stand_ins"):  # made again for passes after the call
             vars(self).pop(name, None)
 
-    @contextmanager
-    def attending(self, lengths: RowLengths) -> Iterator[None]:
-        """Context in which layers attend to a shared-context cache, see `attention.active_passes.active`."""
-        with active(self.configs, lengths), self.stand_ins.installed():
-            yield
+    def passing(self, lengths: RowLengths) -> AbstractContextManager[None]:
+        """Context of a forward pass over a shared-context cache, see `attention.active_passes.active`.
 
-    @contextmanager
-    def passing(self, lengths: RowLengths) -> Iterator[None]:
-        """Context of a forward pass over a shared-context cache, with fused modules."""
-        with self.attending(lengths):
-            if self.fused is None:
-                yield
-            else:
-                with self.fused.installed():
-                    yield
+        Overrides of the architecture's attention code and fused modules run in it.
+        """
+        contexts = [active(self.configs, lengths)]
+        if self.stand_ins.found:
+            contexts.append(self.stand_ins.installed())
+        if self.fused is not None:
+            contexts.append(self.fused.installed())
+        return contexts[0] if len(contexts) == 1 else _all(contexts)
+
+
+@contextmanager
+def _all(contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class Known:
@@ -235,7 +235,7 @@ class StandIns:
     """
 
     def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
-        self._modules, self._found = modules, found
+        self._modules, self.found = modules, found
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -244,10 +244,7 @@ class StandIns:
         Raises:
             Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
         """
-        if not self._found:
-            yield
-            return
-        for one in self._found:
+        for one in self.found:
             _require_plain(self._modules[one.number], one.name)
         replaced_calls.enter(self._calls)
         try:
@@ -257,7 +254,7 @@ class StandIns:
 
     @cached_property
     def _calls(self) -> list[ReplacedCall]:
-        return [_replacement(self._modules[one.number], one.name, one.method) for one in self._found]
+        return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
 
 
 def _require_plain(module: nn.Module, name: str) -> None:
@@ -274,7 +271,6 @@ def _require_plain(module: nn.Module, name: str) -> None:
 
 
 def _attribute(name: str) -> str:
-    """The attribute of a module in which calls of a method are replaced."""
     return COMPILED_CALL if name == "forward" else name
 
 

@@ -84,7 +84,6 @@ class Decisions:
         return self.ranks.first(own)
 
     def over(self, over: bool) -> bool:
-        """Whether all rows end now."""
         return bool(self.ranks.first(torch.tensor([over], device="cpu"))) if self.by_rank_0 else over
 
     def compacts(self, pays: bool) -> bool:

@@ -24,7 +24,6 @@ from .token_log_probs import TokenLogProbs
 
 
 def _without_recorder(processors: LogitsProcessorList) -> tuple[LogitsProcessorList, TokenLogProbs | None]:
-    """Split off a `TokenLogProbs` recorder, whose work the loop does itself."""
     recorders = [entry for entry in processors if type(entry) is TokenLogProbs]
     if len(recorders) != 1:
         return processors, None
@@ -90,7 +89,7 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
 
 @dataclass
 class FastDecodeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
-    """The same of a model with an encoder: transformers' fields plus `logprobs`, see `FastDecodeOutput`."""
+    """Output of a model with an encoder: transformers' fields plus `logprobs`, see `FastDecodeOutput`."""
 
     logprobs: Tensor | None = None
 

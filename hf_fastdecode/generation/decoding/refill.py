@@ -1,11 +1,11 @@
 """Decoding of more rows than decode at once: waiting rows take the places of finished ones.
 
 Each place of the batch holds one row of the call; rows are at steps of their own. A row's tokens do not depend on the
-others: it begins behind its prompt's nodes with an empty suffix, and its random numbers, if any, come from its number
+others: it begins after its prompt's nodes with an empty suffix, and its random numbers, if any, come from its number
 and its own step. A captured step goes on with other rows, since the tables that it reads have a length per row.
 
 Places are refilled once enough of them hold finished rows, which also saves transfers: the host looks every few steps
-only. Rows behind one prompt are taken into any place. Where prompts differ, the batch is put in the call's order, for
+only. Rows of one prompt are taken into any place. Where prompts differ, the batch is put in the call's order, for
 the rows of a node to be neighbours, by a copy of the suffixes.
 
 `Wave` holds rows that decode together, here or in waves one after another, with their tokens and collected outputs.
@@ -40,7 +40,7 @@ class Refill:
     Args:
         prompts: ``[rows, width]`` int64.
         new_tokens: Most tokens that a row draws.
-        pad: The token behind a row's end, 0-dimensional int64.
+        pad: The token after a row's end, 0-dimensional int64.
         log_probs: Recorder for which log-probabilities are gathered, if any.
 
     Attributes:
@@ -48,7 +48,7 @@ class Refill:
         lengths: By place, the tokens drawn since its row began: its suffix has one less. It goes on counting while a
             finished row is in the place.
         waiting: Rows without a place, in order.
-        tokens: ``[rows, width + room + 1]``, whose room grows; the last column takes what finished rows draw.
+        tokens: ``[rows, width + room + 1]``, whose capacity grows; the last column takes what finished rows draw.
         drawn: ``[rows]`` int64: tokens drawn by each row.
     """
 
@@ -229,7 +229,6 @@ class Refill:
         return tokens, log_probs
 
     def _whole(self) -> Wave:
-        """All rows, as a wave that has ended."""
         longest, width = int(self.drawn.max()), self.width
         rows = torch.arange(len(self.prompts), device=self.device)
         tokens = self.tokens[:, : width + longest].contiguous()
@@ -271,7 +270,6 @@ class Wave:
 
     @classmethod
     def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
-        """A wave of all rows of a call, before the first token."""
         rows, width = prompts.shape
         tokens = prompts.new_empty(rows, width + min(max_new_tokens, FIRST_ROOM))
         tokens[:, :width] = prompts
@@ -279,7 +277,6 @@ class Wave:
         return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
 
     def part(self, rows: slice) -> Wave:
-        """A wave of some of the rows."""
         return Wave(
             self.rows[rows],
             self.tokens[rows].clone(),
@@ -308,7 +305,6 @@ class Wave:
         self.drawn += 1
 
     def end(self) -> None:
-        """Mark all unfinished rows as finished."""
         self.ends = torch.where(self.unfinished, self.drawn, self.ends)
         self.unfinished = torch.zeros_like(self.unfinished)
 

@@ -149,7 +149,6 @@ class TransformersSampler:
         """Nothing is known of a row but its tokens."""
 
     def _of_rows(self, rows: Tensor) -> LogitsProcessorList:
-        """The processors for these rows of the call."""
         if len(rows) == self.rows:
             return self.processors
         return LogitsProcessorList(
@@ -168,12 +167,10 @@ class TransformersSampler:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """State of torch's generator of a device, on the CPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set it."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -289,7 +286,6 @@ def compile_sampler(
 
 
 def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> None:
-    """Launch the kernel over a skipped row."""
     from ...kernels.sampling.api import sample  # needs Triton
 
     skipped = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
@@ -297,7 +293,6 @@ def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> 
 
 
 def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
-    """The chain for the kernel; raises `Unsupported` if the kernel does not support the call."""
     if refused := limits.refusal(logits.device, logits.dtype):
         raise Unsupported(refused)
     for name in ("output_scores", "output_logits"):
@@ -320,6 +315,20 @@ _ORDER = {
     TypicalLogitsWarper: 6,
     LogitNormalization: 7,
 }
+
+_FIELDS: dict[type, dict[str, str]] = {
+    RepetitionPenaltyLogitsProcessor: {
+        "repetition_penalty": "penalty",
+        "prompt_ignore_length": "prompt_ignore_length",
+    },
+    TemperatureLogitsWarper: {"temperature": "temperature"},
+    TopKLogitsWarper: {"top_k": "top_k"},  # the constructor has already raised it to min_tokens_to_keep
+    TopPLogitsWarper: {"top_p": "top_p"},
+    MinPLogitsWarper: {"min_p": "min_p"},
+    TypicalLogitsWarper: {"typical_p": "mass"},
+    LogitNormalization: {},  # changes no probability
+}
+"""Fields of `Chain` that are attributes of one processor, by the attributes' names."""
 
 _SUPPRESSING = (SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor)
 
@@ -393,54 +402,50 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
     values: dict[str, Any] = {}
     last: Any = None
     for processor in processors:
-        kind, name = type(processor), type(processor).__name__
-        if kind not in _ORDER:
-            raise Unsupported(f"{name} is not among the processors that the kernel applies")
-        again = kind is type(last) and kind not in _SUPPRESSING
-        if last is not None and (_ORDER[kind] < _ORDER[type(last)] or again):
-            raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
-        last = processor
-        if getattr(processor, "filter_value", -math.inf) != -math.inf:
-            raise Unsupported(
-                f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)"
-            )
-        if kind is not TopKLogitsWarper and getattr(processor, "min_tokens_to_keep", 1) != 1:
-            raise Unsupported(
-                f"{name} has min_tokens_to_keep={processor.min_tokens_to_keep}; the kernel keeps at least 1"
-            )
+        _check_place(processor, last)
+        last, kind = processor, type(processor)
         if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-            eos = tuple(int(token) for token in processor.eos_token_id.flatten().tolist())
-            if set(eos) != set(values.get("eos_token_ids", eos)):
-                raise Unsupported(f"{name} means other end tokens than the processor before it")
-            if kind is MinLengthLogitsProcessor:
-                least = processor.min_length - prompt_length
-            else:
-                least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
-            values["min_new_tokens"] = max(0, least, values.get("min_new_tokens", 0))
-            values["eos_token_ids"] = eos
+            _read_least(values, processor, prompt_length)
         elif kind is SuppressTokensLogitsProcessor:
             values["suppressed"] = _with(values.get("suppressed"), processor.suppress_tokens)
         elif kind is SuppressTokensAtBeginLogitsProcessor:
             begin = max(-1, processor.begin_index - prompt_length)
             if begin != values.get("begin_step", begin):
-                raise Unsupported(f"{name} has begin_index={processor.begin_index}, and another one has another")
+                raise Unsupported(
+                    f"{kind.__name__} has begin_index={processor.begin_index}, and another one has another"
+                )
             tokens = _with(values.get("suppressed_at_begin"), processor.begin_suppress_tokens)
             values["suppressed_at_begin"], values["begin_step"] = tokens, begin
-        elif kind is RepetitionPenaltyLogitsProcessor:
-            values["repetition_penalty"] = processor.penalty
-            values["prompt_ignore_length"] = processor.prompt_ignore_length
-        elif kind is TemperatureLogitsWarper:
-            values["temperature"] = processor.temperature
-        elif kind is TopKLogitsWarper:
-            values["top_k"] = processor.top_k  # the constructor has already raised it to min_tokens_to_keep
-        elif kind is TopPLogitsWarper:
-            values["top_p"] = processor.top_p
-        elif kind is MinPLogitsWarper:
-            values["min_p"] = processor.min_p
-        elif kind is TypicalLogitsWarper:
-            values["typical_p"] = processor.mass
-        # LogitNormalization changes no probability.
+        else:
+            values |= {field: getattr(processor, name) for field, name in _FIELDS[kind].items()}
     return Chain(**values)
+
+
+def _check_place(processor: Any, last: Any) -> None:
+    """Raise `Unsupported` for a processor that the kernel does not apply, or not after `last`."""
+    kind, name = type(processor), type(processor).__name__
+    if kind not in _ORDER:
+        raise Unsupported(f"{name} is not among the processors that the kernel applies")
+    again = kind is type(last) and kind not in _SUPPRESSING
+    if last is not None and (_ORDER[kind] < _ORDER[type(last)] or again):
+        raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
+    if getattr(processor, "filter_value", -math.inf) != -math.inf:
+        raise Unsupported(f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)")
+    if kind is not TopKLogitsWarper and getattr(processor, "min_tokens_to_keep", 1) != 1:
+        raise Unsupported(f"{name} has min_tokens_to_keep={processor.min_tokens_to_keep}; the kernel keeps at least 1")
+
+
+def _read_least(values: dict[str, Any], processor: Any, prompt_length: int) -> None:
+    """Read the fewest new tokens, and the end tokens that are suppressed until then."""
+    eos = tuple(int(token) for token in processor.eos_token_id.flatten().tolist())
+    if set(eos) != set(values.get("eos_token_ids", eos)):
+        raise Unsupported(f"{type(processor).__name__} means other end tokens than the processor before it")
+    if type(processor) is MinLengthLogitsProcessor:
+        least = processor.min_length - prompt_length
+    else:
+        least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
+    values["min_new_tokens"] = max(0, least, values.get("min_new_tokens", 0))
+    values["eos_token_ids"] = eos
 
 
 def _with(known: Tensor | None, more: Tensor) -> Tensor:

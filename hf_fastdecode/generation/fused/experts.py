@@ -67,12 +67,10 @@ class Form(NamedTuple):
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be experts of transformers' interface."""
     return hasattr(module, "_apply_gate") and "down_proj" in names_in(module)
 
 
 def key(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that compute differently; None for a module of other parts."""
     flags = tuple(getattr(module, name, None) for name in _FLAGS)
     gated, biased, normed, _, _, parallel = flags
     names = _WEIGHTS | (_BIASES if biased else set())
@@ -90,7 +88,6 @@ def key(module: nn.Module) -> Hashable | None:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """Which gate the module's experts have, if they compute nothing else."""
     transposed, interleaved = bool(module.is_transposed), not module.is_concatenated
     shapes = [(_COUNT, 2 * _INNER, _HIDDEN), (_COUNT, _HIDDEN, _INNER)]
     if transposed:
@@ -169,12 +166,10 @@ EXPERTS = FusedKind("mixtures of experts", may_be, key, form_of, lambda module, 
 
 
 def _router_may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be routers."""
     return {"topk", "linear"} <= set(names_in(module))
 
 
 def _router_key(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that compute differently; None for a module of other parts."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or module._parameters.keys() - {"weight", "bias"}:
         return None
@@ -186,7 +181,6 @@ def _router_key(module: nn.Module) -> Hashable | None:
 
 
 def _router_form_of(module: nn.Module) -> Routing | None:
-    """How a router chooses; None if it computes anything else."""
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     assert weight is not None
     parts = {"weight": random(*weight.shape, seed=1) / 8}
@@ -253,13 +247,7 @@ class LargestOfFew(TorchFunctionMode):
 
 
 def _served(
-    input: Any,
-    k: Any,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,
-    *,
-    out: Any = None,
+    input: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
 ) -> tuple[Tensor, int] | None:
     """What the kernel takes; None where it does not serve the call."""
     if type(input) is not Tensor or type(k) is not int or not largest or out is not None:

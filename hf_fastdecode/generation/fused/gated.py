@@ -42,12 +42,10 @@ _ACTIVATIONS = ("act_fn", "activation_fn")
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be gated."""
     return "down_proj" in names_in(module)
 
 
 def key(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that compute differently; None for a module of other parts."""
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
     if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or not _may_be_replaced(activation):
         return None
@@ -59,7 +57,6 @@ def key(module: nn.Module) -> Hashable | None:
 
 
 def form_of(module: nn.Module) -> Activation | None:
-    """Which activation the module computes, if it computes nothing else."""
     together = "gate_up_proj" in module._modules
     parts: dict[str, nn.Module] = {"down_proj": linear(_HIDDEN, _WIDTH, seed=3)}
     if together:

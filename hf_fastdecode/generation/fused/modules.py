@@ -49,7 +49,6 @@ class FusedModules:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """These modules, in the order of the model's."""
         return [self._every[one.number] for one in self.found]
 
     @cached_property

@@ -31,12 +31,10 @@ _SCALES = torch.tensor([1, 0.1, 0.01, 0.001] * 2, dtype=TRIED_IN, device="cpu")[
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be norms."""
     return "norm" in module.__name__.lower()
 
 
 def key(module: nn.Module) -> Hashable | None:
-    """What tells norms apart that compute differently; None for a module that is no norm with a weight."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
@@ -45,7 +43,6 @@ def key(module: nn.Module) -> Hashable | None:
 
 
 def form_of(module: nn.Module) -> NormForm | None:
-    """Which form a norm computes; None if none of them."""
     eps, own = eps_of(module), module._parameters["weight"]
     assert eps is not None
     assert own is not None
@@ -87,28 +84,24 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """What a norm adds to the mean, by its attribute."""
     found = (vars(module).get(name) for name in _EPS)
     return next((value for value in found if isinstance(value, float)), None)
 
 
 _GROUP = "group_size"
-"""Attribute with the numbers of a group."""
+"""Attribute with the number of elements in a group."""
 
 
 def _gated_may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be norms with a gate."""
     return may_be(module) and "gated" in module.__name__.lower()
 
 
 def _gated_key(module: nn.Module) -> Hashable | None:
-    """What tells norms apart that compute differently; None for a module that is no norm with a weight."""
     found = key(module)
     return None if found is None else ("gated norms", found)
 
 
 def _gated_form_of(module: nn.Module) -> GatedNormForm | None:
-    """Which form a norm computes; None if none of them."""
     eps, group = eps_of(module), vars(module).get(_GROUP)
     assert eps is not None
     columns = 2 * group if group else _COLUMNS

@@ -36,12 +36,10 @@ whether they are as long as a head: the form, and whether cosines and sines are 
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may call the function."""
     return _NAME in names_in(module)
 
 
 def key(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that rotate differently; None where the file has no function of that name."""
     function = global_named(_NAME, type(module).forward)
     if (key := function_key(function)) is None:
         return None

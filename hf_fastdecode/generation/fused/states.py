@@ -41,12 +41,10 @@ from .trial import (
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may update states by such functions."""
     return not _REPLACED.keys().isdisjoint(names_in(module))
 
 
 def key(module: nn.Module) -> Hashable | None:
-    """What tells modules apart whose functions are others."""
     forward = type(module).forward
     found = [(name, function_key(global_named(name, forward))) for name in sorted(_REPLACED)]
     return type(module), function_key(forward), tuple(found)
@@ -148,7 +146,7 @@ def _scan(
     z: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``mamba2_selective_state_update``, whose arguments are expanded to the numbers of a head and of a state."""
+    """``mamba2_selective_state_update``, whose arguments are expanded to the elements of a head and of a state."""
     # Numbers that are the same throughout a head are views of one.
     expanded = dt.stride(-1) == 0 and A.stride()[1:] == (0, 0)
     expanded = expanded and all(one is not None and one.stride(-1) == 0 for one in (D, dt_bias))
@@ -235,12 +233,10 @@ _CACHES = ("cache", "cache_params")
 
 
 def _net_may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be such nets."""
     return may_be(module) and {*_PROJECTIONS, *_PARAMETERS} <= set(names_in(module))
 
 
 def _net_key(module: nn.Module) -> Hashable | None:
-    """What tells nets apart that compute differently; None for a module of other parts."""
     if module._modules.keys() != _PARTS or module._parameters.keys() != _PARAMETERS or module._buffers:
         return None
     return "gated delta nets", key(module), vars(module).get("activation")

@@ -39,7 +39,7 @@ _on: ContextVar[bool] = ContextVar("hf_fastdecode_fused", default=False)
 """Whether replaced modules run their kernels, in this thread's pass."""
 
 TRIED_IN = torch.bfloat16
-"""What numbers are tried in: its roundings tell the forms of a formula apart."""
+"""Dtype of trials: its roundings tell the forms of a formula apart."""
 
 
 class FusedKind(NamedTuple):
@@ -67,7 +67,6 @@ def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
 
 
 def linear(inputs: int, outputs: int, *, seed: int) -> nn.Linear:
-    """A linear layer of random weights."""
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(random(outputs, inputs, seed=seed), requires_grad=False)
     return layer
@@ -123,7 +122,7 @@ def names_in(module: type[nn.Module]) -> tuple[str, ...]:
 
 
 def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | None:
-    """The form whose numbers are those found. One in a hundred may round otherwise, from sums in another order."""
+    """The form with the elements found, of which one in a hundred may differ, from sums in another order."""
     for form, numbers in expected:
         same = found.shape == numbers.shape and found.dtype == numbers.dtype
         if same and bool((found != numbers).float().mean() <= 0.01) and torch.allclose(found, numbers, rtol=0.02):
@@ -189,7 +188,6 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def runs_fused(x: Tensor) -> bool:
-    """Whether kernels compute with this input."""
     return (
         _on.get()
         and x.dtype in (torch.float16, torch.bfloat16)

@@ -127,7 +127,7 @@ def signature_of(method: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_loop(signature: inspect.Signature, given: int) -> bool:
-    """Whether ``custom_generate`` is a parameter behind the `given` positional arguments."""
+    """Whether ``custom_generate`` is a parameter after the `given` positional arguments."""
     names = list(signature.parameters)
     return "custom_generate" in names and given <= names.index("custom_generate")
 
@@ -166,7 +166,6 @@ def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
 
 
 def takes_any(signature: inspect.Signature) -> bool:
-    """Whether any named argument is taken."""
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
 
 
@@ -179,5 +178,4 @@ def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What messages call a function."""
     return getattr(function, "__qualname__", type(function).__qualname__)

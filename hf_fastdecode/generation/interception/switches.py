@@ -1,7 +1,7 @@
 """Switches that put methods and calls on one instance, and take them off again.
 
 `WrappedMethods` lasts from `enable` to `disable`, and is removable even after other code has overridden the same
-methods. `replaced` lasts for the time of forward passes, in any number of threads.
+methods. `replaced_calls` last for the time of forward passes, in any number of threads.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ def left_out(instance: object | None) -> Iterator[None]:
 
 
 def _key_of(method: object) -> int | None:
-    """Key of one of our bound methods; None for other methods."""
     function = getattr(method, "__func__", None)
     return _OURS.get(function) if isinstance(function, types.FunctionType) else None
 
