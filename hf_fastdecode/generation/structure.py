@@ -97,14 +97,14 @@ class Structure:
         return FusedModules(self._model, self.walk.modules, found)
 
     @cached_property
-    def stand_ins(self) -> StandIns:
-        return StandIns(self.walk.modules, self.kept("stand-ins", lambda: find_stand_ins(self.walk.modules)))
+    def stand_ins(self) -> Overrides:
+        return Overrides(self.walk.modules, self.kept("stand-ins", lambda: find_overrides(self.walk.modules)))
 
     @cached_property
-    def captured_stand_ins(self) -> StandIns:
+    def captured_stand_ins(self) -> Overrides:
         """Further methods that run in captured passes alone."""
-        found = self.kept("captured stand-ins", lambda: find_stand_ins(self.walk.modules, in_captures=True))
-        return StandIns(self.walk.modules, found)
+        found = self.kept("captured stand-ins", lambda: find_overrides(self.walk.modules, in_captures=True))
+        return Overrides(self.walk.modules, found)
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -199,17 +199,17 @@ _KNOWN = ("transformers.", "hf_fastdecode.")
 
 
 class Found(NamedTuple):
-    """A method with a stand-in: the number of its module among the model's, and its name."""
+    """An overridden method: the number of its module among the model's, and its name."""
 
     number: int
     name: str
     method: Method
 
 
-def find_stand_ins(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
-    """The methods of a model's modules that have stand-ins, in all passes or in captured ones alone.
+def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
+    """The methods of a model's modules that are overridden, in all passes or in captured ones alone.
 
-    Raises Unsupported for a class derived from one with stand-ins: what it changes, they would leave out.
+    Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
     """
     kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
     for kind in kinds:
@@ -226,8 +226,8 @@ def find_stand_ins(modules: Sequence[nn.Module], *, in_captures: bool = False) -
     ]
 
 
-class StandIns:
-    """The stand-ins of a model, and the context in which they run.
+class Overrides:
+    """Overrides of the attention code of a model, and the context in which they run.
 
     Args:
         modules: The model's modules.
@@ -275,7 +275,7 @@ def _attribute(name: str) -> str:
 
 
 def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
-    """The call of a stand-in; passes of other threads run the module's own method."""
+    """The call of an override; passes of other threads run the module's own method."""
     own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
