@@ -153,7 +153,7 @@ class Structure:
 
 
 @contextmanager
-def _all(contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
+def _all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
