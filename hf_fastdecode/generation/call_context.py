@@ -44,6 +44,7 @@ class Positions(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
+        """Shape of the positions as the model takes them."""
         reduced_to_one = self.planes and not self.differ
         return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
 
@@ -109,6 +110,7 @@ class CallScope:
         self._held.close()
 
     def close(self) -> None:
+        """End the call."""
         self._thread = None
         self.let_go()
 
@@ -128,7 +130,7 @@ class CallContext:
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
         inputs: Images, videos or audio that the prompts come with.
-        images_behind: Whether images are computed after tokens of the given cache.
+        images_behind: Whether images are computed behind tokens of the given cache.
         places_given: Whether the caller gave positions, which the model makes otherwise.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
         stock_cache: Makes the cache that stock would begin with.
@@ -169,6 +171,7 @@ class CallContext:
 
     @cached_property
     def names(self) -> PromptNames:
+        """The names of the prompts among `arguments`."""
         return prompt_names(self.model)
 
     @property
@@ -187,6 +190,7 @@ class CallContext:
 
     @property
     def ranks(self) -> Ranks:
+        """The processes that compute the model together."""
         return self.structure.ranks
 
     @property
@@ -210,6 +214,7 @@ class CallContext:
         return self.returns_cache or self.loop_is_users
 
     def set_mode(self, mode: str, reason: str) -> None:
+        """Set how decode steps run, and why."""
         self.mode = self.report.mode = mode
         self.report.mode_reason = reason
 
