@@ -38,8 +38,8 @@ class ModelWatch:
     """Tells whether anything on a model was set, added, replaced or moved since a moment.
 
     Compared are classes, attributes, parameters, buffers, hooks and configs by identity, tensors also by their memory,
-    and containers by what is in them. Numbers written to weights in place are no change. What is found may be none at
-    all, as of an equal string: `identity.captured_state` then tells. `_LEFT_ASIDE` is not compared.
+    and containers by what is in them. Elements written to weights in place are no change. What is found may be none at
+    all, as of an equal string: `snapshot.captured_state` then tells. `_LEFT_ASIDE` is not compared.
 
     An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
     replaced ones are freed at once, and their end is a change. Tensors have ids and addresses alone: those with weak
