@@ -169,12 +169,7 @@ def free_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-LOOP_METHODS: Final = (
-    "_sample",
-    "_prefill",
-    "prepare_inputs_for_generation",
-    "_update_model_kwargs_for_generation",
-)
+LOOP_METHODS: Final = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 """Methods of `GenerationMixin` that its loop calls and ours does not; replace it with a documented list of seams."""
 
 

@@ -15,17 +15,17 @@ from .attention.torch_operators import Backend
 from .cache.layout.model import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
+from .generation.interception.generate import METHODS
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
-from .generation.overrides.methods import METHODS
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
 from .generation.report import Report
 from .generation.support.model import check_model
 from .generation.wrappers import unwrapped
+from .instance_methods import STATE_ATTRIBUTE
 from .log import logger
 from .patches.own_attention import register_own_attention
-from .weak_method import STATE_ATTRIBUTE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

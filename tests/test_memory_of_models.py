@@ -145,7 +145,7 @@ def test_methods_are_methods_to_whoever_asks():
         assert method.__self__ is model
         assert method.__code__ is method.__func__.__code__
         assert method.__module__ == getattr(plain, name).__module__
-        assert method.__globals__["__name__"] == fd.generation.instance_patch.__name__
+        assert method.__globals__["__name__"] == fd.generation.interception.switches.__name__
         assert inspect.signature(method) == inspect.signature(getattr(plain, name))
         with pytest.raises(AttributeError, match="nonsense"):
             method.nonsense  # noqa: B018

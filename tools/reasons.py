@@ -36,13 +36,13 @@ SUBJECTS: Final = (
         "Prefill packs the tokens of all prompts into one row, so a hook or a replaced `forward` would see other "
         "shapes than in stock calls. Remove it for the call, or use a library that is "
         "[known](limits.md#calls-that-run-stock-transformers).",
-        ("generation/foreign_code.py", "generation/stand_ins.py"),
+        ("generation/foreign_code.py", "generation/structure.py"),
     ),
     Subject(
         "Arguments of the call",
         "The call asks for what passes over a shared cache do not compute, or for another loop or cache. Leave the "
         "argument out, if you do not need it.",
-        ("generation/support/call.py", "generation/overrides/"),
+        ("generation/support/call.py", "generation/interception/"),
     ),
     Subject(
         "Prompts and positions",

@@ -18,8 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_fastdecode.generation.decoding.processor_chain import read_chain
-from hf_fastdecode.generation.decoding.sampling import TransformersSampler
+from hf_fastdecode.generation.decoding.sampling import TransformersSampler, read_chain
 from hf_fastdecode.kernels.sampling import limits
 from hf_fastdecode.measurement.calls import Times, percentiles, wall_samples
 

@@ -11,24 +11,34 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..dtypes import FLOATS, torch_dtype
-from .prompt import SEPARATOR, Task, solved_example, task_prompt
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 __all__ = [
+    "BEGIN",
+    "DONE",
     "MODEL_PATH",
+    "SEPARATOR",
     "Task",
     "embedded_folder",
     "embedded_tasks",
     "few_shot_prompt",
     "fewshot_tasks",
     "load_embedded",
+    "solved_example",
+    "task_prompt",
 ]
+
+Task = dict[str, Any]
+
+BEGIN: Final = "[BEGIN]"  # one token of the embedded tokenizer
+DONE: Final = "[DONE]"  # the embedded tokenizer's eos token
+SEPARATOR: Final = "\n\n"  # between the examples of a prompt
 
 _HERE: Final = Path(__file__).parent
 MODEL_PATH: Final = _HERE / "model"
@@ -138,6 +148,19 @@ def few_shot_prompt(task: Task, shots: int | Sequence[Task] = 3) -> str:
         shots = available[:shots]
     examples = [solved_example(shot["text"], shot["test_list"], shot["code"]) for shot in shots]
     return SEPARATOR.join([*examples, task_prompt(task["text"], task["test_list"])])
+
+
+def task_prompt(text: str, tests: Sequence[str]) -> str:
+    """A task up to the point where the completion starts: MBPP's prompt (Austin et al. 2021, section 3.1)."""
+    return (
+        f"You are an expert Python programmer, and here is your task: {text} "
+        "Your code should pass these tests:\n\n" + "\n".join(tests) + f"\n{BEGIN}\n"
+    )
+
+
+def solved_example(text: str, tests: Sequence[str], code: str) -> str:
+    """A task followed by its solution, as it stands in a few-shot prompt and in training."""
+    return f"{task_prompt(text, tests)}{code}\n{DONE}"
 
 
 @lru_cache

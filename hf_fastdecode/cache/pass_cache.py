@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention.active_passes import require_active
 from ..attention.forest import Forest
 from ..errors import Unsupported
-from ..weak_method import STATE_ATTRIBUTE
+from ..instance_methods import STATE_ATTRIBUTE
 from .layers.attention import REMEDY, SharedContextLayer
 from .layers.of_model import layers_of
 from .layers.state import StateLayer, end_of

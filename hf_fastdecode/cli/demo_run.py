@@ -15,8 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from hf_fastdecode.api import enabled, explain
-from hf_fastdecode.assets import Task, few_shot_prompt
-from hf_fastdecode.assets.prompt import DONE
+from hf_fastdecode.assets import DONE, Task, few_shot_prompt
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.evals.records import Sample, Verdict
 from hf_fastdecode.evals.sandbox import SandboxError, choose

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..assets.prompt import DONE, SEPARATOR, solved_example, task_prompt
+from ..assets import DONE, SEPARATOR, solved_example, task_prompt
 from ..errors import InputError
 from .records import Task
 from .stop_rules import BraceEnd, PythonFunctionEnd, StopRule, StopWords, Unbounded, longest_parsing_prefix, parses

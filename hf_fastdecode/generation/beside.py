@@ -15,7 +15,7 @@ def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 class Beside:
-    """Runs work on a second stream, beside what is queued on the current one from now on, and behind what was before.
+    """Runs work on a second stream, beside later work of the current one, and after its earlier work.
 
     Args:
         device: On devices other than CUDA, work runs at once.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from .._compat import tensor_version
 from ..cache.shared import FilledBy
 from ..parallel.groups import local_part
-from .identity import LENGTH_SEEN, adapter_state, changes_frequencies, module_state
-from .model_walk import ModelWalk
+from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""

@@ -1,23 +1,30 @@
-"""Detects third-party code on a model: forward hooks, instance-level `forward`s, modules and patched classes.
+"""Third-party code on a model: forward hooks, instance-level `forward`s, modules, patched classes, divided parameters.
 
 Prefill packs the tokens of all prompts into one row. Code that reads rows or the last position, e.g. for activation
 steering, patching or probing, would see other shapes than in stock transformers.
+
+ZeRO-3 and both versions of FSDP gather parameters from several processes in each pass. Each process may then have
+prompts of its own, and all must run the same passes. Parameters that were gathered before a call, and stay so until it
+ends, are as those of one process: gathering is a collective, so that all processes find the same answer.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from .._compat import global_forward_hooks
+from .._compat import fsdp2_stays_gathered, global_forward_hooks
 from ..errors import Unsupported
-from ..weak_method import STATE_ATTRIBUTE
-from .known_hooks import Role, defining_module, name_of, role_of, unbound
-from .model_walk import ModelWalk
+from ..instance_methods import STATE_ATTRIBUTE
+from ..parallel.groups import in_several_processes
+from .snapshot import ModelWalk
 
 # Where transformers' tensor parallelism gives modules a forward, which communicates.
 _SPLITTING = ("transformers.distributed.tensor_parallel",)
@@ -105,7 +112,6 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _flat(hook: Any) -> Iterator[Any]:
-    """Flatten accelerate's sequential hooks."""
     if (parts := getattr(hook, "hooks", None)) is None:
         yield hook
     else:
@@ -147,8 +153,153 @@ def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:
 
 
 def _is_known_hook(hook: Any) -> bool:
-    return role_of(hook) in (Role.IDLE, Role.SAFE, Role.GATHERS)  # for `gathering` refuses the last where it must
+    return role_of(hook) in (Role.IDLE, Role.SAFE, Role.GATHERS)  # `find_gathering` refuses the last where it must
 
 
 def _is_of(home: str, packages: tuple[str, ...]) -> bool:
     return any(home == package or home.startswith(f"{package}.") for package in packages)
+
+
+class Role(Enum):
+    """What a forward hook does to a pass.
+
+    Attributes:
+        IDLE: Nothing in passes without gradients, or it only records: a captured step may leave it out.
+        SAFE: Nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures.
+        GATHERS: It gathers a module's parameters before the module runs, and divides them again after it.
+        WRAPS: It does what the function does that it wraps.
+        READS_ROWS: Something that other rows or lengths would change.
+    """
+
+    IDLE = auto()
+    SAFE = auto()
+    GATHERS = auto()
+    WRAPS = auto()
+    READS_ROWS = auto()
+
+
+_ROLES: Final = {
+    "accelerate": Role.SAFE,  # devices, offloading, casts of layers
+    "accelerate.big_modeling:_self_attn_pre_forward_hook": Role.READS_ROWS,  # drops masks, in context parallelism
+    "deepspeed.profiling.flops_profiler": Role.SAFE,
+    "deepspeed.runtime.engine:_module_forward_post_hook": Role.IDLE,  # timers
+    "deepspeed.runtime.engine:_module_forward_pre_hook": Role.IDLE,  # timers, and casts of positional inputs
+    "deepspeed.runtime.zero.parameter_offload": Role.GATHERS,
+    "deepspeed.runtime.zero.parameter_offload:_start_of_forward_hook": Role.SAFE,  # resets a counter
+    "deepspeed.utils.nvtx": Role.WRAPS,
+    "hf_fastdecode": Role.SAFE,
+    "lightning": Role.SAFE,  # profilers, summaries, trackers of calls
+    "lightning_fabric": Role.SAFE,
+    "peft:make_inputs_require_grad": Role.IDLE,  # its other hooks select an adapter per row
+    "peft:make_inputs_require_grads": Role.IDLE,
+    "pytorch_lightning": Role.SAFE,
+    "torch._dynamo": Role.WRAPS,  # torch.compiler.disable
+    "torch.distributed": Role.SAFE,
+    "torch.nn.parallel": Role.SAFE,
+    "torch.nn.utils": Role.SAFE,
+    "transformers": Role.SAFE,
+    "transformers.integrations.neftune": Role.READS_ROWS,  # noise scaled by the row length
+    # transformers leaves these on a model from the first pass that returns hidden states; other passes skip them.
+    "transformers.utils.output_capturing": Role.IDLE,
+    "transformers:make_inputs_require_grad": Role.IDLE,
+    "transformers:make_inputs_require_grads": Role.IDLE,
+}
+"""Roles by the package, or module, that defines a hook, and the function's name where others there do other things."""
+
+
+def role_of(hook: Any) -> Role | None:
+    """What a hook does; None of unknown ones."""
+    function = unbound(hook)
+    home, name = defining_module(hook), name_of(hook).rpartition(".")[2]
+    parts = home.split(".")
+    packages = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    known = (*(f"{package}:{name}" for package in packages), *packages)
+    role = next((_ROLES[key] for key in known if key in _ROLES), None)
+    if role is not Role.WRAPS:
+        return role
+    roles = {role_of(inner) for inner in _wrapped(function)}
+    return roles.pop() if len(roles) == 1 else None
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """What a decorator's function calls, in its closure where the decorator does not say it."""
+    if (inner := getattr(function, "__wrapped__", None)) is not None:
+        yield inner
+    else:
+        cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+        yield from (content for content in cells if callable(content))
+
+
+def unbound(function: Any) -> Any:
+    while isinstance(function, types.MethodType | partial):
+        function = function.__func__ if isinstance(function, types.MethodType) else function.func
+    return function
+
+
+def defining_module(function: Any) -> str:
+    """Module where a callable is defined; ``__module__`` may be copied from a wrapped function."""
+    bare = unbound(function)
+    return str(getattr(bare, "__globals__", {}).get("__name__") or type(bare).__module__)
+
+
+def name_of(function: Any) -> str:
+    """Qualified name of a callable, with its module; ``__qualname__`` may be copied from a wrapped function."""
+    bare = unbound(function)
+    code = getattr(bare, "__code__", None)
+    return f"{defining_module(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"
+
+
+class Gathering(NamedTuple):
+    """What gathers parameters in each pass, and how to gather them before a call instead."""
+
+    what: str
+    remedy: str
+
+
+_ZERO_3 = Gathering(
+    "ZeRO-3 divides its parameters between processes, and each pass gathers them",
+    "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
+    "default (ds3_gather_for_generation=True)",
+)
+_FSDP_1 = Gathering(
+    "FSDP 1 divides its parameters between processes, and each pass gathers them",
+    "use FSDP 2 (torch.distributed.fsdp.fully_shard) and gather them for the call, or ZeRO-3",
+)
+_FSDP_2 = Gathering(
+    "FSDP 2 divides its parameters between processes, and each pass gathers them",
+    "gather them for the call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it",
+)
+
+
+def find_gathering(walk: ModelWalk) -> Gathering | None:
+    """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered now."""
+    if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
+        return _ZERO_3
+    if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+
+    for kind in walk.classes:
+        if issubclass(kind, FullyShardedDataParallel):
+            strategies = {module.sharding_strategy for module in _of(walk, kind)}
+            return None if strategies == {ShardingStrategy.NO_SHARD} else _FSDP_1
+        if issubclass(kind, FSDPModule) and not all(map(fsdp2_stays_gathered, _of(walk, kind))):
+            return _FSDP_2
+    return None
+
+
+def _of(walk: ModelWalk, kind: type[nn.Module]) -> list[Any]:
+    return [module for module in walk.modules if type(module) is kind]
+
+
+def _divided_by_zero_3(walk: ModelWalk) -> bool:
+    """Whether parameters are divided now, or hooks divide them again after each module."""
+    found = (getattr(parameter, "ds_status", None) for parameter in walk.parameters)
+    if any(status is not None and status.name != "AVAILABLE" for status in found):
+        return True
+    hooks = (
+        hook
+        for module in walk.with_code
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+    return any(role_of(hook) is Role.GATHERS for hook in hooks)

@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
 from ..parallel.groups import sequence_group
 from ..parallel.sequence import SequenceParallel
-from ..weak_method import STATE_ATTRIBUTE
-from .instance_patch import WrappedMethods, Wrapper
+from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
 from .report import CallReport
@@ -65,7 +65,6 @@ class ModelState:
         return self._parallel
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
-        """The structure of the model as it is now, for a call with the current options."""
         return self.structure.of(model, self.parallel)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -121,6 +120,5 @@ _calls: WeakKeyDictionary[ModelState, int] = WeakKeyDictionary()
 
 
 def state_of(model: PreTrainedModel) -> ModelState | None:
-    """The state of an enabled model, or None."""
     model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
     return None if model_state is None or model_state.disable_pending else model_state

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks
-from .identity import ADAPTER_SWITCHES, SET_BY_CALLS, addresses, config_field, forward_of, layouts
-from .model_walk import ModelWalk
+from .snapshot import ADAPTER_SWITCHES, SET_BY_CALLS, ModelWalk, addresses, config_field, forward_of, layouts
 
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
@@ -39,8 +38,8 @@ class ModelWatch:
     """Tells whether anything on a model was set, added, replaced or moved since a moment.
 
     Compared are classes, attributes, parameters, buffers, hooks and configs by identity, tensors also by their memory,
-    and containers by what is in them. Numbers written to weights in place are no change. What is found may be none at
-    all, as of an equal string: `identity.captured_state` then tells. `_LEFT_ASIDE` is not compared.
+    and containers by what is in them. Elements written to weights in place are no change. What is found may be none at
+    all, as of an equal string: `snapshot.captured_state` then tells. `_LEFT_ASIDE` is not compared.
 
     An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
     replaced ones are freed at once, and their end is a change. Tensors have ids and addresses alone: those with weak
@@ -62,12 +61,7 @@ class ModelWatch:
         self._getters = [_getter(tuple(attributes), getters) for attributes in own]
         self._registered = [[len(attributes[name]) for attributes in own] for name in _REGISTERED]
         self._filled = [[index for index, size in enumerate(sizes) if size] for sizes in self._registered]
-        self._containers = [
-            (index, name)
-            for index, attributes in enumerate(own)
-            for name, value in attributes.items()
-            if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
-        ]
+        self._containers = _containers(own)
         self._all_watched = next(global_forward_hooks(), None) is None
         values = self._values(own, walk.modules)
         self._ids, self._host = list(map(id, values)), self._host_state(walk.modules)
@@ -85,18 +79,18 @@ class ModelWatch:
         ]
         self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
-        known = set(map(id, walk.modules))
+        self._hold(values, known=set(map(id, walk.modules)))
+
+    def _hold(self, values: Iterable[object], known: set[int]) -> None:
+        """Hold scalars, and refer to other objects weakly where they can be; those with a `known` id are held."""
         for value in {id(value): value for value in values if id(value) not in known}.values():
             if type(value) in _SCALARS:
                 self._held.append(value)
             elif not isinstance(value, (Tensor, *_CONTAINERS)):
-                self._hold(value)
-
-    def _hold(self, value: object) -> None:
-        try:
-            self._held.append(ref(value, self._gone.append))
-        except TypeError:
-            self._held.append(value)
+                try:
+                    self._held.append(ref(value, self._gone.append))
+                except TypeError:
+                    self._held.append(value)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -127,7 +121,6 @@ class ModelWatch:
             return True
 
     def _memory_now(self) -> tuple[int, ...]:
-        """Addresses of the tensors that modules had."""
         modules = self._modules
         own = [modules[index]().__dict__ for index in self._homes]
         registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
@@ -178,6 +171,15 @@ def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]
         read = [name for name in names if name not in _OF_EVERY_MODULE and name not in _LEFT_ASIDE]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
+
+
+def _containers(own: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [
+        (index, name)
+        for index, attributes in enumerate(own)
+        for name, value in attributes.items()
+        if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
+    ]
 
 
 def _contents(container: Any) -> Iterator[object]:

@@ -39,6 +39,14 @@ TOKENS_OF_A_PASS = 2048
 _STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
 """Options that a stock call fulfils anyway."""
 
+_INTEGERS: dict[str, tuple[int, object, str]] = {
+    "min_shared_tokens": (1, ..., ""),
+    "min_saved_tokens": (0, "auto", ', or "auto"'),
+    "max_prefill_tokens": (1, ..., ""),
+    "max_rows": (1, None, ", or None for no bound"),
+}
+"""Options that are integers: the least one, another value, and how errors name that."""
+
 _SHORTEST_TIMEOUT = 3
 """Seconds within which a process that lives tells its peers so, with all its cores busy."""
 
@@ -104,6 +112,28 @@ class Options:
             if forced not in BACKENDS:
                 raise ValueError(f"${BACKEND_VARIABLE} must be one of {', '.join(BACKENDS)}, got {forced!r}")
             object.__setattr__(self, "backend", forced)
+        self._check_choices()
+        if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:
+            raise ValueError(
+                "reuse_prefix must be True (2 GiB), False, or the most bytes of keys and values to keep, at least 0, "
+                f"got {self.reuse_prefix!r}"
+            )
+        if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
+            # Its import needs torch, and options are also read where its seconds would be lost.
+            from ..parallel.groups import require_sequence_group
+
+            require_sequence_group(self.sequence_parallel)
+        for name, (least, allowed, otherwise) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value == allowed:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}{otherwise}, got {value!r}")
+        seconds = self.peer_timeout
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= _SHORTEST_TIMEOUT:
+            raise ValueError(f"peer_timeout must be a number of at least {_SHORTEST_TIMEOUT} seconds, got {seconds!r}")
+
+    def _check_choices(self) -> None:
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if (name, value) == ("mode", "compile"):
@@ -118,26 +148,3 @@ class Options:
                 "fuse_projections=True cannot run with mode='eager', since only captured steps fuse; use mode='auto' "
                 "or fuse_projections='auto'"
             )
-        if not isinstance(self.reuse_prefix, int) or self.reuse_prefix < 0:
-            raise ValueError(
-                "reuse_prefix must be True (2 GiB), False, or the most bytes of keys and values to keep, at least 0, "
-                f"got {self.reuse_prefix!r}"
-            )
-        if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
-            # Its import needs torch, and options are also read where its seconds would be lost.
-            from ..parallel.groups import require_sequence_group
-
-            require_sequence_group(self.sequence_parallel)
-        for name, least in (("min_shared_tokens", 1), ("min_saved_tokens", 0), ("max_prefill_tokens", 1)):
-            value = getattr(self, name)
-            if name == "min_saved_tokens" and value == "auto":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                otherwise = ', or "auto"' if name == "min_saved_tokens" else ""
-                raise ValueError(f"{name} must be an integer of at least {least}{otherwise}, got {value!r}")
-        rows = self.max_rows
-        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-            raise ValueError(f"max_rows must be an integer of at least 1, or None for no bound, got {rows!r}")
-        seconds = self.peer_timeout
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= _SHORTEST_TIMEOUT:
-            raise ValueError(f"peer_timeout must be a number of at least {_SHORTEST_TIMEOUT} seconds, got {seconds!r}")

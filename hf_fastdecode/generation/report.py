@@ -138,7 +138,6 @@ class CallReport:
         return vars(self) | {"cache": None}  # weak references cannot be pickled
 
     def observe(self, cache: SharedContextCache) -> None:
-        """Record the operators and lengths of a forward pass with this cache."""
         if not self.layers or self.suffix_length == 0:
             self.layers = [_what_ran(layer) for layer in cache.layers]
             self.layer_sizes = [
@@ -172,11 +171,9 @@ class CallReport:
             self.parallel = ParallelReport(kind, ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
     def begin_again(self) -> None:
-        """Forget what was prefilled and reused so far in the call."""
         self.captured_prefill_tokens, self.known_tokens = 0, None
 
     def fail(self, error: BaseException) -> None:
-        """Record that the call raised."""
         self.path, self.reason = "failed", type(error).__name__
         with suppress(Exception):  # a failing __str__ must not mask the error
             self.reason += f": {error}" if str(error) else ""
@@ -211,7 +208,6 @@ class CallReport:
         return replace(main, reason=reason, inner=tuple(inner))
 
     def lines(self) -> list[str]:
-        """Human-readable lines of the report."""
         return _lines_of(self)
 
 
@@ -252,7 +248,6 @@ class Report:
 
 
 def _what_ran(layer: object) -> str:
-    """What a layer of a cache computed in a call, or what else it stores."""
     ran: list[str] = []
     if isinstance(layer, StateLayer):
         ran.append("a state for each row")
@@ -265,7 +260,6 @@ _COLUMNS = 80
 
 
 def _lines_of(call: CallReport) -> list[str]:
-    """Lines of a call's report, of any length."""
     lines = [f"last generate call: {call.path} ({call.reason})", *_inner_lines(call.inner)]
     if call.path != "shared":
         return lines
@@ -350,7 +344,7 @@ def _layer_lines(layers: Sequence[str]) -> list[str]:
 
 
 def _fold(line: str) -> list[str]:
-    """A line of a report in lines of at most 80 columns, indented behind the first."""
+    """A line of a report in lines of at most 80 columns, indented after the first."""
     text = line.lstrip(" ")
     indent = line[: len(line) - len(text)]
     wrap = textwrap.TextWrapper(

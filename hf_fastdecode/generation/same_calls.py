@@ -7,8 +7,8 @@ the communication library, in a hang, or in tokens that no process would compute
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -16,6 +16,7 @@ from .._compat import CACHE
 from ..cache.shared import SharedContextCache
 from ..parallel.agreement import Ranks, described
 from .call_context import CallContext
+from .decoding.sampling import generator_state
 
 _NOT_COMPARED = ("transformers_version",)
 
@@ -31,34 +32,29 @@ def require_same_call(call: CallContext, given: Mapping[str, Tensor], loop: str)
 
 
 def _fields(call: CallContext, given: Mapping[str, Tensor], loop: str) -> dict[str, str]:
-    """What is compared of a call, by name."""
-    fields = {"decoding loop": loop}
-    fields |= {name: described(value) for name, value in given.items() if name not in call.arguments}
+    fields = {name: value for name, value in given.items() if name not in call.arguments}
     fields |= {
-        name: described(value)
+        name: value
         for name, value in vars(call.config).items()
         if not name.startswith("_") and name not in _NOT_COMPARED
     }
-    fields |= {name: described(value) for name, value in call.arguments.items() if name != CACHE}
-    fields |= {f"enable(..., {name}=)": described(value) for name, value in vars(call.options).items()}
-    cache = call.arguments.get(CACHE)
-    fields[CACHE] = _of_cache(cache) if isinstance(cache, SharedContextCache) else described(cache)
-    return fields
+    fields |= call.arguments
+    fields |= {f"enable(..., {name}=)": value for name, value in vars(call.options).items()}
+    cache = fields.pop(CACHE, None)
+    of_cache = _of_cache(cache) if isinstance(cache, SharedContextCache) else described(cache)
+    return {"decoding loop": loop, **_described(fields), CACHE: of_cache}
+
+
+def _described(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {name: described(value) for name, value in fields.items()}
 
 
 def require_same_prefill(
     model: PreTrainedModel, ranks: Ranks, new_tokens: Tensor, rows: int, max_prefill_tokens: int
 ) -> None:
     """Raise ValueError on all ranks if they would prefill different tokens, or in different passes."""
-
-    def fields() -> dict[str, str]:
-        return {
-            "the prompts' tokens": described(new_tokens),
-            "number of prompts": described(rows),
-            "max_prefill_tokens": described(max_prefill_tokens),
-        }
-
-    _require_same(model, ranks, fields, "prefill was called differently")
+    fields = {"the prompts' tokens": new_tokens, "number of prompts": rows, "max_prefill_tokens": max_prefill_tokens}
+    _require_same(model, ranks, lambda: _described(fields), "prefill was called differently")
 
 
 def require_same_pass(model: PreTrainedModel, ranks: Ranks, input_ids: object, queries: int) -> None:
@@ -69,31 +65,20 @@ def require_same_pass(model: PreTrainedModel, ranks: Ranks, input_ids: object, q
     Args:
         input_ids: ``[rows, queries]`` int64; embeddings are compared by their number of tokens alone.
     """
-
-    def fields() -> dict[str, str]:
-        return {"input_ids": described(input_ids), "number of tokens of a row": described(queries)}
-
-    _require_same(model, ranks, fields, "a forward pass was called differently")
+    fields = {"input_ids": input_ids, "number of tokens of a row": queries}
+    _require_same(model, ranks, lambda: _described(fields), "a forward pass was called differently")
 
 
 def require_same_ends(call: CallContext, end_tokens: Tensor | None, max_length: int | None) -> None:
     """Raise ValueError on all ranks if stopping criteria end rows at other tokens or lengths on some of them."""
-
-    def fields() -> dict[str, str]:
-        return {"stopping_criteria's end tokens": described(end_tokens), "max_length": described(max_length)}
-
-    _require_same(call.model, call.ranks, fields, "generate was called differently")
+    fields = {"stopping_criteria's end tokens": end_tokens, "max_length": max_length}
+    _require_same(call.model, call.ranks, lambda: _described(fields), "generate was called differently")
 
 
 def require_same_draws(call: CallContext, loop: str) -> None:
     """Raise ValueError on all ranks if a loop other than this package's would draw other tokens on some of them."""
     device = call.model.device
-
-    def generator() -> dict[str, str]:
-        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return {"random generator": described(state)}
-
-    if call.config.do_sample and call.ranks.differences(generator):
+    if call.config.do_sample and call.ranks.differences(lambda: _described({"generator": generator_state(device)})):
         raise ValueError(
             f"the random generators ({device.type}) of the {call.ranks.count} processes that compute "
             f"{type(call.model).__name__} together differ, so that this call, which {loop} decodes, would draw other "

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention.active_passes import RowLengths, active
+from .._compat import COMPILED_CALL, uncompiled_call
+from ..attention.active_passes import RowLengths, active, lengths_of_pass
+from ..attention.own_code import Method, stand_ins_of
 from ..cache.layout.model import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import SequenceParallel
 from ..parallel.watchdog import watchdog_of
+from .foreign_code import Gathering, find_gathering, is_capturable, is_of_transformers
 from .forward_pass import input_device
 from .fused.modules import FusedModules
-from .gathering import Gathering, find_gathering
-from .model_walk import ModelWalk
+from .interception.switches import ReplacedCall, replaced_calls
 from .model_watch import ModelWatch
-from .stand_ins import StandIns, find_stand_ins
+from .snapshot import ModelWalk
 
 Answer = TypeVar("Answer")
 
@@ -46,7 +49,6 @@ class Structure:
 
     @cached_property
     def walk(self) -> ModelWalk:
-        """The model's modules."""
         return ModelWalk(self._model, None if self.known is None else self.known.watch.modules)
 
     @cached_property
@@ -83,7 +85,6 @@ class Structure:
 
     @property
     def gathering(self) -> Gathering | None:
-        """What gathers parameters in each pass, from processes which may each have prompts of their own."""
         return find_gathering(self.walk)
 
     @cached_property
@@ -96,15 +97,14 @@ class Structure:
         return FusedModules(self._model, self.walk.modules, found)
 
     @cached_property
-    def stand_ins(self) -> StandIns:
-        """Methods that run in the place of attention code of the architecture's own."""
-        return StandIns(self.walk.modules, self.kept("stand-ins", lambda: find_stand_ins(self.walk.modules)))
+    def stand_ins(self) -> Overrides:
+        return Overrides(self.walk.modules, self.kept("stand-ins", lambda: find_overrides(self.walk.modules)))
 
     @cached_property
-    def captured_stand_ins(self) -> StandIns:
-        """The same of captured passes alone."""
-        found = self.kept("captured stand-ins", lambda: find_stand_ins(self.walk.modules, in_captures=True))
-        return StandIns(self.walk.modules, found)
+    def captured_stand_ins(self) -> Overrides:
+        """Further methods that run in captured passes alone."""
+        found = self.kept("captured stand-ins", lambda: find_overrides(self.walk.modules, in_captures=True))
+        return Overrides(self.walk.modules, found)
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -113,7 +113,6 @@ class Structure:
 
     @property
     def fused_names(self) -> str:
-        """The modules that run as kernels, for reports."""
         return self.kept("fused names", lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
@@ -140,21 +139,25 @@ class Structure:
         for name in ("walk", "fused", "stand_ins", "captured_stand_ins"):  # made again for passes after the call
             vars(self).pop(name, None)
 
-    @contextmanager
-    def attending(self, lengths: RowLengths) -> Iterator[None]:
-        """Context in which layers attend to a shared-context cache, see `attention.active_passes.active`."""
-        with active(self.configs, lengths), self.stand_ins.installed():
-            yield
+    def passing(self, lengths: RowLengths) -> AbstractContextManager[None]:
+        """Context of a forward pass over a shared-context cache, see `attention.active_passes.active`.
 
-    @contextmanager
-    def passing(self, lengths: RowLengths) -> Iterator[None]:
-        """Context of a forward pass over a shared-context cache, with fused modules."""
-        with self.attending(lengths):
-            if self.fused is None:
-                yield
-            else:
-                with self.fused.installed():
-                    yield
+        Overrides of the architecture's attention code and fused modules run in it.
+        """
+        contexts = [active(self.configs, lengths)]
+        if self.stand_ins.found:
+            contexts.append(self.stand_ins.installed())
+        if self.fused is not None:
+            contexts.append(self.fused.installed())
+        return contexts[0] if len(contexts) == 1 else _all(contexts)
+
+
+@contextmanager
+def _all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class Known:
@@ -189,3 +192,93 @@ class KeptStructure:
         structure = Structure(model, parallel=parallel)
         structure.known = self._known = Known(structure)
         return structure
+
+
+_KNOWN = ("transformers.", "hf_fastdecode.")
+"""Where classes are defined that change nothing of a base's attention, or attend to a shared-context cache."""
+
+
+class Found(NamedTuple):
+    """An overridden method: the number of its module among the model's, and its name."""
+
+    number: int
+    name: str
+    method: Method
+
+
+def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
+    """The methods of a model's modules that are overridden, in all passes or in captured ones alone.
+
+    Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
+    """
+    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
+    for kind in kinds:
+        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
+        if base is not None and not kind.__module__.startswith(_KNOWN):
+            raise Unsupported(
+                f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
+                "leave out what it changes"
+            )
+    return [
+        Found(number, name, method)
+        for number, module in enumerate(modules)
+        for name, method in kinds[type(module)].items()
+    ]
+
+
+class Overrides:
+    """Overrides of the attention code of a model, and the context in which they run.
+
+    Args:
+        modules: The model's modules.
+        found: Of these modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
+        self._modules, self.found = modules, found
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which passes over a shared-context cache, of this thread, run them.
+
+        Raises:
+            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
+        """
+        for one in self.found:
+            _require_plain(self._modules[one.number], one.name)
+        replaced_calls.enter(self._calls)
+        try:
+            yield
+        finally:
+            replaced_calls.leave(self._calls)
+
+    @cached_property
+    def _calls(self) -> list[ReplacedCall]:
+        return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
+
+
+def _require_plain(module: nn.Module, name: str) -> None:
+    """Check that nothing of the user's runs in the method's calls."""
+    kind, own = type(module), vars(module)
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
+        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
+    if replaced_calls.is_taken(module, _attribute(name)):
+        what = "compiled call" if name == "forward" else f"{name} of its own"
+        raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
+    if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
+        raise Unsupported(f"{kind.__name__}.{name} is not transformers' own, and would not run")
+
+
+def _attribute(name: str) -> str:
+    return COMPILED_CALL if name == "forward" else name
+
+
+def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
+    """The call of an override; passes of other threads run the module's own method."""
+    own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
+
+    return ReplacedCall(module, _attribute(name), call)

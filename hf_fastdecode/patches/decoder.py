@@ -13,7 +13,7 @@ from .._compat import cache_in
 from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
-from ..weak_method import WeakMethod
+from ..instance_methods import WeakMethod
 from .config_base import SlimConfig
 from .layers.attention_layer import SlimAttention
 from .layers.decoder_attention import SlimDecoderAttention

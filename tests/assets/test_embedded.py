@@ -12,13 +12,13 @@ import torch
 
 from hf_fastdecode.assets import (
     MODEL_PATH,
+    SEPARATOR,
     embedded_folder,
     embedded_tasks,
     few_shot_prompt,
     fewshot_tasks,
     load_embedded,
 )
-from hf_fastdecode.assets.prompt import SEPARATOR
 from hf_fastdecode.evals.generation import draw_rows, samples_of, sharing
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.records import Sample, Task

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from hf_fastdecode.assets import Task, few_shot_prompt, fewshot_tasks
-from hf_fastdecode.assets.prompt import DONE, SEPARATOR, task_prompt
+from hf_fastdecode.assets import DONE, SEPARATOR, Task, few_shot_prompt, fewshot_tasks, task_prompt
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 

@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 import hf_fastdecode as fd
-from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.assets.prompt import SEPARATOR
+from hf_fastdecode.assets import SEPARATOR, embedded_tasks, few_shot_prompt
 
 from .recording import Calls, recorded
 

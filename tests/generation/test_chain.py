@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.decoding.processor_chain import Chain, read_chain
+from hf_fastdecode.generation.decoding.sampling import Chain, read_chain
 
 from ..tiny_models import tiny_model
 

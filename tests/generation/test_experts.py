@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_fastdecode.generation.decoding.experts import decode_context
-from hf_fastdecode.generation.identity import captured_state
+from hf_fastdecode.generation.decoding.decode import decode_context
+from hf_fastdecode.generation.snapshot import captured_state
 
 from ..tiny_models import tiny_model
 

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.model_walk import ModelWalk
+from hf_fastdecode.generation.snapshot import ModelWalk
 from hf_fastdecode.generation.support.call import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model

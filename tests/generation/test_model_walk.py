@@ -10,9 +10,8 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.cache.layout.model import ModelLayout
 from hf_fastdecode.generation import structure as structures
-from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.model_walk import ModelWalk
+from hf_fastdecode.generation.snapshot import ModelWalk, captured_state
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.structure import Structure
 

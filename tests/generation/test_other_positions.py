@@ -11,7 +11,7 @@ import transformers
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.masks import without_blocks
-from hf_fastdecode.generation.loop_argument import hands_generate_on
+from hf_fastdecode.generation.interception.generate import hands_generate_on
 
 from ..architectures.classes import class_named, generating_classes, tiny_model_of
 from ..tiny_models import ragged_prompts, seeded, tiny_model, tiny_model_of_type

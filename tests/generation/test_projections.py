@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.identity import captured_state
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.snapshot import captured_state
 from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import cuda_graph, modes, projections
 from hf_fastdecode.generation.steps.projections import FusedProjections

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tqdm import tqdm
 
-from hf_fastdecode.assets.prompt import Task, solved_example
+from hf_fastdecode.assets import Task, solved_example
 
 from .compose import compose, describe, function_name, is_hideable, write_code
 from .grammar import BOOL

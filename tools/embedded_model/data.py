@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hf_fastdecode.assets.prompt import SEPARATOR
+from hf_fastdecode.assets import SEPARATOR
 
 from .corpus import BLOCK, training_block
 

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hf_fastdecode.assets.prompt import BEGIN, DONE
+from hf_fastdecode.assets import BEGIN, DONE
 
 from .corpus import training_blocks
 

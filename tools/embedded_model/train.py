@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from hf_fastdecode.assets.prompt import BEGIN, DONE
+from hf_fastdecode.assets import BEGIN, DONE
 
 from .data import Packer, build_corpus
 from .tokenizer import PAD, train_tokenizer

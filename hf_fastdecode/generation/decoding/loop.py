@@ -25,16 +25,47 @@ from ..prompts.unshared_prompts import prefill_unshared
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
 from ..support.call import step_arguments
-from .decisions import Decisions
-from .refill import Refill
-from .room import Logits, rows_that_fit
+from .decisions import Decisions, Logits, rows_that_fit
+from .refill import Refill, Wave, concatenate
 from .sampling import Drawn, Sampler, generator_state, set_generator_state
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
-from .wave import Wave, concatenate
 
 _REPLAY = 16
 """Tokens per row and forward pass when a wave's suffixes are recomputed."""
+
+
+@dataclass
+class _Batch:
+    """The rows of a wave that decode steps compute.
+
+    Attributes:
+        rows: ``[batch]`` int64: their numbers in the call.
+        positions: ``[batch]`` int64: of the tokens drawn last.
+        active: ``[batch]`` int64: the rows as indices of the wave; None for all of it.
+        steps: None before the first step, which the first token does without.
+    """
+
+    cache: SharedContextCache
+    rows: Tensor
+    positions: Tensor
+    active: Tensor | None = None
+    steps: Steps | None = None
+
+    def next_logits(self, last: Tensor, make_steps: StepsMaker) -> Tensor:
+        """Logits ``[batch, vocabulary]`` after the `last` tokens of the wave's rows."""
+        self.steps = self.steps or make_steps(self.cache)
+        return self.steps(last if self.active is None else last[self.active], self.positions)
+
+    def select(self, mask: Tensor, wave: Wave) -> None:
+        """Keep the rows that a mask on the host, of the wave's rows, marks."""
+        assert self.steps is not None
+        batch = torch.arange(len(mask), device=mask.device) if self.active is None else self.active.cpu()
+        keep = mask[batch].nonzero().flatten()
+        self.steps = self.steps.select(keep.tolist())
+        self.positions = self.positions[keep.to(self.positions.device)]
+        self.active = batch[keep].to(self.positions.device)
+        self.rows = wave.rows[self.active]
 
 
 @dataclass
@@ -64,7 +95,6 @@ class Loop:
         return self._recorded(self._in_waves(at_once))
 
     def _in_waves(self, at_once: int) -> Wave:
-        """Decode all rows in waves of `at_once` rows."""
         rows = len(self.prompts)
         whole = Wave.of(self.prompts, self._new_tokens)
         if self.sampler.generator_draws:
@@ -111,7 +141,6 @@ class Loop:
         return wave
 
     def _refilled(self, at_once: int) -> Wave:
-        """Decode all rows, `at_once` of them at a time: waiting rows take the places of finished ones."""
         try:
             return self._refill(at_once)
         except torch.OutOfMemoryError as error:
@@ -136,7 +165,6 @@ class Loop:
         return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
 
     def _rows_at_once(self) -> int:
-        """As many rows as may decode at once, by `max_rows` and by free memory."""
         rows, most = len(self.prompts), self.call.options.max_rows
         if (why := self._why_unsplittable()) is not None:
             if most is not None and most < rows:
@@ -205,68 +233,68 @@ class Loop:
 
     def _decode(self, wave: Wave, cache: SharedContextCache, until: int = 0) -> None:
         """Sample tokens until every row of the wave is finished, or if all are, until each has so many."""
-        width, stopping = self.prompts.shape[1], self.stopping
-        steps: Steps | None = None  # made after the first token, which needs no step
-        positions = self.start.positions[wave.rows] + wave.drawn - 1
+        stopping, device = self.stopping, self.prompts.device
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
-        active: Tensor | None = None  # the batch's rows as indices of the wave; None for all
-        row_numbers = wave.rows  # the batch's row numbers in the call
+        batch = _Batch(cache, wave.rows, self.start.positions[wave.rows] + wave.drawn - 1)
         kept = bool(cache.state_layers) and self.call.returns_cache  # whose steps cannot be undone
         synchronous = self.decisions.polls_synchronously or kept
-        poller = FinishedRowPoller(self.prompts.device, synchronous=synchronous, draws=self.sampler.generator_draws)
-        limit = stopping.max_length or self.call.config.max_length
+        poller = FinishedRowPoller(device, synchronous=synchronous, draws=self.sampler.generator_draws)
         counted = len(wave.rows) > 1 and self._why_unsplittable() is None
-        device = self.prompts.device
+        pad = self._pad if stopping.pads else None
         if wave.generator is not None:
             set_generator_state(device, wave.generator)
         while True:
             if logits is None:
                 self.decisions.reserve(cache, counted=counted)
-                steps = steps or self.make_steps(cache)
-                last = wave.tokens[:, width + wave.drawn - 1]
-                logits = steps(last if active is None else last[active], positions)
-            if self.log_probs is not None:
-                self.log_probs.before_draw(logits, wave.drawn)
-            drawn = self.decisions.drawn(self._draw(wave, logits, row_numbers, active))
-            tokens = drawn.tokens
-            if stopping.pads:
-                tokens = torch.where(wave.unfinished, tokens, self._pad)
-            self._collect(wave, drawn)
-            view = wave.with_next(tokens, width)
-            given = view.contiguous() if stopping.custom else None
-            ended = None
-            if not until:
-                ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, self._scores(wave))
-            ended = self.decisions.ended(ended, wave.unfinished)
-            if given is not None:
-                view.copy_(given)  # as in stock, the user's code may change tokens in place
-            wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
+                logits = batch.next_logits(wave.tokens[:, self.prompts.shape[1] + wave.drawn - 1], self.make_steps)
+            view, polls = self._extend(wave, batch, logits, pad, until=until)
             if counted and wave.generator is not None:
                 wave.generator = generator_state(device)
-            positions, logits = positions + 1, None
-            if self.streamer is not None:
-                self.streamer.put(tokens.cpu())
-            if self.decisions.over(stopping.all_end(width + wave.drawn, view) or wave.drawn == until):
+            logits, batch.positions = None, batch.positions + 1
+            if self.decisions.over(stopping.all_end(view.shape[1], view) or wave.drawn == until):
                 break
-            mask = poller.poll(wave.unfinished, wave.drawn) if ended is not None or stopping.timed else None
+            mask = poller.poll(wave.unfinished, wave.drawn) if polls or stopping.timed else None
             if mask is None:
                 continue
             count = int(mask.sum())
             if count == 0:
                 break
-            if not self.decisions.can_compact or count == len(mask if active is None else active):
-                continue
-            steps = steps or self.make_steps(cache)
-            if self.decisions.compacts(steps.should_compact(count, limit - width - wave.drawn)):
-                batch = torch.arange(len(mask), device=mask.device) if active is None else active.cpu()
-                keep = mask[batch].nonzero().flatten()
-                steps = steps.select(keep.tolist())
-                positions = positions[keep.to(positions.device)]
-                active = batch[keep].to(positions.device)
-                row_numbers = wave.rows[active]
-                self.call.report.compactions += 1
+            if self.decisions.can_compact and count != len(batch.rows):
+                self._compact(wave, batch, mask, count)
         wave.end()
         self._undo(wave, cache, poller, until or int(wave.ends.max()))
+
+    def _extend(
+        self, wave: Wave, batch: _Batch, logits: Tensor, pad: Tensor | None, *, until: int
+    ) -> tuple[Tensor, bool]:
+        """Draw the wave's next tokens; returns its ids ``[rows, length]`` with them, and whether rows may end now."""
+        stopping = self.stopping
+        if self.log_probs is not None:
+            self.log_probs.before_draw(logits, wave.drawn)
+        drawn = self.decisions.drawn(self._draw(wave, logits, batch.rows, batch.active))
+        tokens = drawn.tokens if pad is None else torch.where(wave.unfinished, drawn.tokens, pad)
+        self._collect(wave, drawn)
+        view = wave.with_next(tokens, self.prompts.shape[1])
+        given = view.contiguous() if stopping.custom else None
+        ended = None
+        if not until:
+            scores = tuple(wave.scores) if self.call.returns_cache and self.call.config.output_scores else None
+            ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, scores)
+        ended = self.decisions.ended(ended, wave.unfinished)
+        if given is not None:
+            view.copy_(given)  # as in stock, the user's code may change tokens in place
+        wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        return view, ended is not None
+
+    def _compact(self, wave: Wave, batch: _Batch, mask: Tensor, count: int) -> None:
+        """Let finished rows leave the batch if that pays; `mask` says of the wave's rows which `count` go on."""
+        left = self._new_tokens - wave.drawn
+        steps = batch.steps = batch.steps or self.make_steps(batch.cache)
+        if self.decisions.compacts(steps.should_compact(count, left)):
+            batch.select(mask, wave)
+            self.call.report.compactions += 1
 
     def _undo(self, wave: Wave, cache: SharedContextCache, poller: FinishedRowPoller, last: int) -> None:
         """Remove steps run after the last row's end, with `last` tokens, before the host saw it."""
@@ -286,7 +314,6 @@ class Loop:
             self.call.report.observe(cache)
 
     def _draw(self, wave: Wave, logits: Tensor, row_numbers: Tensor, active: Tensor | None) -> Drawn:
-        """Sample tokens for the wave's rows from the batch's logits."""
         if not self.sampler.needs_finished_rows:
             drawn = self.sampler.draw(logits, row_numbers, None, wave.drawn)
             return drawn if active is None else drawn.scatter(active, len(wave.rows))
@@ -310,9 +337,6 @@ class Loop:
             wave.scores.append(drawn.scores)
         if self.call.config.output_logits and drawn.logits is not None:
             wave.logits.append(drawn.logits)
-
-    def _scores(self, wave: Wave) -> tuple[Tensor, ...] | None:
-        return tuple(wave.scores) if self.call.returns_cache and self.call.config.output_scores else None
 
     def _agree(self) -> Decisions:
         call, recorded = self.call, self.log_probs is not None

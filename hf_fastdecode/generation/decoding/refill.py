@@ -1,18 +1,21 @@
 """Decoding of more rows than decode at once: waiting rows take the places of finished ones.
 
 Each place of the batch holds one row of the call; rows are at steps of their own. A row's tokens do not depend on the
-others: it begins behind its prompt's nodes with an empty suffix, and its random numbers, if any, come from its number
+others: it begins after its prompt's nodes with an empty suffix, and its random numbers, if any, come from its number
 and its own step. A captured step goes on with other rows, since the tables that it reads have a length per row.
 
 Places are refilled once enough of them hold finished rows, which also saves transfers: the host looks every few steps
-only. Rows behind one prompt are taken into any place. Where prompts differ, the batch is put in the call's order, for
+only. Rows of one prompt are taken into any place. Where prompts differ, the batch is put in the call's order, for
 the rows of a node to be neighbours, by a copy of the suffixes.
+
+`Wave` holds rows that decode together, here or in waves one after another, with their tokens and collected outputs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,11 +25,10 @@ from ..prompts.start import Start
 from ..report import CallReport
 from ..steps.modes import StepsMaker
 from ..steps.runners import Steps
-from .room import suffixes_may_grow
+from .decisions import suffixes_may_grow
 from .sampling import Sampler
 from .stopping import FinishedRowPoller, Stopping
 from .token_log_probs import TokenLogProbs
-from .wave import FIRST_ROOM, Wave
 
 _WAIT_FOR = 16
 """Places are refilled once one in this many holds a finished row; a refill costs about a step."""
@@ -38,7 +40,7 @@ class Refill:
     Args:
         prompts: ``[rows, width]`` int64.
         new_tokens: Most tokens that a row draws.
-        pad: The token behind a row's end, 0-dimensional int64.
+        pad: The token after a row's end, 0-dimensional int64.
         log_probs: Recorder for which log-probabilities are gathered, if any.
 
     Attributes:
@@ -46,7 +48,7 @@ class Refill:
         lengths: By place, the tokens drawn since its row began: its suffix has one less. It goes on counting while a
             finished row is in the place.
         waiting: Rows without a place, in order.
-        tokens: ``[rows, width + room + 1]``, whose room grows; the last column takes what finished rows draw.
+        tokens: ``[rows, width + room + 1]``, whose capacity grows; the last column takes what finished rows draw.
         drawn: ``[rows]`` int64: tokens drawn by each row.
     """
 
@@ -227,7 +229,6 @@ class Refill:
         return tokens, log_probs
 
     def _whole(self) -> Wave:
-        """All rows, as a wave that has ended."""
         longest, width = int(self.drawn.max()), self.width
         rows = torch.arange(len(self.prompts), device=self.device)
         tokens = self.tokens[:, : width + longest].contiguous()
@@ -235,3 +236,98 @@ class Refill:
         if self.gathered is not None:
             wave.logprobs = list(self.gathered[:, :longest].unbind(1))
         return wave
+
+
+FIRST_ROOM = 512
+"""Initial capacity in new tokens per row; doubled as needed."""
+
+
+@dataclass
+class Wave:
+    """A batch of rows that decode together.
+
+    Attributes:
+        rows: ``[rows]`` int64: row numbers in the call.
+        tokens: ``[rows, capacity]`` int64: prompts followed by sampled tokens.
+        ends: ``[rows]`` int64: number of sampled tokens when the row finished.
+        drawn: Tokens sampled per row.
+        generator: State of torch's generator before the next draw, or after the last one; None if nothing is drawn
+            with it.
+        scores: Collected scores, one ``[rows, vocabulary]`` per step, if requested.
+        logits: Collected raw logits, likewise.
+        logprobs: Log-probabilities of the sampled tokens under the raw logits, ``[rows]`` fp32 per step, if available.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    unfinished: Tensor
+    ends: Tensor
+    drawn: int = 0
+    generator: Tensor | None = None
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
+        rows, width = prompts.shape
+        tokens = prompts.new_empty(rows, width + min(max_new_tokens, FIRST_ROOM))
+        tokens[:, :width] = prompts
+        index = torch.arange(rows, device=prompts.device)
+        return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
+
+    def part(self, rows: slice) -> Wave:
+        return Wave(
+            self.rows[rows],
+            self.tokens[rows].clone(),
+            self.unfinished[rows],
+            self.ends[rows],
+            self.drawn,
+            self.generator,
+            logprobs=[step[rows] for step in self.logprobs],
+        )
+
+    def with_next(self, tokens: Tensor, width: int) -> Tensor:
+        """Write one step's tokens ``[rows]``, made permanent by `commit`; returns ``[rows, length]`` with them."""
+        at = width + self.drawn
+        if at == self.tokens.shape[1]:
+            room = self.tokens.new_empty(len(tokens), self.drawn)
+            self.tokens = torch.cat([self.tokens, room], dim=1)
+        self.tokens[:, at] = tokens
+        return self.tokens[:, : at + 1]
+
+    def commit(self, ended: Tensor | None) -> None:
+        """Commit the step's tokens and mark the rows `ended` (bool ``[rows]``) as finished."""
+        if ended is not None:
+            ends = torch.where(self.unfinished & ended, self.drawn + 1, self.ends)
+            unfinished = self.unfinished & ~ended
+            self.ends, self.unfinished = ends, unfinished
+        self.drawn += 1
+
+    def end(self) -> None:
+        self.ends = torch.where(self.unfinished, self.drawn, self.ends)
+        self.unfinished = torch.zeros_like(self.unfinished)
+
+
+def concatenate(waves: list[Wave], pad: Tensor) -> Wave:
+    """Concatenate waves to one in the call's row order, padded to one length."""
+    drawn = max(wave.drawn for wave in waves)
+    rows = sum(len(wave.rows) for wave in waves)
+    first = waves[0]
+    whole = Wave(
+        torch.arange(rows, device=first.rows.device),
+        pad.expand(rows, first.tokens.shape[1] - first.drawn + drawn).clone(),
+        first.unfinished.new_zeros(rows),
+        first.ends.new_zeros(rows),
+        drawn,
+        max(waves, key=lambda wave: wave.drawn).generator,  # the loop over all rows ends with the last of them
+    )
+    for wave in waves:
+        whole.tokens[wave.rows, : wave.tokens.shape[1]] = wave.tokens
+        whole.ends[wave.rows] = wave.ends
+    if all(len(wave.logprobs) == wave.drawn for wave in waves):
+        whole.logprobs = list(first.logprobs[0].new_zeros(drawn, rows))
+        for wave in waves:
+            for step, logprobs in enumerate(wave.logprobs):
+                whole.logprobs[step][wave.rows] = logprobs
+    return whole

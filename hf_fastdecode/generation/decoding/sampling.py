@@ -1,21 +1,36 @@
-"""Samplers: transformers' own code, and the sampling kernel."""
+"""Samplers: transformers' own code, and the sampling kernel with settings read from logits processors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.sampling import limits
-from .processor_chain import Chain, read_chain
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.sampling.api import Settings
@@ -134,7 +149,6 @@ class TransformersSampler:
         """Nothing is known of a row but its tokens."""
 
     def _of_rows(self, rows: Tensor) -> LogitsProcessorList:
-        """The processors for these rows of the call."""
         if len(rows) == self.rows:
             return self.processors
         return LogitsProcessorList(
@@ -153,12 +167,10 @@ class TransformersSampler:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """State of torch's generator of a device, on the CPU."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Set it."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -274,7 +286,6 @@ def compile_sampler(
 
 
 def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> None:
-    """Launch the kernel over a skipped row."""
     from ...kernels.sampling.api import sample  # needs Triton
 
     skipped = torch.full((1,), -1, dtype=torch.int32, device=logits.device)
@@ -282,10 +293,160 @@ def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> 
 
 
 def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
-    """The chain for the kernel; raises `Unsupported` if the kernel does not support the call."""
     if refused := limits.refusal(logits.device, logits.dtype):
         raise Unsupported(refused)
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):
             raise Unsupported(f"{name}=True needs tensors that the kernel does not compute")
     return read_chain(processors, prompt_length=prompts.shape[1])
+
+
+# The order in which generate builds them; those that suppress tokens may come in any order, and several times.
+_ORDER = {
+    RepetitionPenaltyLogitsProcessor: 0,
+    MinLengthLogitsProcessor: 1,
+    MinNewTokensLengthLogitsProcessor: 1,
+    SuppressTokensLogitsProcessor: 1,
+    SuppressTokensAtBeginLogitsProcessor: 1,
+    TemperatureLogitsWarper: 2,
+    TopKLogitsWarper: 3,
+    TopPLogitsWarper: 4,
+    MinPLogitsWarper: 5,
+    TypicalLogitsWarper: 6,
+    LogitNormalization: 7,
+}
+
+_FIELDS: dict[type, dict[str, str]] = {
+    RepetitionPenaltyLogitsProcessor: {
+        "repetition_penalty": "penalty",
+        "prompt_ignore_length": "prompt_ignore_length",
+    },
+    TemperatureLogitsWarper: {"temperature": "temperature"},
+    TopKLogitsWarper: {"top_k": "top_k"},  # the constructor has already raised it to min_tokens_to_keep
+    TopPLogitsWarper: {"top_p": "top_p"},
+    MinPLogitsWarper: {"min_p": "min_p"},
+    TypicalLogitsWarper: {"typical_p": "mass"},
+    LogitNormalization: {},  # changes no probability
+}
+"""Fields of `Chain` that are attributes of one processor, by the attributes' names."""
+
+_SUPPRESSING = (SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Parameters of a list of logits processors; absent processors have neutral values.
+
+    Attributes:
+        prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
+        min_new_tokens: Minimum new tokens before an end token is allowed.
+        eos_token_ids: The end tokens suppressed until then.
+        suppressed: ``[any]``: tokens that are never drawn, or None. They stay on the device, which is not waited for.
+        suppressed_at_begin: ``[any]``: tokens that are not drawn at step `begin_step`, or None.
+        begin_step: That step, by the tokens drawn before it; -1 if it is no step of the call.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    prompt_ignore_length: int | Tensor | None = None
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    suppressed: Tensor | None = None
+    suppressed_at_begin: Tensor | None = None
+    begin_step: int = -1
+
+    def settings(self, device: torch.device | str, vocab: int, *, greedy: bool = False, seed: int = 0) -> Settings:
+        """Kernel settings for this chain and logits of a vocabulary.
+
+        `greedy` takes the largest processed logit instead of sampling.
+        """
+        from ...kernels.sampling.api import Settings, suppressed_tokens  # Triton, which reading a chain does not need
+
+        suppresses = self.suppressed is not None or self.suppressed_at_begin is not None
+        marks = suppressed_tokens(self.suppressed, self.suppressed_at_begin, vocab, device) if suppresses else None
+        return Settings(
+            device,
+            greedy=greedy,
+            top_k=self.top_k > 0,
+            typical=self.typical_p < 1,
+            penalty=self.repetition_penalty != 1,
+            eos_token_ids=self.eos_token_ids,
+            suppressed=marks,
+            values={
+                "temperature": self.temperature,
+                "top_k": self.top_k,
+                "top_p": self.top_p,
+                "min_p": self.min_p,
+                "typical_p": self.typical_p,
+                "repetition_penalty": self.repetition_penalty,
+                "min_new_tokens": self.min_new_tokens,
+                "begin_step": self.begin_step,
+                "seed": seed,
+            },
+        )
+
+
+def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
+    """Recognise a list of logits processors, as ``generate`` passes them to a decoding loop.
+
+    Only transformers' own classes are recognised, not subclasses, and only in the order in which ``generate`` builds
+    them. Raises `Unsupported`, with the processor's name, where the kernel does not compute the same.
+
+    Args:
+        prompt_length: Tokens of ``input_ids``, padding included.
+    """
+    values: dict[str, Any] = {}
+    last: Any = None
+    for processor in processors:
+        _check_place(processor, last)
+        last, kind = processor, type(processor)
+        if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            _read_least(values, processor, prompt_length)
+        elif kind is SuppressTokensLogitsProcessor:
+            values["suppressed"] = _with(values.get("suppressed"), processor.suppress_tokens)
+        elif kind is SuppressTokensAtBeginLogitsProcessor:
+            begin = max(-1, processor.begin_index - prompt_length)
+            if begin != values.get("begin_step", begin):
+                raise Unsupported(
+                    f"{kind.__name__} has begin_index={processor.begin_index}, and another one has another"
+                )
+            tokens = _with(values.get("suppressed_at_begin"), processor.begin_suppress_tokens)
+            values["suppressed_at_begin"], values["begin_step"] = tokens, begin
+        else:
+            values |= {field: getattr(processor, name) for field, name in _FIELDS[kind].items()}
+    return Chain(**values)
+
+
+def _check_place(processor: Any, last: Any) -> None:
+    """Raise `Unsupported` for a processor that the kernel does not apply, or not after `last`."""
+    kind, name = type(processor), type(processor).__name__
+    if kind not in _ORDER:
+        raise Unsupported(f"{name} is not among the processors that the kernel applies")
+    again = kind is type(last) and kind not in _SUPPRESSING
+    if last is not None and (_ORDER[kind] < _ORDER[type(last)] or again):
+        raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
+    if getattr(processor, "filter_value", -math.inf) != -math.inf:
+        raise Unsupported(f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)")
+    if kind is not TopKLogitsWarper and getattr(processor, "min_tokens_to_keep", 1) != 1:
+        raise Unsupported(f"{name} has min_tokens_to_keep={processor.min_tokens_to_keep}; the kernel keeps at least 1")
+
+
+def _read_least(values: dict[str, Any], processor: Any, prompt_length: int) -> None:
+    """Read the fewest new tokens, and the end tokens that are suppressed until then."""
+    eos = tuple(int(token) for token in processor.eos_token_id.flatten().tolist())
+    if set(eos) != set(values.get("eos_token_ids", eos)):
+        raise Unsupported(f"{type(processor).__name__} means other end tokens than the processor before it")
+    if type(processor) is MinLengthLogitsProcessor:
+        least = processor.min_length - prompt_length
+    else:
+        least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
+    values["min_new_tokens"] = max(0, least, values.get("min_new_tokens", 0))
+    values["eos_token_ids"] = eos
+
+
+def _with(known: Tensor | None, more: Tensor) -> Tensor:
+    return more if known is None else torch.cat([known, more.to(known)])

@@ -63,7 +63,12 @@ class Stopping:
         pads: Whether finished rows continue with the pad token, so that they can be compacted away.
         timed: Whether there is a time limit.
         custom: Whether there are criteria that read tokens, other than transformers' end-token ones.
-        needs_all_rows: Whether such criteria may look at more than a row's own tokens.
+        counts_steps: Whether all rows end at one step: by time, or by `HostStoppingCriteria`.
+        differs_by_process: Whether processes that decode the same tokens may not all end at once: by time, or by other
+            code.
+        draws_on: Whether finished rows go on drawing tokens until the call's last row ends, at a step that tokens
+            decide.
+        needs_all_rows: Whether `custom` criteria may look at more than a row's own tokens.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
@@ -82,33 +87,11 @@ class Stopping:
         self._row_lengths = [one.lengths.to(device) for one in criteria if type(one) is RowLengthCriteria]
         known = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, RowLengthCriteria)
         self._others = [one for one in criteria if type(one) not in known and one not in self._on_host]
-
-    @property
-    def timed(self) -> bool:
-        return bool(self._deadlines)
-
-    @property
-    def counts_steps(self) -> bool:
-        """Whether all rows end at one step: by time, or by `HostStoppingCriteria`."""
-        return bool(self._deadlines or self._on_host)
-
-    @property
-    def differs_by_process(self) -> bool:
-        """Whether processes that decode the same tokens may not all end at once: by time, or by other code."""
-        return bool(self._deadlines or self._others or self._on_host)
-
-    @property
-    def custom(self) -> bool:
-        return bool(self._others)
-
-    @property
-    def draws_on(self) -> bool:
-        """Whether finished rows go on drawing tokens until the call's last row ends, at a step that tokens decide."""
-        return self.custom and not self.pads and not self.counts_steps
-
-    @property
-    def needs_all_rows(self) -> bool:
-        return any(type(criterion) is not StopStringCriteria for criterion in self._others)
+        self.timed, self.custom = bool(self._deadlines), bool(self._others)
+        self.counts_steps = bool(self._deadlines or self._on_host)
+        self.differs_by_process = self.counts_steps or self.custom
+        self.draws_on = self.custom and not (self.pads or self.counts_steps)
+        self.needs_all_rows = any(type(criterion) is not StopStringCriteria for criterion in self._others)
 
     def all_end(self, length: int, view: Tensor) -> bool:
         """Whether every row ends now, by length, time or `HostStoppingCriteria`; needs no token from the device.
@@ -192,7 +175,6 @@ class FinishedRowPoller:
         return known
 
     def restore_generator(self, step: int) -> None:
-        """Restore the generator's state after `step` steps."""
         for known, state in self._states or ():
             if known == step:
                 torch.cuda.set_rng_state(state, self.device)

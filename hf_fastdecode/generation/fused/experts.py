@@ -17,18 +17,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..._compat import EXPERTS_FIELD, uncompiled_call
+from ...kernels.device import interpreted
 from ...kernels.experts import reference
-from ...kernels.experts.api import experts, grouped_experts, grouped_refusal
-from ...kernels.experts.config import Gate, Weights, refusal
-from ...kernels.failures import KernelFailedError
+from ...kernels.experts.api import experts, grouped_experts, grouped_refusal, largest, route
+from ...kernels.experts.config import (
+    MOST_EXPERTS,
+    MOST_LARGEST,
+    MOST_PAIRS,
+    MOST_WIDTH,
+    Gate,
+    Routing,
+    Weights,
+    refusal,
+    routing_refusal,
+)
+from ...kernels.failures import Kernel, KernelFailedError, failure
+from ...kernels.forest_decode.limits import HALF_PRECISION
 from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
-from .runs import is_plain, runs_fused
-from .trial import function_key, names_in, random, settings, twin
-
-WHAT = "mixtures of experts"
+from .gated import products_here
+from .trial import FusedKind, function_key, is_plain, names_in, random, runs_fused, settings, twin
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
@@ -56,12 +67,10 @@ class Form(NamedTuple):
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be experts of transformers' interface."""
     return hasattr(module, "_apply_gate") and "down_proj" in names_in(module)
 
 
-def kind(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that compute differently; None for a module of other parts."""
+def key(module: nn.Module) -> Hashable | None:
     flags = tuple(getattr(module, name, None) for name in _FLAGS)
     gated, biased, normed, _, _, parallel = flags
     names = _WEIGHTS | (_BIASES if biased else set())
@@ -79,7 +88,6 @@ def kind(module: nn.Module) -> Hashable | None:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """Which gate the module's experts have, if they compute nothing else."""
     transposed, interleaved = bool(module.is_transposed), not module.is_concatenated
     shapes = [(_COUNT, 2 * _INNER, _HIDDEN), (_COUNT, _HIDDEN, _INNER)]
     if transposed:
@@ -103,11 +111,6 @@ def form_of(module: nn.Module) -> Form | None:
     found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
     expected = reference.experts(x, weights, chosen, shares, gate)
     return Form(transposed, interleaved, gate) if _close(found, expected) else None
-
-
-def replacement(module: nn.Module, form: Form) -> Any:
-    """What runs in the place of the module."""
-    return partial(_run, module, form)
 
 
 def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
@@ -157,3 +160,102 @@ def _own(module: nn.Module, names: tuple[str, ...], default: float) -> set[float
     """The module's numbers of these names, and a default."""
     own: list[Any] = [vars(module).get(name) for name in names]
     return {default, *(number for number in own if type(number) in (int, float))}
+
+
+EXPERTS = FusedKind("mixtures of experts", may_be, key, form_of, lambda module, form: partial(_run, module, form))
+
+
+def _router_may_be(module: type[nn.Module]) -> bool:
+    return {"topk", "linear"} <= set(names_in(module))
+
+
+def _router_key(module: nn.Module) -> Hashable | None:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or module._parameters.keys() - {"weight", "bias"}:
+        return None
+    if module._modules or module._buffers or weight.shape[1] > MOST_WIDTH:
+        return None
+    of_module = settings(module)
+    biased = module._parameters.get("bias") is not None
+    return None if of_module is None else (of_module, tuple(weight.shape), biased)
+
+
+def _router_form_of(module: nn.Module) -> Routing | None:
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    parts = {"weight": random(*weight.shape, seed=1) / 8}
+    if bias is not None:
+        parts["bias"] = random(*bias.shape, seed=2)
+    x = random(_ROWS, weight.shape[1], seed=3)
+    found = type(module).forward(twin(module, **parts), x)
+    if not isinstance(found, tuple) or len(found) != 3 or found[2].dim() != 2:
+        return None
+    count = found[2].shape[1]
+    if not 1 <= count <= MOST_LARGEST:
+        return None
+    for first, whole in product((False, True), repeat=2):
+        routing = Routing(count, first, whole)
+        expected = reference.route(x, parts["weight"], parts.get("bias"), routing)
+        if all(_same(one, other) for one, other in zip(found, expected, strict=True)):
+            return routing
+    return None
+
+
+def _run_router(module: nn.Module, routing: Routing, *args: Any, **kwargs: Any) -> Any:
+    products = products_here()
+    if products is None or not fuses_products() or len(args) != 1 or kwargs or not is_plain(module):
+        return uncompiled_call(module, *args, **kwargs)
+    x, weight, bias = args[0], module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or not runs_fused(x):
+        return uncompiled_call(module, x)
+    rows = x.reshape(-1, x.shape[-1])
+    if routing_refusal(rows, weight, bias, routing) is not None:
+        return uncompiled_call(module, x)
+    try:
+        return route(rows, weight, bias, routing, products.counters(x.device))
+    except KernelFailedError:
+        return uncompiled_call(module, x)
+
+
+def _same(found: Any, expected: torch.Tensor) -> bool:
+    return (
+        isinstance(found, torch.Tensor)
+        and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        and torch.allclose(found, expected, rtol=1e-2, atol=1e-3)
+    )
+
+
+ROUTERS = FusedKind(
+    "routers", _router_may_be, _router_key, _router_form_of, lambda module, form: partial(_run_router, module, form)
+)
+
+
+_DTYPES = (*HALF_PRECISION, torch.float32)
+
+
+class LargestOfFew(TorchFunctionMode):
+    """Context in which this thread's `torch.topk` of plain tensors on a GPU is the kernel, where that serves them."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if function in (torch.topk, Tensor.topk) and (served := _served(*args, **options)) is not None:
+            try:
+                return torch.return_types.topk(largest(*served))
+            except KernelFailedError:
+                pass
+        return function(*args, **options)
+
+
+def _served(
+    input: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
+) -> tuple[Tensor, int] | None:
+    """What the kernel takes; None where it does not serve the call."""
+    if type(input) is not Tensor or type(k) is not int or not largest or out is not None:
+        return None
+    if input.dim() != 2 or dim not in (1, -1) or not input.is_contiguous() or input.dtype not in _DTYPES:
+        return None
+    rows, columns = input.shape
+    few = 1 <= k <= min(columns, MOST_LARGEST) and columns <= MOST_EXPERTS and 1 <= rows <= MOST_PAIRS
+    if not few or not (input.is_cuda or interpreted()) or (torch.is_grad_enabled() and input.requires_grad):
+        return None
+    return (input, k) if failure(Kernel.EXPERTS, input.device) is None else None

@@ -1,8 +1,13 @@
-"""Gated feed-forward modules: ``down(activation(gate(x)) * up(x))``."""
+"""Gated feed-forward modules, ``down(activation(gate(x)) * up(x))``, and the products of few rows that they share.
+
+`RowProducts` reads each weight in one launch (`kernels.row_products`), for the projections of captured steps too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -10,15 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat import uncompiled_call
+from ...instance_methods import is_linear
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import Activation, gated
-from ...plain_modules import is_linear
-from .products import products_here
-from .runs import is_plain, runs_fused
-from .trial import TRIED_IN, function_key, linear, matching, names_in, random, settings, twin
-
-WHAT = "gated activations"
+from ...kernels.row_products.config import refusal
+from .trial import (
+    TRIED_IN,
+    FusedKind,
+    function_key,
+    is_plain,
+    linear,
+    matching,
+    names_in,
+    random,
+    runs_fused,
+    settings,
+    twin,
+)
 
 _WIDTH, _HIDDEN = 32, 48
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").to(TRIED_IN)[:, None]
@@ -28,12 +42,10 @@ _ACTIVATIONS = ("act_fn", "activation_fn")
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be gated."""
     return "down_proj" in names_in(module)
 
 
-def kind(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that compute differently; None for a module of other parts."""
+def key(module: nn.Module) -> Hashable | None:
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
     if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or not _may_be_replaced(activation):
         return None
@@ -45,7 +57,6 @@ def kind(module: nn.Module) -> Hashable | None:
 
 
 def form_of(module: nn.Module) -> Activation | None:
-    """Which activation the module computes, if it computes nothing else."""
     together = "gate_up_proj" in module._modules
     parts: dict[str, nn.Module] = {"down_proj": linear(_HIDDEN, _WIDTH, seed=3)}
     if together:
@@ -60,8 +71,7 @@ def form_of(module: nn.Module) -> Activation | None:
     return matching(found, forms)
 
 
-def replacement(module: nn.Module, activation: Activation) -> Any:
-    """What runs in the place of the module."""
+def _replacement(module: nn.Module, activation: Activation) -> Any:
     return partial(_run, module, activation, _activation(module))
 
 
@@ -107,3 +117,80 @@ def _may_be_replaced(activation: Any) -> bool:
 def _activation(module: nn.Module) -> Any:
     found = (module._modules.get(name) or vars(module).get(name) for name in _ACTIVATIONS)
     return next(filter(None, found), None)
+
+
+GATED = FusedKind("gated activations", may_be, key, form_of, _replacement)
+
+
+class RowProducts:
+    """Products of a pass, or of its capture.
+
+    Where parts of a product are added up within a launch, the launches of a stream count in the same memory by turns.
+    A capture has memory of its own, which each replay sets to zero.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: dict[tuple[torch.cuda.Stream, bool], Tensor] = {}
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Context in which `row_products` returns these."""
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def linears(
+        self, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
+        """`F.linear` of one input by several weights; None where the kernel does not serve them."""
+        if not _served(inputs, weights, biases):
+            return None
+        from ...kernels.row_products.api import row_products
+
+        try:
+            return row_products(inputs, weights, biases, self.counters(inputs.device))
+        except KernelFailedError:
+            return None
+
+    def gated(
+        self,
+        inputs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        biases: tuple[Tensor | None, Tensor | None],
+        activation: Activation,
+    ) -> Tensor | None:
+        """``activation(F.linear(inputs, gate)) * F.linear(inputs, up)``; None where the kernel does not serve them."""
+        if not _served(inputs, weights, biases) or weights[0].shape != weights[1].shape:
+            return None
+        from ...kernels.row_products.api import gated_product
+
+        try:
+            return gated_product(inputs, *weights, biases, activation, self.counters(inputs.device))
+        except KernelFailedError:
+            return None
+
+    def counters(self, device: torch.device) -> Tensor | None:
+        """Arrival counters of launches on the current stream; None without a GPU."""
+        from ...kernels.device import counters
+
+        if device.type != "cuda":
+            return None
+        key = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
+        if (arrived := self._arrived.get(key)) is None:
+            arrived = self._arrived[key] = counters(device)
+        return arrived
+
+
+# Of this thread's pass.
+_active: ContextVar[RowProducts | None] = ContextVar("hf_fastdecode_products", default=None)
+
+
+def products_here() -> RowProducts | None:
+    """Those of this thread's pass, if any."""
+    return _active.get()
+
+
+def _served(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    return refusal(inputs, weights, biases) is None

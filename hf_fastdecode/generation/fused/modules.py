@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -14,39 +14,15 @@ from torch import nn
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.own_code import stand_ins_of
 from ...kernels.device import triton_is_installed
-from ..replaced_calls import ReplacedCall, replaced_calls
-from . import delta_nets, experts, gated, gated_norms, norms, rotary, routers, states
-from .runs import fused_here, is_plain
-from .trial import tried
+from ..interception.switches import ReplacedCall, replaced_calls
+from .experts import EXPERTS, ROUTERS
+from .gated import GATED
+from .norms import GATED_NORMS, NORMS
+from .rotary import ROTARY
+from .states import DELTA_NETS, STATES
+from .trial import FusedKind, fused_here, is_plain, tried
 
-
-class FusedKind(Protocol):
-    """What a file of this folder says of one kind of modules, such as norms, that kernels can compute.
-
-    Attributes:
-        WHAT: The name of such modules in reports.
-    """
-
-    WHAT: str
-
-    def may_be(self, module: type[nn.Module], /) -> bool:
-        """Whether modules of a class may be of this kind: a quick look, before each is tried."""
-        ...
-
-    def kind(self, module: nn.Module, /) -> Hashable | None:
-        """What tells modules apart that compute differently; None for a module of other parts."""
-        ...
-
-    def form_of(self, module: nn.Module, /) -> Any:
-        """The form of the known formula that a module computes, by a trial; None if it computes another."""
-        ...
-
-    def replacement(self, module: nn.Module, form: Any, /) -> Any:
-        """What is called in place of the module's ``forward``, with its arguments."""
-        ...
-
-
-_KINDS: tuple[FusedKind, ...] = (norms, gated_norms, gated, rotary, experts, routers, delta_nets, states)
+_KINDS = (NORMS, GATED_NORMS, GATED, ROTARY, EXPERTS, ROUTERS, DELTA_NETS, STATES)
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -73,7 +49,6 @@ class FusedModules:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """These modules, in the order of the model's."""
         return [self._every[one.number] for one in self.found]
 
     @cached_property
@@ -86,10 +61,10 @@ class FusedModules:
     @property
     def has_experts(self) -> bool:
         """Whether mixtures of experts are among them, whose routers look for the largest numbers of short rows."""
-        return any(one.kind is experts for one in self.found)
+        return any(one.kind is EXPERTS for one in self.found)
 
     def __str__(self) -> str:
-        counts = Counter(one.kind.WHAT for one in self.found)
+        counts = Counter(one.kind.what for one in self.found)
         return ", ".join(f"{count} {what}" for what, count in counts.items())
 
     @contextmanager
@@ -121,12 +96,12 @@ def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[
             stands_in = "forward" in stand_ins_of(type(module))
             of_class = kinds[type(module)] = [of for of in _KINDS if not stands_in and of.may_be(type(module))]
         for of in of_class:
-            if (kind := of.kind(module)) is None or not is_plain(module):
+            if (key := of.key(module)) is None or not is_plain(module):
                 continue
-            if kind not in known:
-                known[kind] = tried(of.form_of, module)
-            if known[kind] is not None:
-                yield Found(number, of, known[kind])
+            if key not in known:
+                known[key] = tried(of.form_of, module)
+            if known[key] is not None:
+                yield Found(number, of, known[key])
                 break
 
 

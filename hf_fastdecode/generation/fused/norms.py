@@ -1,23 +1,27 @@
-"""RMSNorm modules."""
+"""RMSNorm modules, also with a gate or after a sum, in one launch each.
+
+Between a layer's products a model adds its input, by an operator, and hands the sum to its next norm. `WaitingSums`
+leaves such a sum undone until the next operation: a norm that runs as a kernel takes it along, any other operation
+first has it computed. Norms with a gate follow the states of gated delta nets and Mamba-2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import MOST_COLUMNS, NormForm, rms_norm
-from .runs import is_plain, runs_fused
-from .sums import waiting_sums
-from .trial import TRIED_IN, matching, random, settings, twin
-
-WHAT = "norms"
+from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm, rms_norm
+from .trial import TRIED_IN, FusedKind, is_plain, matching, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
 _COLUMNS = 96
@@ -27,12 +31,10 @@ _SCALES = torch.tensor([1, 0.1, 0.01, 0.001] * 2, dtype=TRIED_IN, device="cpu")[
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may be norms."""
     return "norm" in module.__name__.lower()
 
 
-def kind(module: nn.Module) -> Hashable | None:
-    """What tells norms apart that compute differently; None for a module that is no norm with a weight."""
+def key(module: nn.Module) -> Hashable | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
@@ -41,7 +43,6 @@ def kind(module: nn.Module) -> Hashable | None:
 
 
 def form_of(module: nn.Module) -> NormForm | None:
-    """Which form a norm computes; None if none of them."""
     eps, own = eps_of(module), module._parameters["weight"]
     assert eps is not None
     assert own is not None
@@ -49,11 +50,6 @@ def form_of(module: nn.Module) -> NormForm | None:
     weight = random(_COLUMNS, seed=2, dtype=torch.float32 if own.dtype == torch.float32 else TRIED_IN)
     found = type(module).forward(twin(module, weight=weight), x)
     return matching(found, ((form, reference.rms_norm(x, weight, eps, form)) for form in NormForm))
-
-
-def replacement(module: nn.Module, form: NormForm) -> Any:
-    """What runs in the place of the module."""
-    return partial(_run, module, form)
 
 
 def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +84,144 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """What a norm adds to the mean, by its attribute."""
     found = (vars(module).get(name) for name in _EPS)
     return next((value for value in found if isinstance(value, float)), None)
+
+
+_GROUP = "group_size"
+"""Attribute with the number of elements in a group."""
+
+
+def _gated_may_be(module: type[nn.Module]) -> bool:
+    return may_be(module) and "gated" in module.__name__.lower()
+
+
+def _gated_key(module: nn.Module) -> Hashable | None:
+    found = key(module)
+    return None if found is None else ("gated norms", found)
+
+
+def _gated_form_of(module: nn.Module) -> GatedNormForm | None:
+    eps, group = eps_of(module), vars(module).get(_GROUP)
+    assert eps is not None
+    columns = 2 * group if group else _COLUMNS
+    x, gate, weight = (
+        random(*shape, seed=seed) for seed, shape in enumerate(((5, columns), (5, columns), (columns,)))
+    )
+    small = twin(module, weight=weight)
+    found = type(module).forward(small, x, gate)
+    forms = (
+        (form, reference.gated_rms_norm(x, gate, weight.to(TRIED_IN), eps, form, group=group))
+        for form in GatedNormForm
+    )
+    return matching(found, forms)
+
+
+def _run_gated(module: nn.Module, form: GatedNormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    weight, eps, gate = module._parameters.get("weight"), eps_of(module), args[0] if args else kwargs.get("gate")
+    if (
+        len(args) + len(kwargs) != 1
+        or type(gate) is not Tensor
+        or not is_plain(module)
+        or type(weight) is not nn.Parameter
+        or eps is None
+        or not runs_fused(x)
+        or gate.device != x.device
+        or weight.device != x.device
+    ):
+        return uncompiled_call(module, x, *args, **kwargs)
+    try:
+        return gated_rms_norm(x, gate, weight, eps, form, group=vars(module).get(_GROUP))
+    except (ValueError, KernelFailedError):
+        return uncompiled_call(module, x, *args, **kwargs)
+
+
+NORMS = FusedKind("norms", may_be, key, form_of, lambda module, form: partial(_run, module, form))
+GATED_NORMS = FusedKind(
+    "gated norms", _gated_may_be, _gated_key, _gated_form_of, lambda module, form: partial(_run_gated, module, form)
+)
+
+
+_SUMS = (torch.add, Tensor.add, Tensor.__add__)
+_HALF = (torch.float16, torch.bfloat16)
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
+)
+"""Reads of attributes that do not lead to a tensor's memory."""
+
+
+class WaitingSums(TorchFunctionMode):
+    """Context in which this thread's sums wait. Of several function modes it must be entered last.
+
+    A function mode sees every operation on tensors and every read of their attributes, so that none reads memory
+    that is not written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._terms: tuple[Tensor, Tensor] | None = None
+        self._total: Tensor | None = None
+
+    def __enter__(self) -> Any:
+        self._token = _active.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.reset(self._token)
+        self.compute()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _METADATA:
+            return function(*args, **(kwargs or {}))
+        self.compute()
+        if function in _SUMS and not kwargs and len(args) == 2 and _can_wait(*args):
+            self._terms, self._total = args, torch.empty_like(args[0])
+            return self._total
+        return function(*args, **(kwargs or {}))
+
+    def compute(self) -> None:
+        """Compute the sum that waits, if any."""
+        if (terms := self._terms) is not None:
+            total, self._terms, self._total = self._total, None, None
+            torch.add(*terms, out=total)
+
+    def waits(self, total: Tensor) -> bool:
+        """Whether this is the sum that waits."""
+        return self._terms is not None and total is self._total
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[Tensor, Plus]]:
+        """Context that yields the sum that waits to who computes it; computed here if that fails."""
+        terms, total = self._terms, self._total
+        assert terms is not None
+        assert total is not None
+        self._terms = self._total = None
+        try:
+            yield terms[0], Plus(terms[1], total)
+        except BaseException:
+            torch.add(*terms, out=total)
+            raise
+
+
+# Of this thread's pass.
+_active: ContextVar[WaitingSums | None] = ContextVar("hf_fastdecode_sums", default=None)
+
+
+def waiting_sums() -> WaitingSums | None:
+    """The context of this thread, if any."""
+    return _active.get()
+
+
+def _can_wait(first: Any, second: Any) -> bool:
+    """Whether these are plain tensors that a norm's kernel adds."""
+    return (
+        type(first) is type(second) is Tensor
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.dtype in _HALF
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and first.device == second.device
+        and not torch.is_grad_enabled()
+    )

@@ -1,4 +1,4 @@
-"""Attention modules that rotate queries and keys by their file's ``apply_rotary_pos_emb``, see `copied_code`."""
+"""Attention modules that rotate queries and keys by their file's ``apply_rotary_pos_emb``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import RotaryForm, rotate
-from .copied_code import calling, global_named
-from .runs import is_plain, runs_fused
-from .trial import TRIED_IN, function_key, matching, names_in, random, tried
-
-WHAT = "rotary embeddings"
+from .trial import (
+    TRIED_IN,
+    FusedKind,
+    calling,
+    function_key,
+    global_named,
+    is_plain,
+    matching,
+    names_in,
+    random,
+    runs_fused,
+    tried,
+)
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -28,12 +36,10 @@ whether they are as long as a head: the form, and whether cosines and sines are 
 
 
 def may_be(module: type[nn.Module]) -> bool:
-    """Whether modules of a class may call the function."""
     return _NAME in names_in(module)
 
 
-def kind(module: nn.Module) -> Hashable | None:
-    """What tells modules apart that rotate differently; None where the file has no function of that name."""
+def key(module: nn.Module) -> Hashable | None:
     function = global_named(_NAME, type(module).forward)
     if (key := function_key(function)) is None:
         return None
@@ -60,8 +66,7 @@ def form_of(module: nn.Module) -> Forms | None:
     return forms or None
 
 
-def replacement(module: nn.Module, forms: Forms) -> Any:
-    """What runs in the place of the module."""
+def _replacement(module: nn.Module, forms: Forms) -> Any:
     forward = type(module).forward
     copied = calling(forward, {_NAME: partial(_rotate, global_named(_NAME, forward), forms)})
     assert copied is not None  # for `form_of` made one
@@ -92,3 +97,6 @@ def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
 
 def _joined(pair: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(pair, dim=1)
+
+
+ROTARY = FusedKind("rotary embeddings", may_be, key, form_of, _replacement)

@@ -1,18 +1,27 @@
-"""Trials: whether code of a model computes a known formula, found on random numbers."""
+"""What the kinds of fused modules share: trials of a model's code, copies of it, and when a kernel runs in its place.
+
+A trial runs code of a model on random numbers, to find whether it computes a known formula. Code around such a formula
+is copied: a function that a model's file defines is a global name of that file, and a copy of a module's ``forward``
+can call another function by that name, while the file itself, and other models and threads, keep theirs. Whether a
+module is unchanged is asked at every call, since hooks and methods may be put on it between passes, and within one.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeVar
+from types import BuiltinFunctionType, CellType, FunctionType
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from ..model_walk import attributes
+from ..interception.switches import own_method
+from ..snapshot import attributes
 
 Form = TypeVar("Form")
 
@@ -26,8 +35,29 @@ _OF_A_LAYER = frozenset({"layer_idx", "layer_id"})
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _WITH_CONTENTS = (Tensor, list, dict, set)
 
+_on: ContextVar[bool] = ContextVar("hf_fastdecode_fused", default=False)
+"""Whether replaced modules run their kernels, in this thread's pass."""
+
 TRIED_IN = torch.bfloat16
-"""What numbers are tried in: its roundings tell the forms of a formula apart."""
+"""Dtype of trials: its roundings tell the forms of a formula apart."""
+
+
+class FusedKind(NamedTuple):
+    """One kind of modules, such as norms, that kernels can compute.
+
+    Attributes:
+        what: The name of such modules in reports.
+        may_be: Whether modules of a class may be of this kind: a quick look, before each is tried.
+        key: What tells modules apart that compute differently; None for a module of other parts.
+        form_of: The form of the known formula that a module computes, by a trial; None if it computes another.
+        replacement: What is called in place of a module's ``forward``, with its arguments.
+    """
+
+    what: str
+    may_be: Callable[[type[nn.Module]], bool]
+    key: Callable[[nn.Module], Hashable | None]
+    form_of: Callable[[nn.Module], Any]
+    replacement: Callable[[nn.Module, Any], Any]
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
@@ -37,7 +67,6 @@ def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
 
 
 def linear(inputs: int, outputs: int, *, seed: int) -> nn.Linear:
-    """A linear layer of random weights."""
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(random(outputs, inputs, seed=seed), requires_grad=False)
     return layer
@@ -93,7 +122,7 @@ def names_in(module: type[nn.Module]) -> tuple[str, ...]:
 
 
 def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | None:
-    """The form whose numbers are those found. One in a hundred may round otherwise, from sums in another order."""
+    """The form with the elements found, of which one in a hundred may differ, from sums in another order."""
     for form, numbers in expected:
         same = found.shape == numbers.shape and found.dtype == numbers.dtype
         if same and bool((found != numbers).float().mean() <= 0.01) and torch.allclose(found, numbers, rtol=0.02):
@@ -108,3 +137,61 @@ def tried(trial: Any, *args: Any) -> Any:
             return trial(*args)
     except Exception:  # a model's own code, on inputs that are not its own
         return None
+
+
+def global_named(name: str, forward: Callable[..., Any]) -> Any:
+    """What a global name is in the code of a function, below its decorators; None if there is no such name."""
+    return inspect.unwrap(forward).__globals__.get(name)
+
+
+def calling(forward: Any, others: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+    """A copy of a function, and of its decorators, in which names are others; None if they cannot be copied."""
+    if not isinstance(forward, FunctionType):
+        return None
+    names, cells, wrapped = forward.__globals__, forward.__closure__ or (), getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        names = {**names, **others}
+    else:
+        inner = calling(wrapped, others)
+        held = [cell for cell in cells if _contents(cell) is wrapped]
+        if inner is None or not held:
+            return None
+        cells = tuple(CellType(inner) if cell in held else cell for cell in cells)
+    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, cells)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+@contextmanager
+def fused_here() -> Iterator[None]:
+    """Context in which replaced modules run their kernels; other threads, also of the same model, are unaffected."""
+    token = _on.set(True)
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a call of the module is a call of its class's `forward`."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own or "_call_impl" in own:
+        return False
+    return "forward" not in own or own_method(module, "forward") is None
+
+
+def runs_fused(x: Tensor) -> bool:
+    return (
+        _on.get()
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and 0 not in x.shape
+        and not torch.is_grad_enabled()
+        and type(x) is Tensor
+    )

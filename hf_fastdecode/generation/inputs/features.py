@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...attention.active_passes import as_stock
-from ..replaced_calls import ReplacedCall, replaced_calls
+from ..interception.switches import ReplacedCall, replaced_calls
 from .items import KINDS, SHAPE_ERRORS, Items
 
 _KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}

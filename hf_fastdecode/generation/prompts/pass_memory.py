@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits, uncompiled_call
-from ..decoding.room import usable_memory
+from ..decoding.decisions import usable_memory
 from ..forward_pass import input_device
 
 _COUNTED = 256

@@ -22,8 +22,8 @@ from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...parallel.groups import local_part
 from ..fingerprint import Fingerprint
-from ..identity import pass_settings
 from ..options import Options
+from ..snapshot import pass_settings
 from ..structure import Structure
 from .prompt_plan import PromptGroup, StoredPrompts
 

@@ -14,7 +14,7 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext, Positions
-from ..decoding.room import Logits, rows_that_fit
+from ..decoding.decisions import Logits, rows_that_fit
 from ..forward_pass import counts_padding, forward_pass, input_device, places_tokens
 from ..inputs.encoded import FoundInputs, find_inputs
 from ..inputs.seen import UNCONTINUED, images_of_layers, mask_of_images

@@ -22,7 +22,7 @@ from ..._compat import CACHE
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..identity import SET_BY_CALLS
+from ..snapshot import SET_BY_CALLS
 from .cuda_graph import CapturedStep
 
 _FEWEST_ORIGINS = 256

@@ -17,9 +17,8 @@ from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import is_capturable, splits_module
-from ..identity import captured_state
-from ..instance_patch import own_method
-from ..model_walk import ModelWalk
+from ..interception.switches import own_method
+from ..snapshot import ModelWalk, captured_state
 from ..structure import Known, Structure
 from .call_lock import CallLock, LockHolder
 from .capture_memory import free_memory, free_workspaces, used_memory

@@ -15,8 +15,8 @@ from ...attention.active_passes import RowLengths
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.agreement import ALONE, Ranks
-from ..fused.largest import LargestOfFew
-from ..fused.sums import WaitingSums
+from ..fused.experts import LargestOfFew
+from ..fused.norms import WaitingSums
 from ..structure import Structure
 from .capture_memory import CAPTURING, capture_stream, reserve, unowned
 from .projections import FusedProjections

@@ -28,9 +28,8 @@ from ...kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..forward_pass import takes_positions
-from ..identity import captured_state
-from ..model_walk import ModelWalk
 from ..model_watch import ModelWatch
+from ..snapshot import ModelWalk, captured_state
 from ..support.call import is_nothing
 from .captured_pass import CapturedPass
 from .captures import capture_reason

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..._compat import tensor_version
-from ...plain_modules import is_linear
-from ..fused.products import RowProducts
+from ...instance_methods import is_linear
+from ..fused.gated import RowProducts
 from .capture_memory import branch_streams
 
 _TOGETHER = (

@@ -26,7 +26,7 @@ from ...parallel.groups import common_group, splitting_groups
 from ...parallel.sequence import window_is_not_divided
 from ..foreign_code import check_code
 from ..forward_pass import counts_positions, takes_shared_cache
-from ..model_walk import ModelWalk, attributes
+from ..snapshot import ModelWalk, attributes
 from ..structure import Structure
 
 _OF_PIPELINES = "transformers.distributed.pipeline_parallel"

@@ -23,12 +23,12 @@ from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
 from ...conversion.fit.cached_numbers import EIGHT_BITS, views
 from ...errors import Unsupported
+from ...instance_methods import is_linear, is_unchanged
 from ...kernels.device import counters
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products
 from ...kernels.row_products.config import refusal as products_refusal
 from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
-from ...plain_modules import is_linear, is_unchanged
 from .rotation import OF_SLOTS, Rotation, Tables, takes_kernels
 from .slim_attention import KeyProjection, cache_dtype
 from .slim_tokens import SlimTokens

@@ -15,9 +15,7 @@ pytest.importorskip("triton")
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.fused import experts
-from hf_fastdecode.generation.fused import largest as module_of_largest
-from hf_fastdecode.generation.fused.experts import Form, form_of, kind
-from hf_fastdecode.generation.fused.largest import LargestOfFew
+from hf_fastdecode.generation.fused.experts import Form, LargestOfFew, form_of, key
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.trial import tried
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, Gate
@@ -77,7 +75,7 @@ class Normed(Limited):
 )
 def test_gates(of: type[nn.Module], form: Form | None) -> None:
     module = of(CONFIG)
-    assert kind(module) is not None
+    assert key(module) is not None
     assert tried(form_of, module) == form
 
 
@@ -86,9 +84,9 @@ def test_other_modules_are_left_alone() -> None:
     for name, value in (("has_post_expert_norm", True), ("_is_expert_parallel", True), ("has_gate", False)):
         other = deepcopy(module)
         setattr(other, name, value)
-        assert kind(other) is None
+        assert key(other) is None
     module.extra = nn.Parameter(torch.ones(3))
-    assert kind(module) is None
+    assert key(module) is None
     assert not experts.may_be(nn.Linear)
 
 
@@ -162,8 +160,8 @@ def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_routers_look_for_few_of_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(module_of_largest.largest)
-    monkeypatch.setattr(module_of_largest, "largest", counted)
+    counted = Counted(experts.largest)
+    monkeypatch.setattr(experts, "largest", counted)
     scores = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with LargestOfFew():
         found = [torch.topk(scores, 2), scores.topk(k=2, dim=1), torch.topk(scores, 2, dim=-1, sorted=False)]

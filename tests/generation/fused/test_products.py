@@ -13,10 +13,10 @@ from torch import nn
 pytest.importorskip("triton")
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.fused import products
+from hf_fastdecode.generation.fused import gated
+from hf_fastdecode.generation.fused.gated import RowProducts, products_here
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.generation.fused.products import RowProducts, products_here
-from hf_fastdecode.generation.fused.sums import WaitingSums
+from hf_fastdecode.generation.fused.norms import WaitingSums
 from hf_fastdecode.generation.steps import captured_prefill, modes
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.kernels.device import MOST_COUNTERS
@@ -56,7 +56,7 @@ def served(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[s
     def refusal(inputs: Any, weights: Any, biases: Any) -> str | None:
         return None if inputs.shape[-1] % 64 == 0 and inputs.shape[:-1].numel() <= 32 else "other rows"
 
-    monkeypatch.setattr(products, "refusal", refusal)
+    monkeypatch.setattr(gated, "refusal", refusal)
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     return launches
 

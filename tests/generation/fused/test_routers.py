@@ -15,10 +15,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 pytest.importorskip("triton")
 
-from hf_fastdecode.generation.fused import routers
+from hf_fastdecode.generation.fused import experts
+from hf_fastdecode.generation.fused.experts import ROUTERS
+from hf_fastdecode.generation.fused.gated import RowProducts
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.generation.fused.products import RowProducts
-from hf_fastdecode.generation.fused.routers import form_of, kind, may_be
 from hf_fastdecode.generation.fused.trial import tried
 from hf_fastdecode.kernels.experts.config import MOST_ROUTED, Routing
 from hf_fastdecode.kernels.row_products.config import fusing_products
@@ -54,21 +54,21 @@ class Sigmoid(MixtralTopKRouter):
     ids=["gpt-oss", "mixtral", "qwen3, normed", "qwen3", "sigmoid"],
 )
 def test_which_are_found(router: nn.Module, routing: Routing | None) -> None:
-    assert may_be(type(router))
-    assert kind(router) is not None
-    assert tried(form_of, router) == routing
+    assert ROUTERS.may_be(type(router))
+    assert ROUTERS.key(router) is not None
+    assert tried(ROUTERS.form_of, router) == routing
 
 
 def test_others_are_left_alone() -> None:
-    assert not may_be(nn.Linear)
+    assert not ROUTERS.may_be(nn.Linear)
     router = MixtralTopKRouter(config())
     router.correction = nn.Parameter(torch.zeros(COUNT))
-    assert kind(router) is None
+    assert ROUTERS.key(router) is None
 
 
 def test_when_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Counted(routers.route)
-    monkeypatch.setattr(routers, "route", launches)
+    launches = Counted(experts.route)
+    monkeypatch.setattr(experts, "route", launches)
     router = GptOssTopKRouter(config()).to(DEVICE, torch.float16)
     nn.init.normal_(router.weight, std=0.2)
     x = torch.randn(2 * MOST_ROUTED, HIDDEN, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)

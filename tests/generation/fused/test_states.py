@@ -20,8 +20,10 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.fused import delta_nets, gated_norms, states
+from hf_fastdecode.generation.fused import norms, states
 from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.fused.norms import GATED_NORMS
+from hf_fastdecode.generation.fused.states import DELTA_NETS, STATES
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 
 from ...architectures.classes import tiny_model_of
@@ -33,11 +35,10 @@ CLASSES = {
     "NemotronHForCausalLM": "convolve gated_rms_norm scan",
     "FalconH1ForCausalLM": "convolve scan",
 }
-KINDS = (states, delta_nets, gated_norms)
+KINDS = (STATES, DELTA_NETS, GATED_NORMS)
 OPERATORS = (
-    *((module, name) for module in (states, delta_nets) for name in ("convolve", "delta_rule")),
-    (states, "scan"),
-    (gated_norms, "gated_rms_norm"),
+    *((states, name) for name in ("convolve", "delta_rule", "scan")),
+    (norms, "gated_rms_norm"),
 )
 IDS = torch.arange(3, 19, device=DEVICE).view(2, 8)
 
@@ -108,7 +109,7 @@ def test_other_functions_than_those_known_are_left_alone(monkeypatch: pytest.Mon
     """As where a package with kernels of its own is installed, or takes other arguments."""
     model = tiny_model_of("Qwen3NextForCausalLM").half()
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_update", lambda *args: args[0])
-    (form,) = (one.form for one in FusedModules(model).found if one.kind is states)
+    (form,) = (one.form for one in FusedModules(model).found if one.kind is STATES)
     assert form == {"torch_recurrent_gated_delta_rule"}
 
 

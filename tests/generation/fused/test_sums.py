@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.generation.fused import norms
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.generation.fused.sums import WaitingSums, waiting_sums
+from hf_fastdecode.generation.fused.norms import WaitingSums, waiting_sums
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.kernels.failures import KernelFailedError
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.generation.fused import rotary
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.generation.fused.runs import fused_here
+from hf_fastdecode.generation.fused.trial import fused_here
 
 from .half_models import DEVICE, half
 

@@ -1,13 +1,16 @@
-"""Methods that an instance may hold without a reference cycle through itself."""
+"""Methods of an instance: one that is no reference cycle, and whether a module has only those of its class."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 from weakref import ref
+
+from torch import nn
 
 STATE_ATTRIBUTE: Final = "_hf_fastdecode"
 """Attribute of an enabled model that holds the state of its overrides."""
@@ -82,3 +85,19 @@ def _gone(function: Callable[..., Any]) -> ReferenceError:
     """The error of a method whose instance is gone."""
     name = getattr(function, "__name__", "this method")
     return ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether a call of the module is a call of its class's `forward`, without hooks."""
+    own = vars(module)
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own or "_call_impl" in own:
+        return False
+    forward = own.get("forward")
+    return forward is None or (isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward)
+
+
+def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a call of the module is `F.linear` and no more; other libraries replace `nn.Linear.forward` too."""
+    if type(module) is not nn.Linear or not is_unchanged(module):
+        return False
+    return getattr(nn.Linear.forward, "__globals__", None) is vars(nn.modules.linear)

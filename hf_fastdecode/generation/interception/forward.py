@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,19 +24,20 @@ from ..forward_pass import input_device, reads_positions, takes_positions
 from ..inputs.encoded import prompt_names
 from ..model_state import ModelState
 from ..same_calls import require_same_pass
+from ..structure import Structure
 
 
 def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass over a shared-context cache, if it is given one, else the model's own method."""
     cache = cache_in(kwargs)
-    if isinstance(ignored_cache(kwargs), SharedContextCache):
-        model_state.log_once(
-            f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} and "
-            "otherwise ignores: the pass runs without it"
-        )
     if cache is None:
         cache = next((argument for argument in args if isinstance(argument, SharedContextCache)), None)
     if not isinstance(cache, SharedContextCache):
+        if isinstance(ignored_cache(kwargs), SharedContextCache):
+            model_state.log_once(
+                f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} "
+                "and otherwise ignores: the pass runs without it"
+            )
         return model_state.methods.original(model, "forward")(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
@@ -43,14 +46,15 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
 def _forward_shared(
     model_state: ModelState, model: PreTrainedModel, cache: SharedContextCache, /, *args: Any, **kwargs: Any
 ) -> Any:
-    names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
-    given = named_arguments(names, args, kwargs)
-    called = prompt_names(model)
+    given, called = dict(kwargs), prompt_names(model)
+    if args:
+        given = named_arguments(list(inspect.signature(type(model).forward).parameters)[1:], args, kwargs)
+    original = model_state.methods.original(model, "forward")
     if called.positions in given and given_positions() is None and not reads_positions(model):  # of a caller's
         del given[called.positions]
-        args, kwargs = (), dict(given)
+        args, kwargs = (), given
     if cache.first_pass is not None:
-        return cache.first_pass.run(cache, with_cache(given, cache), model_state.methods.original(model, "forward"))
+        return cache.first_pass.run(cache, with_cache(given, cache), original)
     input_ids = given.get(called.ids)
     inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
@@ -76,27 +80,61 @@ def _forward_shared(
             require_same_pass(model, structure.ranks, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
-        own = cache.state.tensors_of_pass is not None  # by transformers' own attention
-        passing = nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries)))
-        alike = cache.all_or_nothing(rows, queries)
-        with structure.ranks.watchdog.running_pass(model_state.options.peer_timeout), passing, alike:
-            if active_call is None and not cache.state.packed:  # prefill may give each process a part of a pass
-                require_same_pass(model, structure.ranks, input_ids, queries)
-            if cache.state.met is None or cache.state.met() is not model:
-                cache.meet(structure.layout)
-                cache.state.met = ref(model)
-            original = model_state.methods.original(model, "forward")
-            positions = given.get(called.positions)
-            if positions is None and cache.inputs is not None:  # counted by the slots of the cache
-                positions = torch.arange(queries, device=input_device(model))[None] + cache.get_seq_length()
-            with at_positions(positions):
-                if cache.inputs is None:
-                    output = original(*args, **kwargs)
-                else:
-                    output = original(**with_cache(given, cache.inputs.view(cache, cache.state)))
-                    output[CACHE] = cache
-            if not cache.state.packed and isinstance(input_ids, Tensor):
-                cache.record_tokens(input_ids)
+        run = partial(original, *args, **kwargs)
+        if cache.inputs is not None:
+            run = partial(original, **with_cache(given, None))
+        positions = given.get(called.positions)
+        output = _run_eagerly(model_state, model, cache, structure, run, positions, input_ids, (rows, queries))
+    _note_model(model_state, model, cache, structure, was_empty=was_empty)
+    return output
+
+
+def _run_eagerly(
+    model_state: ModelState,
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    structure: Structure,
+    run: Callable[..., Any],
+    positions: Tensor | None,
+    input_ids: Any,
+    shape: tuple[int, int],
+) -> Any:
+    """Run a pass over a shared-context cache by the model's own method, in `shape` rows and tokens of each."""
+    queries = shape[1]
+    own = cache.state.tensors_of_pass is not None  # by transformers' own attention
+    with (
+        structure.ranks.watchdog.running_pass(model_state.options.peer_timeout),
+        nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries))),
+        cache.all_or_nothing(*shape),
+    ):
+        if active_call_of_thread.get() is None and not cache.state.packed:  # prefill may divide a pass
+            require_same_pass(model, structure.ranks, input_ids, queries)
+        if cache.state.met is None or cache.state.met() is not model:
+            cache.meet(structure.layout)
+            cache.state.met = ref(model)
+        if positions is None and cache.inputs is not None:  # counted by the slots of the cache
+            positions = torch.arange(queries, device=input_device(model))[None] + cache.get_seq_length()
+        with at_positions(positions):
+            if cache.inputs is None:
+                output = run()
+            else:
+                output = run(**{CACHE: cache.inputs.view(cache, cache.state)})
+                output[CACHE] = cache
+        if not cache.state.packed and isinstance(input_ids, Tensor):
+            cache.record_tokens(input_ids)
+    return output
+
+
+def _note_model(
+    model_state: ModelState,
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    structure: Structure,
+    *,
+    was_empty: bool,
+) -> None:
+    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache."""
+    active_call = active_call_of_thread.get()
     users = active_call is None or active_call.model is not model or active_call.loop is not None
     if cache.kept and not cache.state.packed and (users or cache.fingerprint is None):
         before = None if was_empty else cache.fingerprint
@@ -104,4 +142,3 @@ def _forward_shared(
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
         report.observe(cache)
-    return output

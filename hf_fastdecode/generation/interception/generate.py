@@ -1,4 +1,18 @@
-"""``generate``, and the methods in which it chooses a mode, a cache and an encoder's output."""
+"""Overrides of an enabled model's methods, by which `generate` chooses a mode, a cache and an encoder's output.
+
+Each is called with the state (`ModelState`), the model and the method's arguments:
+
+- ``generate`` passes this package's decoding loop as ``custom_generate``, transformers' official extension point,
+  called with the same prepared arguments as its own loops. The loop forwards unsupported calls to transformers' loops.
+- ``_extract_generation_mode_kwargs`` and ``_get_deprecated_gen_repo``: with a ``custom_generate``, transformers 5.17
+  to 5.23 drop the streamer, the tokenizer (stop_strings) and the deprecated modes; these two hide ours.
+- ``_prepare_cache_for_generation``, which `generate` calls once it knows the mode: decides whether the call can share,
+  and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
+- `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
+- ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
+  call (`inputs.hooks`).
+- ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache (`forward`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +36,7 @@ from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
 from ..forward_pass import forget_offset, left_out
 from ..inputs.encoded import encode_distinct, tokens_of_encoder
-from ..inputs.hooks import hold_before_encoding
-from ..instance_patch import left_out as overrides_left_out
-from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
+from ..inputs.hooks import expand_inputs, hold_before_encoding
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.short_calls import TextCall
@@ -32,7 +44,17 @@ from ..report import CallReport
 from ..same_calls import require_same_call, require_same_draws
 from ..support.call import check_call, other_loop
 from ..support.model import check_sequence_parallel
-from .decoding_loop import decode
+from .decoding_loop import (
+    decode,
+    hands_generate_on,
+    name_of,
+    signature_of,
+    takes_any,
+    takes_loop,
+    wrappers_pass_loop_on,
+)
+from .forward import forward
+from .switches import left_out as overrides_left_out
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
 _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_cache_length")
@@ -41,72 +63,86 @@ _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_c
 def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Decide whether the call shares; other decoding loops get a cache that prefills on their first pass."""
     active_call = active_call_of_thread.get()
+    of_model = active_call if active_call is not None and active_call.model is model else None
     given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
-    original = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
-    held = active_call.inputs if active_call is not None and active_call.model is model else None
-    prepare = original if held is None else partial(held.shown_to, original, given.get("model_kwargs", {}))
-    loop_is_ours = active_call is not None and active_call.loop_is_ours
-    users_loop = active_call.loop if active_call is not None else None
-    if active_call is not None and active_call.model is model:
-        active_call.context = None  # of an earlier try, which failed before it decoded
-    if model_state.disable_pending and not loop_is_ours:
+    prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
+    if of_model is not None:
+        of_model.context = None  # of an earlier try, which failed before it decoded
+        if of_model.inputs is not None:
+            prepare = partial(of_model.inputs.shown_to, prepare, given.get("model_kwargs", {}))
+    if model_state.disable_pending and not (active_call is not None and active_call.loop_is_ours):
         return prepare()
     report = _new_report(model_state, active_call)
-    if active_call is not None and active_call.model is model:
-        active_call.reports.append(report)
+    if of_model is not None:
+        of_model.reports.append(report)
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
         report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
         model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         return prepare()
-    generation_config, model_kwargs, generation_mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
-    for name in left_out(model, model_kwargs) if users_loop is None else ():
-        del model_kwargs[name]
-    structure = structure_of_call(model_state, model)
-    call = CallContext(model, model_state, generation_config, model_kwargs, report, structure)
-    report.ranks, call.loop_is_users = call.ranks.count, users_loop is not None
-    given_tensors: dict[str, Tensor] = {}
-    if active_call is not None and active_call.model is model:
-        call.scope, given_tensors = active_call.scope, active_call.given
-        if active_call.of_prefill:
-            call.options = replace(call.options, max_rows=None)
-        call.inputs = None if held is None or held.says_nothing else held
-        call.places_given = call.names.positions in given_tensors
+    config, model_kwargs, mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
+    call = _call_context(model_state, model, config, model_kwargs, report)
     call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
-    loop = other_loop(call, generation_mode) if users_loop is None else "custom_generate"
-    require_same_call(call, given_tensors, loop or generation_mode.value)
+    loop = "custom_generate" if call.loop_is_users else other_loop(call, mode)
+    require_same_call(call, {} if of_model is None else of_model.given, loop or mode.value)
     with call.or_stock(), call.ranks.together():
-        _require_shareable(call, generation_mode, active_call)
+        _require_shareable(call, mode, active_call)
         if call.inputs is not None:
-            call.inputs.check(model, structure, generation_mode)
-        check_sequence_parallel(model, structure, longest=max_cache_length + 1)
-        if loop is not None and generation_config.cache_implementation == "static":
+            call.inputs.check(model, call.structure, mode)
+        check_sequence_parallel(model, call.structure, longest=max_cache_length + 1)
+        if loop is not None and config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
         require_same_draws(call, "transformers")
         call.ranks.watchdog.enter_foreign_loop()
-        return prepare()
-    if loop is None:
-        assert active_call is not None  # for the loop is ours
-        if active_call.model is model:
-            active_call.context = call
-        return prepare()
-    model_kwargs.pop(CACHE, None)
+    elif loop is not None:
+        return _prepare_first_pass(call, prepare, loop, longest=max_cache_length + 1)
+    elif of_model is not None:
+        of_model.context = call
+    return prepare()
+
+
+def _call_context(
+    model_state: ModelState,
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    report: CallReport,
+) -> CallContext:
+    """The context of a call with these prepared arguments, by what is known of it since its start."""
+    active_call = active_call_of_thread.get()
+    loop_is_users = active_call is not None and active_call.loop is not None
+    for name in () if loop_is_users else left_out(model, model_kwargs):
+        del model_kwargs[name]
+    call = CallContext(model, model_state, config, model_kwargs, report, structure_of_call(model_state, model))
+    report.ranks, call.loop_is_users = call.ranks.count, loop_is_users
+    if active_call is not None and active_call.model is model:
+        call.scope, held = active_call.scope, active_call.inputs
+        if active_call.of_prefill:
+            call.options = replace(call.options, max_rows=None)
+        call.inputs = None if held is None or held.says_nothing else held
+        call.places_given = call.names.positions in active_call.given
+    return call
+
+
+def _prepare_first_pass(call: CallContext, prepare: Callable[[], Any], loop: str, *, longest: int) -> Any:
+    """Prepare a cache that prefills on the first pass of a `loop` other than this package's."""
+    call.arguments.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
     cache.first_pass = FirstPassPrompts(
         call,
-        stock=model_kwargs.get(CACHE),
-        longest=max_cache_length + 1,
+        stock=call.arguments.get(CACHE),
+        longest=longest,
         loop=loop,
-        chunk=generation_config.prefill_chunk_size,
+        chunk=call.config.prefill_chunk_size,
         checks_masks=call.may_keep_cache,
     )
-    generation_config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
-    report.reason = f"the decoding loop of {loop} has not called the model"
+    call.config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
+    call.report.reason = f"the decoding loop of {loop} has not called the model"
     require_same_draws(call, f"the loop of {loop}")
-    model_kwargs[CACHE] = cache
+    call.arguments[CACHE] = cache
     return prepared
 
 
@@ -132,14 +168,11 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     if (refusal := _told_by_shapes(model_state, model, args, kwargs)) is not None:
         return _generate_stock(model_state, model, refusal, args, kwargs)
     original = model_state.methods.original(model, "generate")
-    signature = signature_of(original)
-    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
-    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
-    takes = takes and wrappers_pass_loop_on(original)
-    given = signature.bind_partial(*args, **kwargs).arguments
+    given = signature_of(original).bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
+    takes_ours = loop is None and _takes_ours(model_state, model, original, args, kwargs)
     with model_state.call(model) as may_share, overrides_left_out(None):
-        ours, before = may_share and takes and loop is None, model_state.last_call
+        ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
@@ -150,13 +183,8 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 if ours:
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
-            if may_share and not call.reports and model_state.last_call is before and not model_state.disable_pending:
-                report = _new_report(model_state, call)
-                report.reason = _why_unseen(model, loop)
-                model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
-            if ours and call.report is not None and not (call.report.reason or call.report.rows):
-                call.report.reason = f"{name_of(original)}, which replaces generate, left out custom_generate"
-                model_state.log_once(f"this generate call runs stock transformers: {call.report.reason}")
+            if may_share:
+                _report_bypass(model_state, call, before, loop, original)
             return output
         except BaseException as error:
             if call.report is None:  # failed before the path was chosen
@@ -170,6 +198,34 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _takes_ours(
+    model_state: ModelState,
+    model: PreTrainedModel,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether the model's own `generate`, called with these arguments, passes a decoding loop on."""
+    signature = signature_of(original)
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
+    return takes and wrappers_pass_loop_on(original)
+
+
+def _report_bypass(
+    model_state: ModelState, call: ActiveCall, before: CallReport | None, loop: object, original: Callable[..., Any]
+) -> None:
+    """Report why a call that has returned did not share, where what it ran has never asked this package."""
+    if not call.reports and model_state.last_call is before and not model_state.disable_pending:
+        report, reason = _new_report(model_state, call), _why_unseen(call.model, loop)
+    elif call.loop_is_ours and call.report is not None and not (call.report.reason or call.report.rows):
+        report, reason = call.report, f"{name_of(original)}, which replaces generate, left out custom_generate"
+    else:
+        return
+    report.reason = reason
+    model_state.log_once(f"this generate call runs stock transformers: {reason}")
 
 
 def _told_by_shapes(
@@ -190,7 +246,6 @@ def _told_by_shapes(
 def _generate_stock(
     model_state: ModelState, model: PreTrainedModel, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the model's own method without this package's loop, and report it."""
     original = model_state.methods.original(model, "generate")
     with model_state.call(model) as may_share, overrides_left_out(model):
         if may_share:
@@ -206,7 +261,6 @@ def _generate_stock(
 
 
 def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
-    """A report, which is that of the model's last call unless `prefill` makes the call."""
     report = CallReport()
     if call is None or not call.of_prefill:
         model_state.last_call = report
@@ -214,7 +268,6 @@ def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
 
 
 def _why_unseen(model: PreTrainedModel, loop: object) -> str:
-    """Why a call of `generate` never asked this model for a cache."""
     if isinstance(loop, str):
         return f"custom_generate={loop!r} decodes by itself"
     why = f"generate of {type(model).__name__} does not call that of transformers for this model"
@@ -227,7 +280,6 @@ def _why_unseen(model: PreTrainedModel, loop: object) -> str:
 
 
 def _watchdog(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> NoWatchdog:
-    """Ends this call when another process of the model fails."""
     is_alone = not may_share or not in_several_processes()
     watchdog = (ALONE if is_alone else structure_of_call(model_state, model).ranks).watchdog
     watchdog.frees(model_state.captures)
@@ -283,7 +335,6 @@ def get_deprecated_gen_repo(
     trust_remote_code: Any,
     custom_generate: Any = None,
 ) -> Any:
-    """Hide this package's loop from the model's own method."""
     original = model_state.methods.original(model, "_get_deprecated_gen_repo")
     if (call := active_call_of_thread.get()) is not None and call.model is model:
         call.mode = mode
@@ -331,3 +382,15 @@ def _shares_encoder(
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, config, arguments, CallReport(), structure)
     return reason_of(_require_shareable, call, active_call.mode, active_call) is None
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "forward": forward,
+    "generate": generate,
+    "_extract_generation_mode_kwargs": extract_generation_mode_kwargs,
+    "_get_deprecated_gen_repo": get_deprecated_gen_repo,
+    "_prepare_cache_for_generation": prepare_cache_for_generation,
+    ENCODE: encode,
+    "_expand_inputs_for_generation": expand_inputs,
+}
+"""Overrides by method name."""

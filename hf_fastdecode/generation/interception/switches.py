@@ -1,19 +1,26 @@
-"""Method overrides on one instance, removable even after other code has overridden the same methods."""
+"""Switches that put methods and calls on one instance, and take them off again.
+
+`WrappedMethods` lasts from `enable` to `disable`, and is removable even after other code has overridden the same
+methods. `replaced_calls` last for the time of forward passes, in any number of threads.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..weak_method import STATE_ATTRIBUTE, WeakMethod
+from torch import nn
+
+from ...instance_methods import STATE_ATTRIBUTE, WeakMethod
 
 # Originals of our overrides that could not be removed, because other code had wrapped them.
 _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
@@ -136,7 +143,6 @@ def left_out(instance: object | None) -> Iterator[None]:
 
 
 def _key_of(method: object) -> int | None:
-    """Key of one of our bound methods; None for other methods."""
     function = getattr(method, "__func__", None)
     return _OURS.get(function) if isinstance(function, types.FunctionType) else None
 
@@ -153,3 +159,50 @@ def own_method(instance: object, name: str) -> Callable[..., Any] | None:
     while (key := _key_of(own)) is not None:
         own = vars(instance).get(_BURIED_ATTRIBUTE, {}).get((key, name))
     return own
+
+
+class ReplacedCall(NamedTuple):
+    """A module's attribute, which only replaced calls set, and what is called in its place."""
+
+    module: nn.Module
+    attribute: str
+    call: Callable[..., Any]
+
+
+class _Switch:
+    """Puts calls on modules for the time of some passes, which may overlap in several threads.
+
+    The first pass to enter sets a module's attribute, the last to leave removes it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._entries: dict[tuple[int, str], int] = {}
+
+    def enter(self, calls: Iterable[ReplacedCall]) -> None:
+        with self._lock:
+            for module, attribute, call in calls:
+                key = id(module), attribute
+                count = self._entries.get(key, 0)
+                if count == 0 and vars(module).get(attribute) is not None:
+                    continue  # the user's own, such as a compiled call
+                self._entries[key] = count + 1
+                vars(module)[attribute] = call
+
+    def leave(self, calls: Iterable[ReplacedCall]) -> None:
+        with self._lock:
+            for module, attribute, _ in calls:
+                key = id(module), attribute
+                count = self._entries.pop(key, 0)
+                if count > 1:
+                    self._entries[key] = count - 1
+                elif count == 1:
+                    vars(module).pop(attribute, None)
+
+    def is_taken(self, module: nn.Module, attribute: str) -> bool:
+        """Whether the attribute is the user's own, such as a compiled call, which `enter` leaves in place."""
+        with self._lock:
+            return vars(module).get(attribute) is not None and (id(module), attribute) not in self._entries
+
+
+replaced_calls = _Switch()

@@ -1,1 +1,0 @@
-"""Overrides of an enabled model's methods; `methods` lists them."""
