@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
-BOUNDS = {"files": 394, "lines": 61469}
+BOUNDS = {"files": 376, "lines": 61271}
 """Of the package's Python files. They are to come to 300 and 50,000."""
 
 FEATURES = {
@@ -29,8 +29,8 @@ FEATURES = {
 MOST_BRANCHES = 20
 LONG = {
     "cache/layers/of_model.py": {"layers_of"},
-    "cache/layout/config_fields.py": {"_store"},
-    "cache/layout/model.py": {"ModelLayout.of"},
+    "cache/stores.py": {"_store"},
+    "cache/layout.py": {"ModelLayout.of"},
     "conversion/fit/layer_plan.py": {"fit_layer"},
     "evals/report.py": {"_measured"},
     "evals/scoring/python/job.py": {"job_of"},

@@ -24,10 +24,10 @@ from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
 from ..parallel.divided_pass import GatheredContexts, InPass
 from ..parallel.sequence import window_is_not_divided
-from .layers.expanded_steps import EagerExpandedKV
-from .layout.stores import Store
+from .layers.expanded import EagerExpandedKV
 from .state import MadeTables, SharedState
 from .storage import TokenStorage
+from .stores import Store
 
 
 class StoredLayer:

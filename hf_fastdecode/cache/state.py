@@ -21,7 +21,7 @@ from ..attention.torch_operators import Backend, TorchBackend
 from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
-from .layers.expanded import ExpandedNodes
+from .layers.latent import ExpandedNodes
 from .suffixes import Suffixes
 
 

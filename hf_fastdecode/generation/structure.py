@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..attention.active_passes import RowLengths, active
-from ..cache.layout.model import ModelLayout
+from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, in_several_processes, splitting_groups

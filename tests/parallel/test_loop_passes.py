@@ -16,9 +16,8 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.steps import loop_passes
-from hf_fastdecode.generation.steps.captured_pass import CapturedPass
-from hf_fastdecode.generation.steps.cuda_graph import CaptureOptions
-from hf_fastdecode.generation.steps.pass_agreement import PassAgreement, Way
+from hf_fastdecode.generation.steps.captured_step import CapturedPass, CaptureOptions
+from hf_fastdecode.generation.steps.loop_passes import PassAgreement, Way
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 from hf_fastdecode.parallel import sequence
 from hf_fastdecode.parallel.agreement import NoRoomError, Ranks, Together

@@ -12,7 +12,7 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.cache.layers.expanded import ExpandedNodes
+from hf_fastdecode.cache.layers.latent import ExpandedNodes
 from hf_fastdecode.generation.steps import expansion, modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps
 

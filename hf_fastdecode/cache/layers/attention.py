@@ -15,9 +15,9 @@ from ...attention.kv import Segment
 from ...attention.placeholders import SharedKV
 from ...errors import Unsupported
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
-from ..layout.stores import Store
 from ..state import SharedState
 from ..storage import TokenStorage
+from ..stores import Store
 
 REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
 """What to do about a cache that another model filled."""

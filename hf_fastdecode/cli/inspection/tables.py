@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_fastdecode.cache.accounting import StockShared
-from hf_fastdecode.cache.layout.stores import Kind
+from hf_fastdecode.cache.stores import Kind
 from hf_fastdecode.conversion.fit.cache_errors import dtype_name
 from hf_fastdecode.conversion.sizes.slim_checkpoint import LayerCache
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...cache.shared import SharedContextCache
-from ..steps.capture_memory import free_memory
+from ..steps.graph_capture import free_memory
 
 _EXPECTED = 1024
 """New tokens of a row that its room is counted with, if it may draw more."""

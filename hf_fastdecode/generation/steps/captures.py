@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
@@ -11,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.own_code import own_code_of
-from ...cache.captured import storages_in_place
-from ...cache.captured_states import CapturedStates
-from ...cache.layout.model import ModelLayout
+from ...cache.captured import CapturedStates, storages_in_place
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import is_capturable, splits_module
@@ -21,12 +22,9 @@ from ..identity import captured_state
 from ..instance_patch import own_method
 from ..model_walk import ModelWalk
 from ..structure import Known, Structure
-from .call_lock import CallLock, LockHolder
-from .capture_memory import free_memory, free_workspaces, used_memory
-from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, size_for
-from .captured_rows import CapturedRows
-from .cuda_graph import CapturedStep, CaptureOptions, bucket
-from .prefill_ahead import PrefillAhead, Scope
+from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillAhead, Scope, size_for
+from .captured_step import CapturedStep, CaptureOptions, bucket
+from .graph_capture import free_memory, free_workspaces, used_memory
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
@@ -82,7 +80,7 @@ class Captures:
 
     @property
     def scope(self) -> object:
-        """The call that holds the lock from its start to its end, if one does; see `prefill_ahead`."""
+        """The call that holds the lock from its start to its end, if one does; see `PrefillAhead`."""
         return None if (holder := self.lock.holder) is None else holder.scope
 
     @property
@@ -312,3 +310,53 @@ def reason_of_call(model: PreTrainedModel, arguments: dict[str, Any]) -> str | N
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"
     return failure(Kernel.FOREST, model.device)
+
+
+_SECONDS = 0.005
+"""Between two tries of who waits: for calls of other threads, which take far longer.
+
+No event or condition wakes up who waits: an interruption within its methods may leave taken for ever the lock that it
+has itself, which is what `CallLock` is for.
+"""
+
+
+class LockHolder:
+    """Who may hold a lock: a call, in the thread that makes this object.
+
+    Args:
+        scope: The scope of a call that holds it from its start to its end.
+    """
+
+    def __init__(self, scope: object = None):
+        self.thread, self.scope = threading.get_ident(), scope
+
+
+class CallLock:
+    """A lock of `generate` calls that an interruption (Ctrl-C) at any point of taking it leaves free.
+
+    It is taken by a single operation of the interpreter, which tells who holds it.
+
+    So `release` after an interruption finds whether there is anything to release. A lock of `threading` may be taken
+    without its `acquire` having returned.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[str, LockHolder] = {}
+
+    @property
+    def holder(self) -> LockHolder | None:
+        """Who holds it."""
+        return self._holders.get("")
+
+    def acquire(self, holder: LockHolder, *, wait: bool) -> bool:
+        """Take it, at once or once it is free; within a ``try`` whose ``finally`` releases it. Whether it is taken."""
+        while self._holders.setdefault("", holder) is not holder:
+            if not wait:
+                return False
+            time.sleep(_SECONDS)
+        return True
+
+    def release(self, holder: LockHolder | None) -> None:
+        """Release it, if this is who holds it."""
+        if holder is not None and self.holder is holder:
+            del self._holders[""]

@@ -17,8 +17,7 @@ from ...errors import Unsupported, ran_out_of_memory
 from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..support.call import step_arguments
-from .call_lock import LockHolder
-from .captures import capture_reason, reason_of_call
+from .captures import LockHolder, capture_reason, reason_of_call
 from .expansion import expand_nodes
 from .prefill_passes import PrefillPasses, RowPasses
 from .projections import has_projections

@@ -12,14 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
-from ...cache.captured_prefill import context_forest, takes_captured_passes
-from ...cache.captured_rows import takes_captured_rows
+from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import ran_out_of_memory
 from ..call_context import CallContext
-from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, PrefillShape
-from .captured_rows import CapturedRows, RowShape
+from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model

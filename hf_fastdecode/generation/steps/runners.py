@@ -15,8 +15,8 @@ from ...log import logger
 from ...parallel.agreement import ALONE, PassFailedError, Ranks
 from ..forward_pass import forward_pass
 from ..structure import Structure
+from .captured_step import CaptureOptions, bucket
 from .captures import Captures
-from .cuda_graph import CaptureOptions, bucket
 
 _STEPS_OF_A_CAPTURE = 8
 """Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""
