@@ -20,7 +20,7 @@ from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
 from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.steps.captured_step import CapturedStep
-from hf_fastdecode.generation.steps.captures import LockHolder
+from hf_fastdecode.generation.steps.captures import LONG_COMPLETIONS, LockHolder
 from hf_fastdecode.generation.steps.runners import CapturedSteps
 from hf_fastdecode.parallel.agreement import Together
 
@@ -158,8 +158,8 @@ def forgotten_failures(models: Models) -> Any:
         steps.cache = mock.Mock(suffix_length=0)
         steps.cache.state.max_suffix = 4096
         found = []
-        for failure in (None, "no memory" if models.rank else None):
-            steps._captures = mock.Mock(own_nodes_failure=failure)
+        for failures in ({}, {LONG_COMPLETIONS: "no memory"} if models.rank else {}):
+            steps._captures = mock.Mock(failures=failures)
             found.append(steps._should_recapture())
     return found
 

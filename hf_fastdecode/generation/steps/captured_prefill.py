@@ -193,7 +193,6 @@ class CapturedPrefills(Generic[Captured]):
 
     Attributes:
         count: Number of captures made.
-        failures: Why passes could not be captured, by what they took: several runs, contexts.
         asked: What tells the current call from calls of other arguments.
         again: Shape of the last pass, if it prefilled a call's one prompt whole, and what that call asked; see
             `PrefillAhead`.
@@ -201,7 +200,6 @@ class CapturedPrefills(Generic[Captured]):
 
     def __init__(self, most: int | None = None) -> None:
         self._most, self.count = most, 0
-        self.failures: dict[tuple[bool, bool], str] = {}
         self.asked: Hashable = None
         self.again: tuple[PrefillShape, Hashable] | None = None
         self._passes: list[Captured] = []  # least recently used first

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ _MOST_BY_ROWS = 4
 """The same of first passes with an encoder, which have memory for the keys and values of their inputs."""
 
 
+STEPS: Final = "decode steps"
+LONG_COMPLETIONS: Final = "steps for long completions"
+
+
 class Captures:
     """The captured steps and prefill passes of one model.
 
@@ -45,6 +49,8 @@ class Captures:
         prefills: The captured prefill passes.
         by_rows: Captured first passes of decoders with an encoder.
         count: Number of steps captured.
+        failures: Why captures failed that are not tried again until `retry`: by `STEPS`, `LONG_COMPLETIONS`,
+            options of passes of other loops, and kinds of prefill passes.
         steps_asked: Steps requested by the model's calls so far, including the current one.
     """
 
@@ -55,9 +61,7 @@ class Captures:
         self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS)
         self.count = 0
         self.steps_asked = 0
-        self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
-        self.pass_failures: dict[CaptureOptions, str] = {}  # why passes of other loops could not be captured
-        self._failure: str | None = None
+        self.failures: dict[Hashable, str] = {}
         self._used = 0  # memory in use at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
         self._steps: list[CapturedStep] = []  # least recently used first
@@ -241,24 +245,22 @@ class Captures:
             self.ahead = None
             self.lock.release(self.lock.holder)
 
-    def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
-        """Record why a capture failed, and whether it ran out of memory."""
-        free_then = free_memory(device) + used_memory(device) - self._used if of_memory else None
-        self._failure, self._free_then = reason, free_then
+    def fail(self, key: Hashable, reason: str, device: torch.device) -> None:
+        """Record why a capture failed that is not tried again until `retry`."""
+        self.failures[key] = reason
+        if "out of memory" in reason or "ALLOC_FAILED" in reason:  # of CUDA or cuBLAS, with their own allocations
+            self._free_then = free_memory(device) + used_memory(device) - self._used
 
     def failure(self, device: torch.device) -> str | None:
-        """Why a capture failed. Reset by `retry`, or for lack of memory when a call starts with more of it."""
+        """Why steps could not be captured. Reset by `retry`, or for lack of memory when a call starts with more."""
         self._used = used_memory(device)
         if self._free_then is not None and free_memory(device) > self._free_then:
             self.retry()
-        return self._failure
+        return self.failures.get(STEPS)
 
     def retry(self) -> None:
         """Reset the recorded failures."""
-        self._failure = self._free_then = self.own_nodes_failure = None
-        self.prefills.failures.clear()
-        self.by_rows.failures.clear()
-        self.pass_failures = {}
+        self._free_then, self.failures = None, {}
 
     def clear(self) -> None:
         """Drop all captures and their memory."""

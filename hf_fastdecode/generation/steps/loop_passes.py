@@ -26,18 +26,19 @@ from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported, ran_out_of_memory
+from ...errors import Unsupported
 from ...kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
-from ...parallel.agreement import NoRoomError, PassFailedError, Ranks
+from ...parallel.agreement import NoRoomError, Ranks
 from ..call_context import CallContext
 from ..forward_pass import takes_positions
 from ..identity import captured_state
 from ..model_walk import ModelWalk
 from ..model_watch import ModelWatch
 from ..support.call import is_nothing
+from .capture_failures import Failure, fall_back
 from .captured_step import CapturedPass, CaptureOptions
 from .captures import capture_reason
-from .modes import cannot_run, choose_mode, fused_rows
+from .modes import choose_mode, fused_rows
 from .prefill_passes import RowPasses
 from .runners import report_captured
 
@@ -226,7 +227,7 @@ class CapturedPasses:
         if not grows and (step := agreement.replayed(cache, options)) is not None:
             return step, None
         has_room = not grows or self._has_grown(cache, queries)
-        step, reason = agreement.ask(cache, options, captures.pass_failures.get(options), has_room=has_room)
+        step, reason = agreement.ask(cache, options, captures.failures.get(options), has_room=has_room)
         if step is None and reason is None:
             return self._find(cache, options)
         if reason is not None and not agreement.asks_always:
@@ -238,27 +239,21 @@ class CapturedPasses:
         call, captures = self._call, self._captures
         try:
             found = captures.find(self._model, cache, call.structure, options, CapturedPass)
-        except PassFailedError:
-            raise
-        except Exception as error:  # out of memory, or an operation not allowed during capture
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if ran_out_of_memory(error):
+        except Exception as error:
+            failure = Failure.of(error)
+            if failure.out_of_memory:
                 captures.clear()
                 self._agreement.forget()
-                self._changed = f"out of memory ({reason})"
+                self._changed = f"out of memory ({failure.reason})"
                 return None, self._changed
-            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
-            if forced := call.options.needs_capture:
-                raise cannot_run(forced, reason) from error
+            what = "passes of a decoding loop run eagerly: they cannot be captured"
+            reason = fall_back(call, what, failure, options, lasts=not failure.unsupported, raises=True)
         else:
             assert isinstance(found, CapturedPass)
             self._agreement.keep(options, found)
             report_captured(cache, call.structure)
             return found, None
         self._failures[options] = reason
-        if not unsupported:
-            captures.pass_failures[options] = reason
-        call.state.log_once(f"passes of a decoding loop run eagerly: they cannot be captured ({reason})")
         return None, reason
 
     @staticmethod

@@ -320,7 +320,7 @@ def test_an_output_that_cannot_be_replayed(monkeypatch):
         state_of(model).captures.steps_asked = 1000
         assert torch.equal(model.generate(**call), stock)
         report = fd.explain(model).last_call
-        assert not state_of(model).captures.pass_failures
+        assert not state_of(model).captures.failures
     assert (report.path, report.mode) == ("shared", "eager")
     assert "the model's output has 'loss' ([])" in report.mode_reason
     with enabled(model), pytest.raises(ValueError, match="mode='graph' cannot run: the model's output has"):
