@@ -102,7 +102,7 @@ def takes_captured_passes(
     Stored contexts need keys and values of one head_dim, as the kernels that read them do, and windows that hide none
     of the `longest` row's tokens. Without contexts, the prefill kernel computes windows.
     """
-    if cache.state.suffix_rows or cache.state.places_of_pass is not None:
+    if cache.state.suffix_rows or cache.state.current.positions is not None:
         return False
     contexts = any(item.context for item in items)
     stores = {layer.store for layer in cache.attention_layers}
@@ -160,7 +160,7 @@ class CapturedPrefillCache(Cache):
     def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
         """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
         state = cache.state
-        spans = list(joined(item.span for item in state.packed))
+        spans = list(joined(item.span for item in state.current.items))
         length, number = sum(span.length for span in spans), spans[0].segment
         layers = cache.attention_layers
         new = not any(number in layer.storage.segments for layer in layers)

@@ -16,7 +16,7 @@ from .layers.attention import SharedContextLayer
 from .layers.cross import EncodedInputs, begin_of
 from .layers.of_model import CacheLayer
 from .layers.state import End, StateLayer, end_of
-from .state import PrefillItem, SharedState
+from .state import Pass, PrefillItem, SharedState
 from .storage import TokenStorage
 from .suffixes import Suffixes
 
@@ -125,15 +125,13 @@ class ForestCache(Cache):
             items: The runs of tokens, packed into one row.
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own. With
                 states, it is, unless there is one item.
-            divide: Whether processes may divide the pass, whose part here is then `SharedState.divided`.
+            divide: Whether processes may divide the pass, whose part here is then `Pass.divided`.
             tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored. To
                 the model the cache is empty then.
         """
         length = self.state.padded_length
         self.state.padded_length = 0 if tensors else length
-        self.state.pack(items, divide=divide)
-        self.state.places_of_pass = None if rows is None else _places(rows, sum(item.span.length for item in items))
-        self.state.tensors_of_pass = (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None
+        self.state.current = self.state.prefill(items, rows, divide=divide, tensors=tensors)
         try:
             for layer in self.state_layers:
                 layer.begin_rows([end_of(item.context) for item in items])
@@ -141,8 +139,7 @@ class ForestCache(Cache):
             for layer in self.state_layers:  # which the first pass makes
                 layer.keep([(item.span.segment, item.span.stop) for item in items])
         finally:
-            self.state.pack(())
-            self.state.places_of_pass = self.state.tensors_of_pass = None
+            self.state.current = Pass()
             if tensors:
                 self.state.padded_length = length
 
@@ -347,11 +344,3 @@ class ForestCache(Cache):
     def _require_no_states(self) -> None:
         if self.state_layers:
             raise ValueError("tokens cannot be removed from a cache with states, which every token overwrites")
-
-
-def _places(rows: Tensor, tokens: int) -> Tensor | None:
-    """The places of so many tokens in rows ``[rows, width]``, counted row by row; None in one row without padding,
-    which is as packed tokens are."""
-    if tokens < rows.numel():
-        return rows.flatten().nonzero().flatten()
-    return None if len(rows) == 1 else torch.arange(tokens, device=rows.device)

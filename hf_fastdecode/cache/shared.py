@@ -23,7 +23,7 @@ from .layers.cross import EncodedInputs
 from .layers.of_model import layers_of
 from .layers.state import StateLayer, end_of
 from .layout import ModelLayout
-from .state import SharedState
+from .state import Pass, SharedState
 from .stores import Store
 from .suffixes import Suffixes
 
@@ -219,8 +219,8 @@ class SharedContextCache(ForestCache):
         Padding of a decoder's prompts counts behind an encoder, where positions count it.
         """
         room = max(0, (self.state.max_suffix or 0) - self.suffix_length)
-        if self.state.packed:
-            return max(item.position + item.span.length for item in self.state.packed) + room
+        if self.state.current.items:
+            return max(item.position + item.span.length for item in self.state.current.items) + room
         longest = self.state.longest_row_bound
         if self.inputs is not None:
             longest = max(longest, self.get_seq_length())
@@ -266,14 +266,14 @@ class SharedContextCache(ForestCache):
         """
         state, suffixes = self.state, self.state.suffixes
         forest, layers, before, ids = state.forest, (list(self.layers), self.stores), suffixes.lengths, suffixes.ids
-        if not state.packed:
+        if not state.current.items:
             self._check_states(rows, queries)
         try:
-            if not state.packed:
+            if not state.current.items:
                 self.fork_states(self.state_layers)
             yield
             appended = {layer.appended for layer in self.attention_layers}
-            if not appended and not state.packed:
+            if not appended and not state.current.items:
                 appended = {queries}
                 state.forest = state.forest or Forest(rows)
             if len(appended) > 1:
@@ -298,6 +298,8 @@ class SharedContextCache(ForestCache):
                     layer.is_initialized = False
             raise
         finally:
+            if not state.current.items:
+                state.current = Pass()
             for layer in self.attention_layers:
                 layer.appended = 0
 
@@ -344,7 +346,8 @@ class SharedContextCache(ForestCache):
             NotATensorError: The model is not enabled, or a submodule was called directly.
             Unsupported: By the model's layout the layer stores nothing.
         """
-        self._require_active()  # fail before appending tokens that attention could not read
+        if self.state.current.tensors is None:
+            require_active()  # fail before appending tokens that attention could not read
         if layer_idx not in range(len(self.layers)) or not isinstance(self.layers[layer_idx], SharedContextLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -386,7 +389,7 @@ class SharedContextCache(ForestCache):
 
     def _require_active(self, *names: str) -> None:
         """Fail outside of passes that can read the cache; passes by transformers' own attention always can."""
-        if self.state.tensors_of_pass is None:
+        if self.state.current.tensors is None:
             require_active(*names)
 
     def activate_past_recording(self) -> None:
@@ -406,7 +409,7 @@ class SharedContextCache(ForestCache):
     @property
     def is_initialized(self) -> bool:
         """False in passes over whole prompts by transformers' own attention, each of which is a model's first one."""
-        return self.state.tensors_of_pass is None and bool(super().is_initialized)
+        return self.state.current.tensors is None and bool(super().is_initialized)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a row: -1, no bound. transformers' own asks the layers, of which an empty cache has none."""

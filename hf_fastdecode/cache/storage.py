@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,8 @@ class TokenStorage:
 
     A token consists of *parts*, here keys and values, each in its own tensor. Node tokens are stored in *segments*;
     appended tokens in *suffixes*, preallocated and written in place. Subclasses define another token layout by
-    overriding `keys_and_values` and `read_by_steps`, or `as_nodes` and the examples if suffixes have one of their own.
+    overriding `keys_and_values`, `nodes_for_steps` and `suffix_for_steps`, or `as_nodes` and the examples if suffixes
+    have one of their own.
 
     Attributes:
         segments: Segments by number; each part ``[heads, tokens, width]``.
@@ -67,10 +68,13 @@ class TokenStorage:
         """Stored parts, ``[..., heads, tokens, width]`` each, as the decode kernels read them, in the same memory."""
         return parts
 
-    @staticmethod
-    def read_by_steps(parts: Segment) -> Segment:
-        """Keys and values of stored parts, ``[..., tokens, width]`` each, for PyTorch's operators in steps."""
-        return parts
+    def nodes_for_steps(self) -> Mapping[int, Segment]:
+        """Keys and values of segments, ``[kv_heads, tokens, head_dim]`` each, for PyTorch's operators in steps."""
+        return self.segments
+
+    def suffix_for_steps(self, origins: SuffixOrigins | None) -> Segment:
+        """The same of suffixes in row order, ``[rows, kv_heads, capacity, head_dim]`` each."""
+        return self.ordered_suffix(origins)
 
     def empty(self) -> TokenStorage:
         """An empty storage of the same layout."""
@@ -94,7 +98,7 @@ class TokenStorage:
     @property
     def suffix_example(self) -> Segment | None:
         """Any parts of the suffixes' layout, as `node_example`."""
-        return self.node_example
+        return self.suffix or next(iter(self.segments.values()), None)
 
     @property
     def bytes_per_token(self) -> int:

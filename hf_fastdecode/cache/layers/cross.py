@@ -201,10 +201,10 @@ class EncodedInputs:
 
     def forest_of_pass(self, state: SharedState) -> Forest:
         """The forest of the current pass's rows: of the prompts that it prefills, or of the batch."""
-        if state.packed:
-            if self._of_pass is None or self._of_pass[0] is not state.packed:
-                begins = [begin_of((*item.context, item.span)) for item in state.packed]
-                self._of_pass = state.packed, self._forest(begins)
+        if state.current.items:
+            if self._of_pass is None or self._of_pass[0] is not state.current.items:
+                begins = [begin_of((*item.context, item.span)) for item in state.current.items]
+                self._of_pass = state.current.items, self._forest(begins)
             return self._of_pass[1]
         assert state.forest is not None
         return self.forest_of(state.forest)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ...attention.forest import Forest, Span
 from ...attention.kv import Segment
-from ..storage import TokenStorage
+from ..storage import SuffixOrigins, TokenStorage
 
 
 def as_wide(part: Tensor, width: int) -> Tensor:
@@ -63,6 +63,11 @@ class ExpandsLatents(Protocol):
             rotated: ``[rows, 1, tokens, rest]``: the part of the keys that depends on positions, of all heads.
         """
         ...
+
+
+def _of_one_head(parts: Segment) -> Segment:
+    """Keys of one head, latents with rotated keys, and its values, latents alone."""
+    return Segment(torch.cat(parts, -1), parts[0])
 
 
 class LatentStorage(TokenStorage):
@@ -103,11 +108,11 @@ class LatentStorage(TokenStorage):
     def read_by_kernels(self, parts: Segment) -> Segment:
         return Segment._make(part.expand(*part.shape[:-3], self.kv_heads, -1, -1) for part in parts)
 
-    @staticmethod
-    def read_by_steps(parts: Segment) -> Segment:
-        """Keys of one head, and its values."""
-        latents, rotated = parts
-        return Segment(torch.cat([latents, rotated], -1), latents)
+    def nodes_for_steps(self) -> Mapping[int, Segment]:
+        return {number: _of_one_head(parts) for number, parts in self.segments.items()}
+
+    def suffix_for_steps(self, origins: SuffixOrigins | None) -> Segment:
+        return _of_one_head(self.ordered_suffix(origins))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"layer": None}  # weak references cannot be pickled

@@ -143,7 +143,7 @@ class CapturedPrefill:
         Returns:
             ``[len(wanted), vocabulary]`` in the model's dtype.
         """
-        inputs = self._arranged([(item.position, item.span.length) for item in cache.state.packed], wanted)
+        inputs = self._arranged([(item.position, item.span.length) for item in cache.state.current.items], wanted)
         inputs[: len(tokens)] = tokens
         self._inputs.copy_(inputs)
         if self._tables is not None and forest is not None:

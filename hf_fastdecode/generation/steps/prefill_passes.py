@@ -51,7 +51,7 @@ class PrefillPasses:
         Returns:
             ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
         """
-        call, items = self._call, cache.state.packed
+        call, items = self._call, cache.state.current.items
         shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
         if shape is None or _kind(shape) in call.state.captures.failures:
             return None
