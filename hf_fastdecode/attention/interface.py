@@ -95,15 +95,19 @@ def shared_context_attention(
         stock = _stock_attention(module)
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     cross = isinstance(key, CrossKV)
-    _check_mask(attention_mask, cross=cross)
+    if attention_mask is not None:
+        _check_mask(attention_mask, cross=cross)
     if dropout:
         raise Unsupported(f"attention dropout is {dropout}, and decoding needs 0", "call model.eval()")
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    _check_arguments(module, kwargs)
-    window = _window(module, key, sliding_window, attention_mask, lengths)
-    if lengths is not None:
+    if kwargs:
+        _check_arguments(module, kwargs)
+    window = None
+    if not (sliding_window is None and attention_mask is None and key.stored_window is None):
+        window = _window(module, key, sliding_window, attention_mask, lengths)
+    if lengths is not None and not (softcap is None and s_aux is None):
         _check_ignored(module, softcap, s_aux)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
@@ -121,11 +125,11 @@ def shared_context_attention(
     return out.contiguous(), None  # some models take a view of it
 
 
-def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask | None, *, cross: bool) -> None:
+def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask, *, cross: bool) -> None:
     """Raise Unsupported unless a layer's mask is that of its kind of attention."""
     if isinstance(mask, BidirectionalMask) and not cross:
         raise Unsupported(NOT_CAUSAL)
-    if mask is not None and not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
+    if not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
 
 
@@ -148,16 +152,17 @@ def _window(
 ) -> int | None:
     """The layer's window if it hides tokens, which must be that of its mask and, where it has none, of the cache."""
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
-    if lengths is not None:
+    if window is not None and lengths is not None:
         window = lengths.keep_if_binding(window)
     masked = mask.size if isinstance(mask, SlidingWindow) else None
     if window != masked:
         raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
         )
-    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
+    stored = key.stored_window
+    if stored is not None and window is None and lengths is not None and lengths.keep_if_binding(stored) is not None:
         raise Unsupported(
-            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
+            f"the config names a sliding window of {stored} tokens, beyond which transformers' cache "
             f"forgets, but {type(module).__name__} attends without one"
         )
     return window

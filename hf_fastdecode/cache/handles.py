@@ -213,7 +213,8 @@ class DecodeKV(SharedKV):
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""
-        known, forest = self.layer.ran_for, self.layer.forest
+        known, forest = self.layer.ran_for, self.step.forest
+        assert forest is not None
         self.layer.ran_for = forest, by
         return known is None or known[0] is not forest or known[1] != by
 

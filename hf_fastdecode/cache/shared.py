@@ -235,7 +235,8 @@ class SharedContextCache(ForestCache):
     def has_room(self, tokens: int) -> bool:
         """Whether suffixes have room for `tokens` tokens per row; the same on all processes that divide them."""
         room = self.state.suffix_room(tokens)
-        return all(layer.storage.capacity >= room for layer in self.attention_layers)
+        suffixes = [layer.storage.suffix for layer in self.attention_layers]
+        return all((0 if suffix is None else suffix[0].shape[2]) >= room for suffix in suffixes)
 
     def reserve(self, tokens: int) -> bool:
         """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""

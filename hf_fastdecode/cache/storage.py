@@ -74,7 +74,7 @@ class TokenStorage:
 
     def suffix_for_steps(self, origins: SuffixOrigins | None) -> Segment:
         """The same of suffixes in row order, ``[rows, kv_heads, capacity, head_dim]`` each."""
-        return self.ordered_suffix(origins)
+        return self.suffix if origins is None and self.suffix is not None else self.ordered_suffix(origins)
 
     def empty(self) -> TokenStorage:
         """An empty storage of the same layout."""
