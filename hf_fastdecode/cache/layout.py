@@ -99,24 +99,14 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
-        every: Iterable[Any] = model.modules() if modules is None else modules
-        if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
-            every = decoder.modules()  # an encoder's layers have the same indices
-        for module in [module for module in every if "layer_idx" in module.__dict__]:
-            index = module.__dict__["layer_idx"]
-            if not isinstance(index, int) or not 0 <= index < len(layers):
+        for index, module in _layer_modules(model, modules):
+            if index not in range(len(layers)):
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif "expand_kv" in stand_ins_of(type(module)):
                 expanding[index] = module
-                part, outputs = part_here(module.kv_b_proj, whole="kv_b_proj" in whole)
-                layers[index] = tuple(
-                    replace(store, query_heads=store.query_heads * part // outputs)
-                    if store.kind is Kind.LATENT
-                    else store
-                    for store in layers[index]
-                )
+                layers[index] = _with_heads_of_latents(module, layers[index], whole)
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
                 layers[index] = tuple(
                     with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
@@ -171,6 +161,26 @@ class ModelLayout:
     def attends_by_itself(self) -> bool:
         """Whether all layers do that store keys and values."""
         return bool(self.own) and self.own.keys() == self.per_token.keys()
+
+
+def _layer_modules(model: PreTrainedModel, modules: Iterable[nn.Module] | None) -> Iterator[tuple[int, Any]]:
+    """The modules of a decoder that know the index of their layer, with it."""
+    every: Iterable[Any] = model.modules() if modules is None else modules
+    if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
+        every = decoder.modules()  # an encoder's layers have the same indices
+    for module in list(every):
+        index = module.__dict__.get("layer_idx")
+        if isinstance(index, int):
+            yield index, module
+
+
+def _with_heads_of_latents(module: Any, stores: tuple[Store, ...], whole: frozenset[str]) -> tuple[Store, ...]:
+    """A layer's stores with the query heads that its projection of latents has on this device."""
+    part, outputs = part_here(module.kv_b_proj, whole="kv_b_proj" in whole)
+    return tuple(
+        replace(store, query_heads=store.query_heads * part // outputs) if store.kind is Kind.LATENT else store
+        for store in stores
+    )
 
 
 def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:

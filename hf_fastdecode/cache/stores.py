@@ -208,31 +208,46 @@ def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.OTHER:
         return Store(kind)
     if kind is Kind.LATENT:
-        latent, rest = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
-        return Store(kind, number(config, "num_attention_heads"), 1, latent + rest, latent)
+        latent, rotated = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
+        return Store(kind, number(config, "num_attention_heads"), 1, latent + rotated, latent)
     window = _window(config, kind)
     if window is None and kind in (Kind.SLIDING, Kind.CHUNKED):
         kind = Kind.FULL
     elif kind is Kind.SLIDING and not (number(config, "sliding_window") or number(config, "window_size")):
         kind = Kind.CHUNKED
+    heads, head_dim = _query_heads(config, kind, index), _head_dim(config, kind)
+    value_dim = _size(config, kind, "v_head_dim") or head_dim
+    return Store(kind, heads, _kv_heads(config, kind) or heads, head_dim, value_dim, window)
 
-    def size(name: str) -> int:
-        own = number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
-        return own or number(config, OF_DECODERS.get(name, name)) or number(config, name)
 
-    listed = read_field(config, "num_attention_heads_per_layer")
-    heads = listed[index] if listed else size("num_attention_heads")
-    kv_heads = size("num_key_value_heads") * (_IN_CODE.get(config.model_type, 1) if kind is Kind.SLIDING else 1)
-    if not kv_heads and read_field(
-        config, "new_decoder_architecture"
-    ):  # Falcon, where `multi_query` then says nothing
+def _size(config: Any, kind: Kind, name: str) -> int:
+    """A field of a layer's sizes, by its name in this kind of layer, in decoders, or in all configs; or 0."""
+    own = number(config, _OF_WINDOWS[name]) if kind is Kind.SLIDING else 0
+    return own or number(config, OF_DECODERS.get(name, name)) or number(config, name)
+
+
+def _query_heads(config: Any, kind: Kind, index: int) -> int:
+    if listed := read_field(config, "num_attention_heads_per_layer"):
+        heads: int = listed[index]
+        return heads
+    return _size(config, kind, "num_attention_heads")
+
+
+def _kv_heads(config: Any, kind: Kind) -> int:
+    """KV heads of a layer; 0 for as many as query heads."""
+    kv_heads = _size(config, kind, "num_key_value_heads")
+    if kind is Kind.SLIDING:
+        kv_heads *= _IN_CODE.get(config.model_type, 1)
+    if not kv_heads and read_field(config, "new_decoder_architecture"):  # Falcon: `multi_query` then says nothing
         kv_heads = number(config, "num_kv_heads")
-    if not kv_heads:  # gpt_bigcode names the choice, not the number
-        kv_heads = 1 if read_field(config, "multi_query") else heads
-    hidden = number(config, "hidden_size")
-    head_dim = size("head_dim") or number(config, "kv_channels")
-    head_dim = head_dim or (hidden // size("num_attention_heads") if size("num_attention_heads") else 0)
-    return Store(kind, heads, kv_heads, head_dim, size("v_head_dim") or head_dim, window)
+    # gpt_bigcode names the choice, not the number
+    return kv_heads or int(bool(read_field(config, "multi_query")))
+
+
+def _head_dim(config: Any, kind: Kind) -> int:
+    heads = _size(config, kind, "num_attention_heads")
+    given = _size(config, kind, "head_dim") or number(config, "kv_channels")
+    return given or (number(config, "hidden_size") // heads if heads else 0)
 
 
 def _window(config: Any, kind: Kind) -> int | None:

@@ -111,13 +111,22 @@ class CapturedPasses:
 
     def _refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
         """Why a pass cannot be captured, or None if no reason is known."""
-        model, names = self._model, self._call.names
-        ids, positions = arguments.get(names.ids), self._positions(arguments)
         if self._captures.owner != threading.get_ident():
             return "it runs in another thread than generate"
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(model.device.type):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._model.device.type):
             return "gradients or torch.autocast are enabled in the loop"
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.device != model.device or not ids.numel():
+        return (
+            self._tokens_refusal(cache, arguments)
+            or self._output_refusal(arguments)
+            or self._layers_refusal(cache, arguments[self._call.names.ids].shape[1])
+            or self._check_model()
+        )
+
+    def _tokens_refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
+        """Why a pass over these tokens, positions and mask cannot be captured."""
+        names = self._call.names
+        ids, positions = arguments.get(names.ids), self._positions(arguments)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.device != self._model.device or not ids.numel():
             return "its input is not input_ids on the model's device"
         if not self._has_met(cache) or len(ids) != cache.rows:
             return "its rows are not those of the cache"
@@ -127,34 +136,39 @@ class CapturedPasses:
             return "its position_ids are not of its tokens"
         if positions.dim() not in (2, 3) or positions.shape[-2] not in (1, len(ids)):
             return "its position_ids are not of its rows"
-        mask, kept = arguments.get(names.mask), arguments.get("logits_to_keep")
+        mask = arguments.get(names.mask)
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             return "its attention_mask is not [rows, tokens]"
+        return None
+
+    def _output_refusal(self, arguments: dict[str, Any]) -> str | None:
+        """Why a pass cannot be captured that is to return what these arguments ask for."""
+        config, kept = self._model.config, arguments.get("logits_to_keep")
         if not (kept is None or (isinstance(kept, int) and kept >= 0)):
             return "logits_to_keep is not a number of tokens"
-        as_tuple = arguments.get("return_dict") is False or not getattr(model.config, "return_dict", True)
+        as_tuple = arguments.get("return_dict") is False or not getattr(config, "return_dict", True)
         if as_tuple or arguments.get("use_cache") is False:
             return "it returns no output object with the cache"
-        if arguments.get("output_attentions") or getattr(model.config, "output_attentions", False):
+        if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
             return "it returns attention weights"
+        read = _READ | {CACHE, ENCODER_OUTPUTS, *self._call.names}
         for name, value in arguments.items():
-            if not (
-                name in (CACHE, ENCODER_OUTPUTS, *names)
-                or name in _READ
-                or is_nothing(value)
-                or isinstance(value, bool | int | float | str)
-            ):
+            if name not in read and not is_nothing(value) and not isinstance(value, bool | int | float | str):
                 return f"the argument {name!r} is a {type(value).__name__}"
-        if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
+        return None
+
+    def _layers_refusal(self, cache: SharedContextCache, tokens: int) -> str | None:
+        """Why layers such as the cache's cannot be captured with so many tokens of each row."""
+        if storages_in_place(cache) and (self._reorders or tokens > 1 or not cache.state.suffixes.in_order):
             return "slim layers are captured with one token of each row, in order"
-        if cache.state_layers and ids.shape[1] > 1:
+        if cache.state_layers and tokens > 1:
             return "layers with states are captured with one token of each row"
-        queries = next((number for number in _QUERIES if number >= ids.shape[1]), MAX_QUERIES)
+        queries = next((number for number in _QUERIES if number >= tokens), MAX_QUERIES)
         for layer in cache.attention_layers:
             group = layer.store.query_heads // max(1, layer.store.kernel_heads)
-            if layer.storage.holds_latents and group * queries > most_packed_of_latents(model.device):
+            if layer.storage.holds_latents and group * queries > most_packed_of_latents(self._model.device):
                 return f"layers with latents are captured with fewer than {queries} tokens of each row"
-        return self._check_model()
+        return None
 
     def _positions(self, arguments: dict[str, Any]) -> Any:
         """The positions of a pass; some tensor of their shape for a model that takes none, with states alone."""
