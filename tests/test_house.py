@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
-BOUNDS = {"files": 377, "lines": 61473}
+BOUNDS = {"files": 377, "lines": 61455}
 """Of the package's Python files. They are to come to 300 and 50,000."""
 
 FEATURES = {

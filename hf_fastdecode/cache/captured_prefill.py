@@ -7,7 +7,7 @@ after a replay a single copy of its real tokens becomes the storage of a segment
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
@@ -122,71 +122,8 @@ def takes_captured_passes(
     return True
 
 
-class CapturedPrefillCache(Cache):
-    """Replaces a `SharedContextCache` while a prefill pass is captured.
-
-    Args:
-        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
-        tables: Of the tokens' contexts, if any has one.
-    """
-
-    _operators = "each node once, causal attention by {}, merged with its context, captured"
-
-    def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
-        self.position_planes, self._pass = cache.position_planes, _Pass(runs, tables)
-        self.inputs: CapturedInputs | None = None  # of an encoder-decoder, see `CapturedRowsCache`
-        super().__init__(
-            layers=[
-                self._captured_layer(layer) if isinstance(layer, SharedContextLayer) else layer
-                for layer in cache.layers
-            ]
-        )
-
-    def _captured_layer(self, layer: SharedContextLayer) -> PrefillLayer:
-        return PrefillLayer(layer, self._pass)
-
-    def begin(self) -> None:
-        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
-        self._pass.begin()
-
-    def take(self) -> list[Tensor]:
-        """The buffers of the pass, of which nothing is kept here."""
-        return self._pass.take()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return super().update(*args, **kwargs)
-
-    def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
-        """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
-        state = cache.state
-        spans = list(joined(item.span for item in state.current.items))
-        length, number = sum(span.length for span in spans), spans[0].segment
-        layers = cache.attention_layers
-        new = not any(number in layer.storage.segments for layer in layers)
-        whole = new and spans == [Span(number, 0, state.segment_lengths[number])]
-        with torch.inference_mode(False), torch.no_grad():  # as storage is allocated
-            parts = [buffer[:, :, :length] for buffer in buffers]
-            if whole:
-                parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        by_place = [part.unbind() for part in parts]
-        for layer in layers:
-            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
-            if not layer.is_initialized:
-                layer.lazy_initialization(*made)
-            if whole:
-                layer.storage.segments[number] = made
-                continue
-            for span in spans:
-                layer.storage.segment(span.segment, state.segment_lengths[span.segment], made)
-            layer.storage.write_nodes(spans, made)
-        for layer in layers:
-            layer.note(self._pass.scorings[layer.index])
-            layer.report("prefill", self._operators.format(self._pass.by[layer.index]))
-
-
-class _Pass:
-    """What the layers of a captured pass share.
+class _PrefillPass:
+    """The pass of a capture: its buffers, its attention, and what its layers share.
 
     Attributes:
         likes: Parts of tokens by layer and number of the part, from the first pass: ``[heads, tokens, width]`` on
@@ -234,6 +171,32 @@ class _Pass:
     def places_of(self, layer: int) -> list[tuple[int, int]]:
         return [self.places[layer, number] for number in range(2)]
 
+    def attend(self, layer: PrefillLayer, parts: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of the row's tokens to their runs, and to their contexts; arguments as for `SharedKV.attend`."""
+        keys, values = layer.storage.keys_and_values(Segment._make(part[0] for part in parts))
+        index, context = layer.index, None
+        outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
+        if outgrown and self.tables is not None:
+            raise Unsupported(outgrown)
+        if self.tables is not None:
+            tables = self.tables.by_shape.of(index)
+            rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
+            part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
+            context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
+
+        def intervals() -> Tensor:
+            return self.intervals(query.shape[2], scoring.window, query.device)
+
+        self.by[index] = "triton"
+        out = padded_kernel_attention(query[0], keys, values, scoring, intervals, context)
+        if out is None:
+            if outgrown:
+                raise Unsupported(outgrown)
+            self.by[index] = "PyTorch"
+            bias = self.bias(query.dtype)
+            out = padded_causal_attention(query[0], keys, values, scoring, bias=bias, context=context)
+        return out.transpose(0, 1)[None]
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """What separates the runs, made once for all layers."""
         if self.runs is not None and self._bias is None:
@@ -247,52 +210,91 @@ class _Pass:
         return self._intervals[window]
 
 
-class PrefillLayer(LayerOfACapture):
-    """A layer of a captured pass over one row."""
+class CapturedPrefillCache(Cache):
+    """Replaces a `SharedContextCache` while a prefill pass is captured.
 
-    def __init__(self, layer: SharedContextLayer, in_pass: _Pass):
+    Args:
+        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
+        tables: Of the tokens' contexts, if any has one.
+    """
+
+    _kind: ClassVar[type[_PrefillPass]] = _PrefillPass
+    _operators: ClassVar[str] = "each node once, causal attention by {}, merged with its context, captured"
+
+    def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
+        self.position_planes, self._pass = cache.position_planes, self._kind(runs, tables)
+        self.inputs: CapturedInputs | None = None  # of an encoder-decoder, see `CapturedRowsCache`
+        super().__init__(
+            layers=[
+                PrefillLayer(layer, self._pass) if isinstance(layer, SharedContextLayer) else layer
+                for layer in cache.layers
+            ]
+        )
+
+    def begin(self) -> None:
+        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
+        self._pass.begin()
+
+    def take(self) -> list[Tensor]:
+        """The buffers of the pass, of which nothing is kept here."""
+        return self._pass.take()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return super().update(*args, **kwargs)
+
+    def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
+        """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
+        state = cache.state
+        spans = list(joined(item.span for item in state.current.items))
+        length, number = sum(span.length for span in spans), spans[0].segment
+        layers = cache.attention_layers
+        new = not any(number in layer.storage.segments for layer in layers)
+        whole = new and spans == [Span(number, 0, state.segment_lengths[number])]
+        with torch.inference_mode(False), torch.no_grad():  # as storage is allocated
+            parts = [buffer[:, :, :length] for buffer in buffers]
+            if whole:
+                parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        by_place = [part.unbind() for part in parts]
+        for layer in layers:
+            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
+            if not layer.is_initialized:
+                layer.lazy_initialization(*made)
+            if whole:
+                layer.storage.segments[number] = made
+                continue
+            for span in spans:
+                layer.storage.segment(span.segment, state.segment_lengths[span.segment], made)
+            layer.storage.write_nodes(spans, made)
+        for layer in layers:
+            layer.note(self._pass.scorings[layer.index])
+            layer.report("prefill", self._operators.format(self._pass.by[layer.index]))
+
+
+class PrefillLayer(LayerOfACapture):
+    """A layer of a captured pass, which writes its tokens, row by row, to the pass's buffers."""
+
+    def __init__(self, layer: SharedContextLayer, in_pass: _PrefillPass):
         super().__init__()
         self.index, self.storage, self.stored_window = layer.index, layer.storage.empty(), layer.store.window
         self.in_pass, self.is_initialized = in_pass, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        stored = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        parts = Segment._make(part[0] for part in stored)
-        self.in_pass.write(self.index, parts)
-        handle = _PaddedKV(self, parts)
+        parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
+        self.in_pass.write(self.index, Segment._make(part.transpose(0, 1).flatten(1, 2) for part in parts))
+        handle = _PrefillKV(self, parts)
         return handle, handle
 
 
-class _PaddedKV(SharedKV):
+class _PrefillKV(SharedKV):
     def __init__(self, layer: PrefillLayer, parts: Segment):
         self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
         self.device = parts.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        keys, values = self.layer.storage.keys_and_values(self.parts)
-        in_pass, index, context = self.layer.in_pass, self.layer.index, None
-        outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
-        if outgrown and in_pass.tables is not None:
-            raise Unsupported(outgrown)
-        in_pass.scorings[index] = scoring
-        if in_pass.tables is not None:
-            tables = in_pass.tables.by_shape.of(index)
-            rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
-            part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
-            context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
-
-        def intervals() -> Tensor:
-            return in_pass.intervals(query.shape[2], scoring.window, query.device)
-
-        in_pass.by[index] = "triton"
-        out = padded_kernel_attention(query[0], keys, values, scoring, intervals, context)
-        if out is None:
-            if outgrown:
-                raise Unsupported(outgrown)
-            in_pass.by[index] = "PyTorch"
-            bias = in_pass.bias(query.dtype)
-            out = padded_causal_attention(query[0], keys, values, scoring, bias=bias, context=context)
-        return out.transpose(0, 1)[None]
+        layer = self.layer
+        layer.in_pass.scorings[layer.index] = scoring
+        return layer.in_pass.attend(layer, self.parts, query, scoring)
 
 
 class Lease:
@@ -311,6 +313,18 @@ def takes_captured_rows(cache: SharedContextCache, layout: ModelLayout) -> bool:
     return plain and list(arguments[ENCODER_OUTPUTS]) == ["last_hidden_state"]
 
 
+class _RowsPass(_PrefillPass):
+    """A captured pass by rows, of prompts without padding and contexts."""
+
+    def attend(self, layer: PrefillLayer, parts: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        if (scoring.softcap, scoring.window, scoring.sinks, scoring.distances) != (None, None, None, None):
+            raise Unsupported("attention of its prompts is more than causal")
+        self.by[layer.index] = "PyTorch"
+        grouped = query.shape[1] != parts.keys.shape[1]
+        out = F.scaled_dot_product_attention(query, *parts, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
 class CapturedRowsCache(CapturedPrefillCache):
     """Replaces a `SharedContextCache` while a first pass by rows is captured: a prompt of each encoder input.
 
@@ -323,15 +337,13 @@ class CapturedRowsCache(CapturedPrefillCache):
         layout: The model's, which says how large the inputs' keys and values are.
     """
 
+    _kind = _RowsPass
     _operators = "each input once, causal attention by {}, captured"
 
     def __init__(self, cache: SharedContextCache, rows: int, hidden: Tensor, layout: ModelLayout):
         super().__init__(cache, None, None)
         assert cache.inputs is not None
         self.inputs = self._inputs = _InputsOfAPass(self, cache.inputs, hidden, _buffers(layout, rows, hidden))
-
-    def _captured_layer(self, layer: SharedContextLayer) -> PrefillLayer:
-        return _RowsLayer(layer, self._pass)
 
     @property
     def is_free(self) -> bool:
@@ -397,30 +409,3 @@ class _InputsOfAPass(CapturedInputs):
             raise Unsupported("a soft cap in cross-attention")
         keys, values = (buffer.unflatten(1, (len(query), -1)).transpose(0, 1) for buffer in self.segments[layer])
         return attend_alike(query, keys, values, scoring.scale)
-
-
-class _RowsLayer(PrefillLayer):
-    """Takes ``[rows, kv_heads, width, head_dim]``, and writes the rows end to end."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        self.in_pass.write(self.index, Segment._make(part.transpose(0, 1).flatten(1, 2) for part in parts))
-        handle = _RowsKV(self, parts)
-        return handle, handle
-
-
-class _RowsKV(SharedKV):
-    def __init__(self, layer: _RowsLayer, parts: Segment):
-        self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
-        self.device = parts.keys.device
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        if (scoring.softcap, scoring.window, scoring.sinks, scoring.distances) != (None, None, None, None):
-            raise Unsupported("attention of its prompts is more than causal")
-        in_pass, index = self.layer.in_pass, self.layer.index
-        in_pass.scorings[index], in_pass.by[index] = scoring, "PyTorch"
-        grouped = query.shape[1] != self.parts.keys.shape[1]
-        out = F.scaled_dot_product_attention(
-            query, *self.parts, is_causal=True, scale=scoring.scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2)

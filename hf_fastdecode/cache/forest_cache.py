@@ -96,10 +96,6 @@ class ForestCache(Cache):
         appended = self.layers[layer_idx].appended if layer_idx < len(self.layers) else 0
         return self.state.padded_length + appended
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """``(kv_length, kv_offset)`` of a stock model's mask."""
-        return self.get_seq_length(layer_idx) + query_length, 0
-
     @property
     def _storages(self) -> list[TokenStorage]:
         return [layer.storage for layer in self.attention_layers]

@@ -267,14 +267,15 @@ class SharedContextCache(ForestCache):
         """
         state, suffixes = self.state, self.state.suffixes
         forest, layers, before, ids = state.forest, (list(self.layers), self.stores), suffixes.lengths, suffixes.ids
-        if not state.current.items:
+        is_step = not state.current.items
+        if is_step:
             self._check_states(rows, queries)
         try:
-            if not state.current.items:
+            if is_step and not before.longest:
                 self.fork_states(self.state_layers)
             yield
             appended = {layer.appended for layer in self.attention_layers}
-            if not appended and not state.current.items:
+            if not appended and is_step:
                 appended = {queries}
                 state.forest = state.forest or Forest(rows)
             if len(appended) > 1:
@@ -299,7 +300,7 @@ class SharedContextCache(ForestCache):
                     layer.is_initialized = False
             raise
         finally:
-            if not state.current.items:
+            if is_step:
                 state.current = Pass()
             for layer in self.attention_layers:
                 layer.appended = 0
@@ -375,9 +376,9 @@ class SharedContextCache(ForestCache):
         return bool(super().is_compileable)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """As `ForestCache.get_mask_sizes`, which passes ask before they compute anything."""
+        """``(kv_length, kv_offset)`` of a stock model's mask, which passes ask before they compute anything."""
         self._require_enabled()
-        return super().get_mask_sizes(query_length, layer_idx)
+        return self.get_seq_length(layer_idx) + query_length, 0
 
     def _require_enabled(self) -> None:
         """Raise ValueError if the model that the last pass was of is known not to be enabled any longer."""
