@@ -210,7 +210,7 @@ class _Ranks(Ranks):
 
 def test_passes_are_replayed_unasked_as_far_as_the_captures_of_all_ranks_serve() -> None:
     ranks = _Ranks(Way.REPLAYING, -Way.REPLAYING, 100, 20)
-    options = CaptureOptions(False, 0, ())
+    options = CaptureOptions(0, ())
     step = mock.Mock(longest_row=None, longest_suffix=30)
     lengths = {"row": 99, "suffix": 19}
     cache = mock.Mock(longest_row=lambda _: lengths["row"])

@@ -241,7 +241,7 @@ def test_rows_of_different_lengths(uncaptured: None) -> None:
             slim(draft, **{CACHE: cache})
         cache.drop_last(4 - kept)
         cache.reserve(5)
-        options = captured_step.CaptureOptions(False, 0, ())
+        options = captured_step.CaptureOptions(0, ())
         step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         found = step(cache, ids, 20 + kept)
         eager = slim(ids[:, None], **{CACHE: cache}, position_ids=20 + kept[:, None]).logits[:, -1]
@@ -278,7 +278,7 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
         cache.batch_repeat_interleave(2)
         slim(ids[:, None], **{CACHE: cache})
         cache.reserve(8)
-        options = captured_step.CaptureOptions(False, 0, ())
+        options = captured_step.CaptureOptions(0, ())
         step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         for position in (21, 22):
             step(cache, ids, torch.full((2,), position))
