@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from . import _compat
 from .attention.torch_operators import Backend
-from .cache.layout.model import ModelLayout
+from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
 from .generation.interception.generate import METHODS

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_fastdecode.cache.accounting import KVSizes
-from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.calls import collect

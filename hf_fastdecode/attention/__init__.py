@@ -33,9 +33,10 @@ operators, `choose_config` (called by `launch.plan`) on the kernel and its tiles
 short nodes, and `LaunchPlan.programs` on how many programs nodes get while suffixes run beside them.
 
 Where to add:
-    A cache layout: a subclass of `cache.storage.TokenStorage` with `keys_and_values` and `read_by_steps`, or, like
-        `cache.layers.own`, with suffixes of another layout than nodes, for layers that attend by themselves. If the
-        GPU is to read the stored form, also `launch.kernel_call` and a kernel, or `captured_in_place`.
+    A cache layout: a subclass of `cache.storage.TokenStorage` with `keys_and_values`, `nodes_for_steps` and
+        `suffix_for_steps`, or, like `cache.layers.own`, with suffixes of another layout than nodes, for layers that
+        attend by themselves. If the GPU is to read the stored form, also `launch.kernel_call` and a kernel, or
+        `captured_in_place`.
     An architecture: usually nothing. Else an argument of its attention function in `interface._WITHOUT_EFFECT`; a
         score option in `kv.Scoring`, the reference and all operators; a kind of mask in
         `masks.shared_context_mask`; what cannot share in `generation/support/`.

@@ -102,17 +102,18 @@ def shared_context_attention(
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    _check_arguments(module, kwargs)
-    window = _window(module, key, sliding_window, attention_mask, lengths)
-    if lengths is not None and (softcap is not None or s_aux is not None):
+    if kwargs:
+        _check_arguments(module, kwargs)
+    window = None
+    if not (sliding_window is None and attention_mask is None and key.stored_window is None):
+        window = _window(module, key, sliding_window, attention_mask, lengths)
+    if lengths is not None and not (softcap is None and s_aux is None):
         _check_ignored(module, "s_aux" if softcap is None else "softcap")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else _checked_sinks(s_aux, query.shape[1])
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
-        if sinks is not None:
-            raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
-        key.show(attention_mask.shown if isinstance(attention_mask, BidirectionalMask) else None)
+        _show(module, key, attention_mask, sinks)
     if autocast_dtype(query.device) is None:
         out = key.attend(query, scoring)
     else:
@@ -128,6 +129,13 @@ def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask, *, cross: bool
         raise Unsupported(NOT_CAUSAL)
     if not isinstance(mask, BidirectionalMask if cross else SlidingWindow):
         raise Unsupported("the layer adds a mask of its own to the scores")
+
+
+def _show(module: nn.Module, key: CrossKV, mask: Any, sinks: Tensor | None) -> None:
+    """Set what cross-attention sees by its mask; raises Unsupported for sinks."""
+    if sinks is not None:
+        raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
+    key.show(mask.shown if isinstance(mask, BidirectionalMask) else None)
 
 
 def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
@@ -149,16 +157,17 @@ def _window(
 ) -> int | None:
     """The layer's window if it hides tokens, which must be that of its mask and, where it has none, of the cache."""
     window = sliding_window if sliding_window is not None and sliding_window > 0 else None  # 0 and -1 mean none
-    if lengths is not None:
+    if window is not None and lengths is not None:
         window = lengths.keep_if_binding(window)
     masked = mask.size if isinstance(mask, SlidingWindow) else None
     if window != masked:
         raise Unsupported(
             f"{type(module).__name__} names a sliding window of {window} tokens, but its mask one of {masked}"
         )
-    if window is None and lengths is not None and lengths.keep_if_binding(key.stored_window) is not None:
+    stored = key.stored_window
+    if stored is not None and window is None and lengths is not None and lengths.keep_if_binding(stored) is not None:
         raise Unsupported(
-            f"the config names a sliding window of {key.stored_window} tokens, beyond which transformers' cache "
+            f"the config names a sliding window of {stored} tokens, beyond which transformers' cache "
             f"forgets, but {type(module).__name__} attends without one"
         )
     return window

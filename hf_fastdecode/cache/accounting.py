@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .layout.model import ModelLayout
-from .layout.stores import Kind, Store
+from .layout import ModelLayout
+from .stores import Kind, Store
 
 _COUNTED = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.LATENT})
 

@@ -7,10 +7,12 @@ after a replay a single copy of its real tokens becomes the storage of a segment
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Cache
 
 from ..attention.forest import Forest, Node, Span, joined
@@ -20,10 +22,13 @@ from ..attention.launch.plan import NO_OWN_NODES, HeadShape
 from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
 from ..attention.placeholders import SharedKV
+from ..attention.torch_operators.decode_ops import attend_alike
 from ..attention.torch_operators.prefill_ops import padded_causal_attention, separating_bias
 from ..errors import Unsupported
 from .captured import CapturedInputs, LayerOfACapture
 from .layers.attention import SharedContextLayer
+from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
+from .layout import ModelLayout
 from .shared import SharedContextCache
 from .state import PrefillItem
 from .storage import TokenStorage
@@ -97,7 +102,7 @@ def takes_captured_passes(
     Stored contexts need keys and values of one head_dim, as the kernels that read them do, and windows that hide none
     of the `longest` row's tokens. Without contexts, the prefill kernel computes windows.
     """
-    if cache.state.suffix_rows or cache.state.places_of_pass is not None:
+    if cache.state.suffix_rows or cache.state.current.positions is not None:
         return False
     contexts = any(item.context for item in items)
     stores = {layer.store for layer in cache.attention_layers}
@@ -117,71 +122,8 @@ def takes_captured_passes(
     return True
 
 
-class CapturedPrefillCache(Cache):
-    """Replaces a `SharedContextCache` while a prefill pass is captured.
-
-    Args:
-        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
-        tables: Of the tokens' contexts, if any has one.
-    """
-
-    _operators = "each node once, causal attention by {}, merged with its context, captured"
-
-    def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
-        self.position_planes, self._pass = cache.position_planes, _Pass(runs, tables)
-        self.inputs: CapturedInputs | None = None  # of an encoder-decoder, see `captured_rows`
-        super().__init__(
-            layers=[
-                self._captured_layer(layer) if isinstance(layer, SharedContextLayer) else layer
-                for layer in cache.layers
-            ]
-        )
-
-    def _captured_layer(self, layer: SharedContextLayer) -> PrefillLayer:
-        return PrefillLayer(layer, self._pass)
-
-    def begin(self) -> None:
-        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
-        self._pass.begin()
-
-    def take(self) -> list[Tensor]:
-        """The buffers of the pass, of which nothing is kept here."""
-        return self._pass.take()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return super().update(*args, **kwargs)
-
-    def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
-        """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
-        state = cache.state
-        spans = list(joined(item.span for item in state.packed))
-        length, number = sum(span.length for span in spans), spans[0].segment
-        layers = cache.attention_layers
-        new = not any(number in layer.storage.segments for layer in layers)
-        whole = new and spans == [Span(number, 0, state.segment_lengths[number])]
-        with torch.inference_mode(False), torch.no_grad():  # as storage is allocated
-            parts = [buffer[:, :, :length] for buffer in buffers]
-            if whole:
-                parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-        by_place = [part.unbind() for part in parts]
-        for layer in layers:
-            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
-            if not layer.is_initialized:
-                layer.lazy_initialization(*made)
-            if whole:
-                layer.storage.segments[number] = made
-                continue
-            for span in spans:
-                layer.storage.segment(span.segment, state.segment_lengths[span.segment], made)
-            layer.storage.write_nodes(spans, made)
-        for layer in layers:
-            layer.note(self._pass.scorings[layer.index])
-            layer.report("prefill", self._operators.format(self._pass.by[layer.index]))
-
-
-class _Pass:
-    """What the layers of a captured pass share.
+class _PrefillPass:
+    """The pass of a capture: its buffers, its attention, and what its layers share.
 
     Attributes:
         likes: Parts of tokens by layer and number of the part, from the first pass: ``[heads, tokens, width]`` on
@@ -229,6 +171,32 @@ class _Pass:
     def places_of(self, layer: int) -> list[tuple[int, int]]:
         return [self.places[layer, number] for number in range(2)]
 
+    def attend(self, layer: PrefillLayer, parts: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of the row's tokens to their runs, and to their contexts; arguments as for `SharedKV.attend`."""
+        keys, values = layer.storage.keys_and_values(Segment._make(part[0] for part in parts))
+        index, context = layer.index, None
+        outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
+        if outgrown and self.tables is not None:
+            raise Unsupported(outgrown)
+        if self.tables is not None:
+            tables = self.tables.by_shape.of(index)
+            rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
+            part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
+            context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
+
+        def intervals() -> Tensor:
+            return self.intervals(query.shape[2], scoring.window, query.device)
+
+        self.by[index] = "triton"
+        out = padded_kernel_attention(query[0], keys, values, scoring, intervals, context)
+        if out is None:
+            if outgrown:
+                raise Unsupported(outgrown)
+            self.by[index] = "PyTorch"
+            bias = self.bias(query.dtype)
+            out = padded_causal_attention(query[0], keys, values, scoring, bias=bias, context=context)
+        return out.transpose(0, 1)[None]
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """What separates the runs, made once for all layers."""
         if self.runs is not None and self._bias is None:
@@ -242,49 +210,202 @@ class _Pass:
         return self._intervals[window]
 
 
-class PrefillLayer(LayerOfACapture):
-    """A layer of a captured pass over one row."""
+class CapturedPrefillCache(Cache):
+    """Replaces a `SharedContextCache` while a prefill pass is captured.
 
-    def __init__(self, layer: SharedContextLayer, in_pass: _Pass):
+    Args:
+        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
+        tables: Of the tokens' contexts, if any has one.
+    """
+
+    _kind: ClassVar[type[_PrefillPass]] = _PrefillPass
+    _operators: ClassVar[str] = "each node once, causal attention by {}, merged with its context, captured"
+
+    def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
+        self.position_planes, self._pass = cache.position_planes, self._kind(runs, tables)
+        self.inputs: CapturedInputs | None = None  # of an encoder-decoder, see `CapturedRowsCache`
+        super().__init__(
+            layers=[
+                PrefillLayer(layer, self._pass) if isinstance(layer, SharedContextLayer) else layer
+                for layer in cache.layers
+            ]
+        )
+
+    def begin(self) -> None:
+        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
+        self._pass.begin()
+
+    def take(self) -> list[Tensor]:
+        """The buffers of the pass, of which nothing is kept here."""
+        return self._pass.take()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return super().update(*args, **kwargs)
+
+    def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
+        """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
+        state = cache.state
+        spans = list(joined(item.span for item in state.current.items))
+        length, number = sum(span.length for span in spans), spans[0].segment
+        layers = cache.attention_layers
+        new = not any(number in layer.storage.segments for layer in layers)
+        whole = new and spans == [Span(number, 0, state.segment_lengths[number])]
+        with torch.inference_mode(False), torch.no_grad():  # as storage is allocated
+            parts = [buffer[:, :, :length] for buffer in buffers]
+            if whole:
+                parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        by_place = [part.unbind() for part in parts]
+        for layer in layers:
+            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
+            if not layer.is_initialized:
+                layer.lazy_initialization(*made)
+            if whole:
+                layer.storage.segments[number] = made
+                continue
+            for span in spans:
+                layer.storage.segment(span.segment, state.segment_lengths[span.segment], made)
+            layer.storage.write_nodes(spans, made)
+        for layer in layers:
+            layer.note(self._pass.scorings[layer.index])
+            layer.report("prefill", self._operators.format(self._pass.by[layer.index]))
+
+
+class PrefillLayer(LayerOfACapture):
+    """A layer of a captured pass, which writes its tokens, row by row, to the pass's buffers."""
+
+    def __init__(self, layer: SharedContextLayer, in_pass: _PrefillPass):
         super().__init__()
         self.index, self.storage, self.stored_window = layer.index, layer.storage.empty(), layer.store.window
         self.in_pass, self.is_initialized = in_pass, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        stored = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        parts = Segment._make(part[0] for part in stored)
-        self.in_pass.write(self.index, parts)
-        handle = _PaddedKV(self, parts)
+        parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
+        self.in_pass.write(self.index, Segment._make(part.transpose(0, 1).flatten(1, 2) for part in parts))
+        handle = _PrefillKV(self, parts)
         return handle, handle
 
 
-class _PaddedKV(SharedKV):
+class _PrefillKV(SharedKV):
     def __init__(self, layer: PrefillLayer, parts: Segment):
         self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
         self.device = parts.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        keys, values = self.layer.storage.keys_and_values(self.parts)
-        in_pass, index, context = self.layer.in_pass, self.layer.index, None
-        outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
-        if outgrown and in_pass.tables is not None:
-            raise Unsupported(outgrown)
-        in_pass.scorings[index] = scoring
-        if in_pass.tables is not None:
-            tables = in_pass.tables.by_shape.of(index)
-            rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
-            part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
-            context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
+        layer = self.layer
+        layer.in_pass.scorings[layer.index] = scoring
+        return layer.in_pass.attend(layer, self.parts, query, scoring)
 
-        def intervals() -> Tensor:
-            return in_pass.intervals(query.shape[2], scoring.window, query.device)
 
-        in_pass.by[index] = "triton"
-        out = padded_kernel_attention(query[0], keys, values, scoring, intervals, context)
-        if out is None:
-            if outgrown:
-                raise Unsupported(outgrown)
-            in_pass.by[index] = "PyTorch"
-            bias = in_pass.bias(query.dtype)
-            out = padded_causal_attention(query[0], keys, values, scoring, bias=bias, context=context)
-        return out.transpose(0, 1)[None]
+class Lease:
+    """Held by inputs whose keys and values are in the buffers of a captured pass, and by their copies."""
+
+
+def takes_captured_rows(cache: SharedContextCache, layout: ModelLayout) -> bool:
+    """Whether the next pass stores keys and values alone, of inputs and prompts, and inputs hide no tokens."""
+    inputs = cache.inputs
+    if type(inputs) is not EncodedInputs or not inputs.stores_next or layout.states or layout.own:
+        return False
+    arguments = inputs.arguments
+    if any(value is not None for name, value in arguments.items() if name != ENCODER_OUTPUTS):
+        return False
+    plain = all(type(layer.storage) is TokenStorage for layer in cache.attention_layers)
+    return plain and list(arguments[ENCODER_OUTPUTS]) == ["last_hidden_state"]
+
+
+class _RowsPass(_PrefillPass):
+    """A captured pass by rows, of prompts without padding and contexts."""
+
+    def attend(self, layer: PrefillLayer, parts: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        if (scoring.softcap, scoring.window, scoring.sinks, scoring.distances) != (None, None, None, None):
+            raise Unsupported("attention of its prompts is more than causal")
+        self.by[layer.index] = "PyTorch"
+        grouped = query.shape[1] != parts.keys.shape[1]
+        out = F.scaled_dot_product_attention(query, *parts, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
+class CapturedRowsCache(CapturedPrefillCache):
+    """Replaces a `SharedContextCache` while a first pass by rows is captured: a prompt of each encoder input.
+
+    The prompts' few tokens are copied after a replay. The inputs' keys and values are large: a cache reads them where
+    they are, without a second copy, and the pass is not replayed until all caches that do are gone (`Lease`).
+
+    Args:
+        rows: Prompts of the pass, each of an input of its own.
+        hidden: The encoder's output, ``[rows, tokens, numbers]``, of which the graph reads this tensor.
+        layout: The model's, which says how large the inputs' keys and values are.
+    """
+
+    _kind = _RowsPass
+    _operators = "each input once, causal attention by {}, captured"
+
+    def __init__(self, cache: SharedContextCache, rows: int, hidden: Tensor, layout: ModelLayout):
+        super().__init__(cache, None, None)
+        assert cache.inputs is not None
+        self.inputs = self._inputs = _InputsOfAPass(self, cache.inputs, hidden, _buffers(layout, rows, hidden))
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody reads the inputs' keys and values any more."""
+        return self._inputs.lease is None or self._inputs.lease() is None
+
+    def lend(self, cache: SharedContextCache) -> None:
+        """Let the cache's inputs, which the pass has stored, read their keys and values here."""
+        assert cache.inputs is not None
+        lease = Lease()
+        self._inputs.lease = ref(lease)
+        cache.inputs.store_captured(self._inputs.segments, lease)
+
+
+def _buffers(layout: ModelLayout, rows: int, hidden: Tensor) -> dict[int, Segment]:
+    """Room for the inputs' keys and values by layer, ``[kv_heads, rows * tokens, head_dim]`` each."""
+    count = rows * hidden.shape[1]
+    return {
+        layer: Segment(
+            *(hidden.new_empty(store.kv_heads, count, width) for width in (store.head_dim, store.value_dim))
+        )
+        for layer, store in layout.cross.items()
+    }
+
+
+class _InputsOfAPass(CapturedInputs):
+    """Writes the keys and values of a pass's inputs to buffers.
+
+    Attributes:
+        segments: The buffers, by layer.
+        lease: To the object that the latest reader's inputs hold; None before the first.
+        layers: Layers that need not project the encoder's output: none in this pass.
+    """
+
+    layers = ()
+    lease: ref[Lease] | None = None
+
+    def __init__(self, view: CapturedRowsCache, inputs: EncodedInputs, hidden: Tensor, segments: dict[int, Segment]):
+        outputs = inputs.arguments[ENCODER_OUTPUTS]
+        self.arguments = inputs.arguments | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=hidden)}
+        self.tokens, self.segments = hidden.shape[1], segments
+        self._cache = ref(view)  # which holds this object: a cycle would keep the buffers until it is collected
+
+    @property
+    def view(self) -> CrossView:
+        """The cache as decoders take it."""
+        cache = self._cache()
+        assert cache is not None
+        return CrossView(cache, self, self._attend)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Write a layer's keys and values, ``[rows, kv_heads, tokens, head_dim]`` each."""
+        if mask is not None:
+            raise Unsupported("a mask over the encoder's output, which replays would bake in")
+        for buffer, part in zip(self.segments[layer], (keys, values), strict=True):
+            by_rows = buffer.unflatten(1, (len(part), -1)).transpose(0, 1)
+            if by_rows.shape != part.shape:
+                raise Unsupported(f"layer {layer} has keys of shape {list(part.shape)}, not {list(by_rows.shape)}")
+            by_rows.copy_(part)
+
+    def _attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
+        if scoring.softcap is not None:
+            raise Unsupported("a soft cap in cross-attention")
+        keys, values = (buffer.unflatten(1, (len(query), -1)).transpose(0, 1) for buffer in self.segments[layer])
+        return attend_alike(query, keys, values, scoring.scale)

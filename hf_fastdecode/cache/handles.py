@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention.forest import Forest, Span
@@ -24,10 +24,11 @@ from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
 from ..parallel.divided_pass import GatheredContexts, InPass
 from ..parallel.sequence import window_is_not_divided
-from .layers.expanded_steps import EagerExpandedKV
-from .layout.stores import Store
-from .state import MadeTables, SharedState
+from ..parallel.shards import WHOLE
+from .layers.expanded import EagerExpandedKV
+from .state import MadeTables, Pass, SharedState
 from .storage import TokenStorage
+from .stores import Store
 
 
 class StoredLayer:
@@ -78,26 +79,6 @@ class StoredLayer:
         """Another object whenever storage has moved."""
         return self.storage.version
 
-    def forest_kv(self, appended: int = 0) -> ForestKV:
-        """Keys and values for PyTorch's operators, with `appended` more suffix tokens; reordered rows are copied.
-
-        Where processes divide them, those that this one stores.
-        """
-        state, before = self.state, self.state.suffixes.lengths
-        stored = self.storage.read_by_steps(self.storage.ordered_suffix(state.suffixes.origins))
-        lengths, seen = state.stored_suffixes(before.plus(appended)).on_host(), None
-        if state.parallel is not None:
-            own = (
-                torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.long().cpu()
-            )
-            seen = state.suffix_shard.counts(own[:, None] + 1 + torch.arange(appended, device="cpu"))
-        return ForestKV(self.step_forest, self._nodes, stored, lengths, seen)
-
-    @property
-    def _nodes(self) -> dict[int, Segment]:
-        """Keys and values of the nodes, for PyTorch's operators."""
-        return {number: self.storage.read_by_steps(parts) for number, parts in self.storage.segments.items()}
-
     @property
     def expanded(self) -> EagerExpandedKV | None:
         """Nodes with latents that steps read as keys and values; None if there are none."""
@@ -111,7 +92,8 @@ class StoredLayer:
 
         By PyTorch's operators, in fp32.
         """
-        return nodes_attention(query, self.step_forest, self._nodes, scale, backend=self.state.torch_backend)
+        nodes = self.storage.nodes_for_steps()
+        return nodes_attention(query, self.step_forest, nodes, scale, backend=self.state.torch_backend)
 
     def of_all_processes(self, part: Partial) -> Partial:
         """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
@@ -136,16 +118,27 @@ class StoredLayer:
 class DecodeKV(SharedKV):
     """Decode-step handle: writes new tokens to each suffix, and attends over each row's path and suffix."""
 
-    def __init__(self, layer: StoredLayer, parts: Segment):
-        self.layer, self.parts = layer, parts
-        self.keys, self.values = layer.storage.read_by_kernels(parts)
-        self.stored_window, self.device = layer.store.window, self.keys.device
-        self.reads_latents = layer.storage.holds_latents
-        self.expanded = layer.expanded if self.reads_latents else None
+    def __init__(self, layer: StoredLayer, parts: Segment, step: Pass):
+        self.layer, self.parts, self.step = layer, parts, step
+        self.stored_window, self.device = layer.store.window, parts.keys.device
+        if layer.storage.holds_latents:
+            self.reads_latents, self.expanded = True, layer.expanded
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """The new keys, ``[rows, kv_heads, tokens, head_dim]``, as kernels read them."""
+        return self.layer.storage.read_by_kernels(self.parts).keys
+
+    @cached_property
+    def values(self) -> Tensor:
+        """The new values, as `keys`."""
+        return self.layer.storage.read_by_kernels(self.parts).values
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        self.layer.note(scoring)
-        if self.layer.state.parallel is not None and scoring.window is not None:
+        layer = self.layer
+        if layer.ran_for is None or layer.window != scoring.window:
+            layer.note(scoring)
+        if layer.state.parallel is not None and scoring.window is not None:
             raise window_is_not_divided(scoring.window)
         while self._by_kernels(query, scoring):
             try:
@@ -167,10 +160,17 @@ class DecodeKV(SharedKV):
         return Partial(out.to(query.dtype), lse)
 
     def append(self) -> ForestKV:
-        """Write the new tokens and return all keys and values for PyTorch's operators."""
-        state = self.layer.state
-        self.layer.storage.append(self.parts, state.suffixes.lengths, state.suffix_shard)
-        return self.layer.forest_kv(self.keys.shape[2])
+        """Write the new tokens and return all keys and values for PyTorch's operators; reordered rows are copied.
+
+        Where processes divide them, those that this one stores.
+        """
+        layer, step = self.layer, self.step
+        state, storage = layer.state, layer.storage
+        assert step.before is not None
+        assert step.stored is not None
+        storage.append(self.parts, step.before, WHOLE if state.parallel is None else state.suffix_shard)
+        suffix = storage.suffix_for_steps(state.suffixes.origins)
+        return ForestKV(step.stored, storage.nodes_for_steps(), suffix, step.lengths, step.seen)
 
     def _run_kernels(self, query: Tensor, scoring: Scoring, into: Partial | None = None) -> Tensor:
         layer, suffixes = self.layer, self.layer.state.suffixes
@@ -196,29 +196,31 @@ class DecodeKV(SharedKV):
         return tables
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Partial:
-        kv = self.append()
-        backend = self.layer.state.torch_backend
+        kv, state = self.append(), self.layer.state
+        backend = state.torch_backend
         if self._is_new("pytorch"):
             did = "products over each node and the suffixes"
             if scoring.distances is None:
                 did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             self.layer.report("decode", did, self._why(query, scoring))
-        sinks = scoring.sinks if self.layer.state.suffix_shard.counts_sinks else None
+        sinks = scoring.sinks if state.parallel is None or state.suffix_shard.counts_sinks else None
         scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
         if scoring.distances is not None:
             part = biased_forest_attention(query, kv, scoring.scale, scoring.distances)
         else:
             part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
-        return self.layer.of_all_processes(part)
+        return part if state.parallel is None else self.layer.of_all_processes(part)
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""
-        known, self.layer.ran_for = self.layer.ran_for, (self.layer.forest, by)
-        return known is None or known[0] is not self.layer.forest or known[1] != by
+        known, forest = self.layer.ran_for, self.step.forest
+        assert forest is not None
+        self.layer.ran_for = forest, by
+        return known is None or known[0] is not forest or known[1] != by
 
     def _by_kernels(self, query: Tensor, scoring: Scoring) -> bool:
         backend = self.layer.state.backend
-        if backend != "triton" and not self._chooses(query):
+        if backend != "triton" and not (query.is_cuda and backend == "auto"):
             return False
         reason = self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
@@ -264,10 +266,11 @@ class PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
-        state, places = self.layer.state, self.layer.state.places_of_pass
+        state, current = self.layer.state, self.layer.state.current
+        positions = current.positions
         count, width = query.shape[0], query.shape[2]
-        if places is not None:
-            query = packed(query, places)
+        if positions is not None:
+            query = packed(query, positions)
 
         stored: Callable[[Any], Segment] = self._stored
         if (parallel := state.parallel) is not None:
@@ -278,17 +281,17 @@ class PrefillKV(SharedKV):
             def stored(name: Any) -> Segment:
                 return self._in_pass(name) if isinstance(name, InPass) else gathered(name)
 
-        assert state.runs is not None  # inside `prefilling`
+        assert current.runs is not None  # inside `prefilling`
         out, by = None, "triton"
         # The kernel looks at all contexts first; those that are divided between processes are gathered once each.
         if scoring.distances is not None:
-            runs = state.runs.runs
+            runs = current.runs.runs
             out = biased_causal_attention(
                 query[0], self.keys, self.values, scoring.scale, scoring.distances, runs=runs
             )
             by = "PyTorch"
-        elif state.torch_backend == "auto" and (parallel is None or len(state.contexts) <= 1):
-            out = kernel_attention(query[0], self.keys, self.values, scoring, state.runs, stored)
+        elif state.torch_backend == "auto" and (parallel is None or len(current.contexts) <= 1):
+            out = kernel_attention(query[0], self.keys, self.values, scoring, current.runs, stored)
         if out is None:
             by = "PyTorch"
             out = causal_attention(
@@ -296,7 +299,7 @@ class PrefillKV(SharedKV):
                 self.keys,
                 self.values,
                 scoring.scale,
-                runs=state.runs,
+                runs=current.runs,
                 stored=stored,
                 softcap=scoring.softcap,
                 window=scoring.window,
@@ -311,10 +314,10 @@ class PrefillKV(SharedKV):
             whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
         self.layer.report("prefill", f"{whose}, causal attention by {by}, merged with its context")
         tokens = out.transpose(0, 1)
-        if places is None:
+        if positions is None:
             return tokens.unsqueeze(0)
         spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
-        return spread.index_copy_(0, places, tokens).unflatten(0, (count, width))
+        return spread.index_copy_(0, positions, tokens).unflatten(0, (count, width))
 
     def _stored(self, span: Span) -> Segment:
         """Keys and values of a context that this process stores."""
@@ -331,15 +334,16 @@ class PrefillKV(SharedKV):
     def _gathered(self) -> GatheredContexts:
         """Gathers contexts that are divided between processes."""
         storage, state = self.layer.storage, self.layer.state
-        assert state.runs is not None
-        read_here = {name for run in state.runs.runs for name in run.context if isinstance(name, Span)}
+        current = state.current
+        assert current.runs is not None
+        read_here = {name for run in current.runs.runs for name in run.context if isinstance(name, Span)}
 
         def gather(span: Span) -> Segment:
             return state.whole(storage.keys_and_values(storage.segments[span.segment]), span)
 
-        return GatheredContexts(state.contexts, read_here, gather)
+        return GatheredContexts(current.contexts, read_here, gather)
 
 
-def packed(part: Tensor, places: Tensor) -> Tensor:
-    """The tokens of ``[rows, heads, width, d]`` at places counted row by row: ``[1, heads, tokens, d]``."""
-    return part.transpose(1, 2).flatten(0, 1).index_select(0, places).transpose(0, 1).unsqueeze(0)
+def packed(part: Tensor, positions: Tensor) -> Tensor:
+    """The tokens of ``[rows, heads, width, d]`` at positions counted row by row: ``[1, heads, tokens, d]``."""
+    return part.transpose(1, 2).flatten(0, 1).index_select(0, positions).transpose(0, 1).unsqueeze(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -21,7 +21,7 @@ from ..attention.torch_operators import Backend, TorchBackend
 from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
-from .layers.expanded import ExpandedNodes
+from .layers.latent import ExpandedNodes
 from .suffixes import Suffixes
 
 
@@ -36,6 +36,69 @@ class PrefillItem:
     def position(self) -> int:
         """Position of the first token in its row."""
         return sum(span.length for span in self.context)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass over a cache: its tokens, what layers read, and where they append; the same for all layers.
+
+    A pass of prefill fills nodes, or suffixes with tokens of prompts. A step appends tokens to each row's suffix.
+
+    Attributes:
+        items: Of prefill, the runs of tokens packed into the pass; () of a step.
+        spans: Their spans, adjacent ones joined.
+        runs: What each of these tokens sees; None of a step.
+        contexts: Of nodes that are divided between processes, the spans that the pass reads, on any of them.
+        own_tokens: Of the items' tokens, those that this process stores; None for all.
+        divided: What this process computes of the pass; None for all of it.
+        positions: Of prefill by rows, the positions of the pass's tokens, counted row by row: ``[tokens]`` int64; None
+            when tokens are packed into one row, or are one row without padding.
+        tensors: Of prefill by transformers' own attention and masks, the pass's rows and their width: layers return
+            the keys and values that they are given. Otherwise None.
+        before: Of a step, the lengths of suffixes before it; None of prefill.
+        queries: Tokens that a step appends to each suffix.
+        forest: The cache's forest in a step.
+        stored: The part of `forest` that a step reads as this process stores it, see `SharedState.step_forest`.
+        capacity: Tokens that suffixes must have room for.
+        parallel: The processes between which suffixes are divided, if they are.
+    """
+
+    items: Sequence[PrefillItem] = ()
+    spans: Path = ()
+    runs: PackedRuns | None = None
+    contexts: tuple[Span, ...] = ()
+    own_tokens: OwnTokens | None = None
+    divided: DividedPass | None = None
+    positions: Tensor | None = None
+    tensors: tuple[int, int] | None = None
+    before: SuffixLengths | None = None
+    queries: int = 0
+    forest: Forest | None = None
+    stored: Forest | None = None
+    capacity: int = 0
+    parallel: SequenceParallel | None = None
+
+    @cached_property
+    def lengths(self) -> int | list[int]:
+        """Tokens of suffixes that this process stores after a step, see `ForestKV`; waits for a device's lengths."""
+        assert self.before is not None
+        after = self.before.plus(self.queries)
+        return (after if self.parallel is None else self.parallel.stored_suffixes(after)).on_host()
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """Tokens of suffixes stored here that a step's queries see, where processes divide them, see `ForestKV`."""
+        if self.parallel is None or (before := self.before) is None:
+            return None
+        whole = torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.cpu()
+        return self.parallel.suffix_shard.counts(whole.long()[:, None] + 1 + torch.arange(self.queries, device="cpu"))
+
+
+def _positions_in(rows: Tensor, tokens: int) -> Tensor | None:
+    """Positions of so many tokens in rows ``[rows, width]``, counted row by row; None in one row without padding."""
+    if tokens < rows.numel():
+        return rows.flatten().nonzero().flatten()
+    return None if len(rows) == 1 else torch.arange(tokens, device=rows.device)
 
 
 class MadeTables(NamedTuple):
@@ -55,19 +118,10 @@ class SharedState:
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `torch_operators.BACKENDS`.
         tables: Kernel inputs other than keys and values, by device and heads of a layer.
-        packed: During prefill, the items packed into the forward pass; set by `pack`.
-        packed_spans: Their spans, adjacent ones joined.
-        own_tokens: Of their tokens, those that this process stores; None for all.
-        divided: What this process computes of the pass; None for all of it.
-        runs: The items as runs of tokens; None outside of prefill.
-        contexts: Of nodes that are divided between processes, the spans that the pass reads, on any of them.
+        current: The pass in progress; one without items between passes.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
         segment_runs: Of segments that are made of suffixes, the tokens of each of these, by number.
-        places_of_pass: During prefill by rows, the places of the pass's tokens, counted row by row: ``[tokens]``
-            int64; None when tokens are packed into one row, or are one row without padding.
-        tensors_of_pass: During prefill by transformers' own attention and masks, the pass's rows and their width:
-            layers return the keys and values that they are given. Otherwise None.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
         counts_tokens: Whether positions behind the rows are those of counted tokens, as they are not behind images
@@ -88,17 +142,10 @@ class SharedState:
     backend: Backend = "auto"
     choices: Choices = field(default_factory=Choices)
     tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
-    packed: Sequence[PrefillItem] = ()
-    packed_spans: Path = ()
-    own_tokens: OwnTokens | None = None
-    divided: DividedPass | None = None
-    runs: PackedRuns | None = None
-    contexts: tuple[Span, ...] = ()
+    current: Pass = field(default_factory=Pass)
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
     segment_runs: dict[int, int] = field(default_factory=dict)
-    places_of_pass: Tensor | None = None
-    tensors_of_pass: tuple[int, int] | None = None
     met: ref[nn.Module] | None = None
     position_planes: int = 0
     counts_tokens: bool = True
@@ -109,7 +156,22 @@ class SharedState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses are invalid in a copy of the cache, whose tensors are new; weak references cannot be pickled.
-        return self.__dict__ | {"tables": {}, "met": None, "expanded": None}
+        return self.__dict__ | {"tables": {}, "met": None, "expanded": None, "current": Pass()}
+
+    @property
+    def packed(self) -> Sequence[PrefillItem]:
+        """The items of the pass in progress; () outside of prefill."""
+        return self.current.items
+
+    @property
+    def divided(self) -> DividedPass | None:
+        """What this process computes of the pass in progress; None for all of it."""
+        return self.current.divided
+
+    @property
+    def tensors_of_pass(self) -> tuple[int, int] | None:
+        """Rows and width of the pass in progress, if transformers' own attention computes it."""
+        return self.current.tensors
 
     @property
     def torch_backend(self) -> TorchBackend:
@@ -123,18 +185,37 @@ class SharedState:
             return False
         return own_nodes_dominate(self.forest, self.suffixes.longest)
 
-    def pack(self, items: Sequence[PrefillItem], *, divide: bool = False) -> None:
-        """Set the items of a forward pass, and what all layers need to know of them.
-
-        Args:
-            divide: Whether processes may divide the pass.
-        """
-        self.packed, self.packed_spans = items, joined(item.span for item in items)
+    def prefill(
+        self, items: Sequence[PrefillItem], rows: Tensor | None = None, *, divide: bool = False, tensors: bool = False
+    ) -> Pass:
+        """The pass over these items; arguments as for `SharedContextCache.prefilling`."""
+        spans, parallel = joined(item.span for item in items), self.parallel
         runs = [Run(item.span.length, self._read_at_once(item.context)) for item in items]
-        self.contexts = tuple(dict.fromkeys(span for run in runs for span in run.context if isinstance(span, Span)))
-        self.divided = DividedPass.of(runs, self.parallel.group) if divide and self.parallel is not None else None
-        self.runs = self.divided.runs if self.divided is not None else PackedRuns(runs) if items else None
-        self.own_tokens = None if self.parallel is None else self.parallel.own_tokens(self.packed_spans)
+        divided = DividedPass.of(runs, parallel.group) if divide and parallel is not None else None
+        return Pass(
+            items,
+            spans,
+            PackedRuns(runs) if divided is None else divided.runs,
+            tuple(dict.fromkeys(span for run in runs for span in run.context if isinstance(span, Span))),
+            None if parallel is None else parallel.own_tokens(spans),
+            divided,
+            None if rows is None else _positions_in(rows, sum(span.length for span in spans)),
+            (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None,
+        )
+
+    def step(self, queries: int) -> Pass:
+        """The pass that appends so many tokens to every suffix, made by its first layer for all of them."""
+        step, before = self.current, self.suffixes.lengths
+        if step.before is not before or step.forest is not self.forest or step.queries != queries:
+            step = self.current = Pass(
+                before=before,
+                queries=queries,
+                forest=self.forest,
+                stored=self.step_forest,
+                capacity=self.suffix_room(before.longest + queries),
+                parallel=self.parallel,
+            )
+        return step
 
     def _read_at_once(self, context: Path) -> Path:
         """A context in spans that fit in memory: where it is divided between processes, each is gathered whole."""
@@ -173,10 +254,6 @@ class SharedState:
     def suffix_shard(self) -> Shard:
         """What this process stores of each suffix."""
         return WHOLE if self.parallel is None else self.parallel.suffix_shard
-
-    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
-        """Tokens that this process stores of suffixes of these lengths."""
-        return lengths if self.parallel is None else self.parallel.stored_suffixes(lengths)
 
     def suffix_room(self, tokens: int) -> int:
         """Room that a suffix of so many tokens needs, the same on all processes, so that storage moves alike.

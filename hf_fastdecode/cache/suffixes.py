@@ -10,8 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..attention.kv import SuffixLengths
 from ..parallel.shards import Shard
-from .origins import SuffixOrigins
-from .storage import TokenStorage
+from .storage import SuffixOrigins, TokenStorage
 
 _MOST_PARTS = 256
 """Parts, usually of one step each, after which they are joined."""

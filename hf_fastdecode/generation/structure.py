@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._compat import COMPILED_CALL, uncompiled_call
 from ..attention.active_passes import RowLengths, active, lengths_of_pass
 from ..attention.own_code import Method, stand_ins_of
-from ..cache.layout.model import ModelLayout
+from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.agreement import ALONE, Ranks, Together
 from ..parallel.groups import common_group, in_several_processes, splitting_groups

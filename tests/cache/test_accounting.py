@@ -8,7 +8,7 @@ from transformers import AutoConfig, DynamicCache
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.accounting import KVSizes, memory_io
-from hf_fastdecode.cache.layout.stores import Kind, Store
+from hf_fastdecode.cache.stores import Kind, Store
 
 from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model
 

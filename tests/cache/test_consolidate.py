@@ -11,7 +11,7 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.consolidate import consolidate
 from hf_fastdecode.cache.layers.attention import SharedContextLayer
-from hf_fastdecode.cache.layout.stores import Kind, Store
+from hf_fastdecode.cache.stores import Kind, Store
 from hf_fastdecode.generation.steps import modes
 
 from ..module_calls import before_calls

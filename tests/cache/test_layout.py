@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.layout.model import ModelLayout
-from hf_fastdecode.cache.layout.stores import PER_TOKEN, Kind, Store
+from hf_fastdecode.cache.layout import ModelLayout
+from hf_fastdecode.cache.stores import PER_TOKEN, Kind, Store
 from hf_fastdecode.errors import Unsupported
 
 from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model

@@ -44,7 +44,7 @@ class FlatAttention(LlamaAttention):
         )
         query, keys = apply_rotary_pos_emb(query, keys, *position_embeddings)
         flat = Segment(*(part.transpose(1, 2).flatten(2)[:, None].contiguous() for part in (keys, values)))
-        if cache.state.packed:  # prefill of nodes, in the layout of ordinary layers
+        if cache.state.current.items:  # prefill of nodes, in the layout of ordinary layers
             handle, _ = cache.update(keys, values, self.layer_idx, suffix_parts=flat)
             out = handle.attend(query, Scoring(self.scaling, None, None, None)).transpose(1, 2)
         else:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fastdecode.generation.steps.call_lock import CallLock, LockHolder
-from hf_fastdecode.generation.steps.captures import Captures
+from hf_fastdecode.generation.steps.captures import CallLock, Captures, LockHolder
 from hf_fastdecode.generation.steps.modes import holding_captures
 from hf_fastdecode.parallel.agreement import ALONE
 

@@ -11,7 +11,7 @@ from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps import runners as steps
-from hf_fastdecode.generation.steps.cuda_graph import CapturedStep, bucket
+from hf_fastdecode.generation.steps.captured_step import CapturedStep, bucket
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .uncaptured import SAMPLING, SMALL, on_the_cpu

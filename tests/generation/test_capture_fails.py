@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import cuda_graph, modes
-from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
+from hf_fastdecode.generation.steps.captured_step import CapturedStep
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .uncaptured import SAMPLING, SMALL, on_the_cpu
@@ -135,14 +135,14 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch):
         finally:
             checked.set()
 
-    def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
+    def meanwhile(*args, stock=captured_step.forward_pass, **kwargs):
         if not checked.is_set():
             thread.start()
             checked.wait(60)
         return stock(*args, **kwargs)
 
     thread = threading.Thread(target=second)
-    monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
+    monkeypatch.setattr(captured_step, "forward_pass", meanwhile)
     with fd.enabled(model, mode="graph", backend="triton"):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
         thread.join(60)

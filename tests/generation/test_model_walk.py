@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_fastdecode as fd
-from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation import structure as structures
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import ModelWalk, captured_state

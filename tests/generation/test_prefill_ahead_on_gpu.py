@@ -9,7 +9,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import prefill_ahead
+from hf_fastdecode.generation.steps import captured_prefill
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -25,9 +25,9 @@ def model():
 @pytest.fixture
 def right(monkeypatch):
     """Passes whose outputs were used."""
-    found, outputs = [], prefill_ahead.PrefillAhead.outputs
+    found, outputs = [], captured_prefill.PrefillAhead.outputs
     monkeypatch.setattr(
-        prefill_ahead.PrefillAhead, "outputs", lambda self: found.append(self.ids.shape[1]) or outputs(self)
+        captured_prefill.PrefillAhead, "outputs", lambda self: found.append(self.ids.shape[1]) or outputs(self)
     )
     return found
 

@@ -12,8 +12,8 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import captured_state
+from hf_fastdecode.generation.steps import captured_step, modes, projections
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps import cuda_graph, modes, projections
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.generation.structure import Structure
 
@@ -190,14 +190,14 @@ def test_other_threads_train_while_a_step_is_captured(uncaptured, monkeypatch):
         logits.sum().backward()
         seen.append((kinds, same, logits, attention.q_proj.weight.grad is not None))
 
-    def meanwhile(*args, stock=cuda_graph.forward_pass, **kwargs):
+    def meanwhile(*args, stock=captured_step.forward_pass, **kwargs):
         if not seen:
             thread = threading.Thread(target=train)
             thread.start()
             thread.join()
         return stock(*args, **kwargs)
 
-    monkeypatch.setattr(cuda_graph, "forward_pass", meanwhile)
+    monkeypatch.setattr(captured_step, "forward_pass", meanwhile)
     with fd.enabled(model, mode="graph", backend="triton"):
         state = captured_state(model, Structure(model).configs)
         model.generate(**call)

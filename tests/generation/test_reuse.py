@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 

@@ -14,7 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch.dispatch import Choice
-from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import first_pass, gain, start
 from hf_fastdecode.patches.architectures.decoders import DECODERS

@@ -13,7 +13,7 @@ from hf_fastdecode.attention.launch.dispatch import KERNELS, Choice
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.decoding.sampling import choose_sampler
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
+from hf_fastdecode.generation.steps.captured_step import CapturedStep
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError, failure, launching
 

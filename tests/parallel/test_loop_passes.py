@@ -16,12 +16,11 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.generation.steps import loop_passes
-from hf_fastdecode.generation.steps.captured_pass import CapturedPass
-from hf_fastdecode.generation.steps.cuda_graph import CaptureOptions
-from hf_fastdecode.generation.steps.pass_agreement import PassAgreement, Way
+from hf_fastdecode.generation.steps.captured_step import CapturedPass, CaptureOptions
+from hf_fastdecode.generation.steps.loop_passes import PassAgreement, Way
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 from hf_fastdecode.parallel import sequence
-from hf_fastdecode.parallel.agreement import NoRoomError, Ranks, Together
+from hf_fastdecode.parallel.agreement import NoRoomError, PassFailedError, Ranks, Together
 
 from .loops import close, logits_of_loop, reorder
 from .processes import Models, scenario
@@ -186,7 +185,7 @@ def passes_that_one_rank_refuses(models: Models) -> Any:
 @scenario
 def failing_capture_of_a_pass(models: Models) -> Any:
     """A pass before the capture that fails ends the call, and is not taken for one that cannot be captured."""
-    failed = loop_passes.PassFailedError("a forward pass failed")
+    failed = PassFailedError("a forward pass failed")
     with (
         captured_passes(),
         mock.patch.object(CapturedPass, "capture", side_effect=failed),

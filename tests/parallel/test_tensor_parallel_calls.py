@@ -12,8 +12,7 @@ import pytest
 import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import first_pass, start
-from hf_fastdecode.generation.steps.call_lock import LockHolder
-from hf_fastdecode.generation.steps.captures import Captures
+from hf_fastdecode.generation.steps.captures import Captures, LockHolder
 from hf_fastdecode.parallel.agreement import Together
 from hf_fastdecode.parallel.watchdog import Watchdog
 

@@ -16,7 +16,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.layout.model import ModelLayout
+from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure

@@ -18,9 +18,9 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
-from hf_fastdecode.generation.steps import cuda_graph, modes
-from hf_fastdecode.generation.steps.call_lock import LockHolder
-from hf_fastdecode.generation.steps.cuda_graph import CapturedStep
+from hf_fastdecode.generation.steps import captured_step, modes
+from hf_fastdecode.generation.steps.captured_step import CapturedStep
+from hf_fastdecode.generation.steps.captures import LONG_COMPLETIONS, LockHolder
 from hf_fastdecode.generation.steps.runners import CapturedSteps
 from hf_fastdecode.parallel.agreement import Together
 
@@ -158,8 +158,8 @@ def forgotten_failures(models: Models) -> Any:
         steps.cache = mock.Mock(suffix_length=0)
         steps.cache.state.max_suffix = 4096
         found = []
-        for failure in (None, "no memory" if models.rank else None):
-            steps._captures = mock.Mock(own_nodes_failure=failure)
+        for failures in ({}, {LONG_COMPLETIONS: "no memory"} if models.rank else {}):
+            steps._captures = mock.Mock(failures=failures)
             found.append(steps._should_recapture())
     return found
 
@@ -250,7 +250,7 @@ def captured_without_memory(models: Models) -> Any:
     with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
         no_memory = torch.OutOfMemoryError("no memory")
         with (
-            raising(1, models, cuda_graph, "TablesByShape", no_memory),
+            raising(1, models, captured_step, "TablesByShape", no_memory),
             mock.patch.object(CapturedStep, "capture", counted),
         ):
             tokens, call = draw(model, 0, PROMPTS, **FEW), fd.explain(model).last_call

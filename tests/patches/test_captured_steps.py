@@ -18,7 +18,7 @@ from hf_fastdecode.cache import storage
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import cuda_graph, modes, runners
+from hf_fastdecode.generation.steps import captured_step, modes, runners
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.device import triton_is_installed
 
@@ -122,7 +122,7 @@ def test_a_later_capture_that_fails(
 ) -> None:
     """The call goes on eagerly, unless captured steps are forced."""
     monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
-    make, made = cuda_graph.CapturedStep.__init__, []
+    make, made = captured_step.CapturedStep.__init__, []
 
     def make_or_fail(self: Any, *args: Any) -> None:
         made.append(1)
@@ -130,7 +130,7 @@ def test_a_later_capture_that_fails(
             raise RuntimeError("not permitted when capturing")
         make(self, *args)
 
-    monkeypatch.setattr(cuda_graph.CapturedStep, "__init__", make_or_fail)
+    monkeypatch.setattr(captured_step.CapturedStep, "__init__", make_or_fail)
     model, slim = pair("k+r")
     call = PROMPTS | SAMPLES | {"max_new_tokens": 10}
     stock = seeded(lambda: model.generate(**call))
@@ -201,14 +201,14 @@ def test_layers_that_the_kernel_does_not_take(name: str, plan: str, options: dic
 def test_rows_that_the_kernel_does_not_take(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of fewer rows are captured all the same."""
     monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 0)
-    make = cuda_graph.CapturedStep.__init__
+    make = captured_step.CapturedStep.__init__
 
     def make_few(self: Any, model: PreTrainedModel, rows: int, *args: Any) -> None:
         if rows > 2:  # on a GPU the pass that is captured says so
             raise Unsupported(f"it takes up to 2 rows, got {rows}")
         make(self, model, rows, *args)
 
-    monkeypatch.setattr(cuda_graph.CapturedStep, "__init__", make_few)
+    monkeypatch.setattr(captured_step.CapturedStep, "__init__", make_few)
     slim, found = pair("k+r")[1], []
     with fd.enabled(slim):
         for samples in (2, 1):
@@ -231,7 +231,7 @@ def test_rows_of_different_lengths(uncaptured: None) -> None:
             slim(draft, **{CACHE: cache})
         cache.drop_last(4 - kept)
         cache.reserve(5)
-        options = cuda_graph.CaptureOptions(0, ())
+        options = captured_step.CaptureOptions(0, ())
         step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         found = step(cache, ids, 20 + kept)
         eager = slim(ids[:, None], **{CACHE: cache}, position_ids=20 + kept[:, None]).logits[:, -1]
@@ -268,7 +268,7 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
         cache.batch_repeat_interleave(2)
         slim(ids[:, None], **{CACHE: cache})
         cache.reserve(8)
-        options = cuda_graph.CaptureOptions(0, ())
+        options = captured_step.CaptureOptions(0, ())
         step = state_of(slim).captures.find(slim, cache, Structure(slim), options)
         for position in (21, 22):
             step(cache, ids, torch.full((2,), position))

@@ -83,11 +83,11 @@ def forest_attention(
     packed = query.reshape(rows, kv_heads, queries_per_kv_head, head_dim)
     oldest = None if window is None else _oldest_seen(kv, queries, queries_per_kv_head, window)
     in_suffix = None if oldest is None else _relative_to_starts(oldest, kv.forest.context_lengths)
-    merged = _suffix_partial(packed, queries, kv, dense, in_suffix)
+    parts = [_suffix_partial(packed, queries, kv, (shortest, longest), dense, in_suffix)]
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
         in_level = None if oldest is None else _relative_to_starts(oldest, starts)
-        merged = merge(merged, _level_partial(packed, batches, kv.segments, dense, in_level))
-    merged = _per_head(merged, heads, queries)
+        parts.append(_level_partial(packed, batches, kv.segments, dense, in_level))
+    merged = _per_head(merge(*parts), heads, queries)
     return merged if sinks is None else with_sinks(merged, sinks[:, None])
 
 
@@ -210,10 +210,18 @@ def as_batch(stored: Tensor, nodes: Sequence[Node]) -> Tensor:
 
 
 def _suffix_partial(
-    packed: Tensor, queries: int, kv: ForestKV, dense: DenseAttention, oldest: Tensor | None
+    packed: Tensor,
+    queries: int,
+    kv: ForestKV,
+    bounds: tuple[int, int],
+    dense: DenseAttention,
+    oldest: Tensor | None,
 ) -> Partial:
-    """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on."""
-    shortest, longest = kv.suffix_bounds
+    """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on.
+
+    `bounds` are the shortest and the longest suffix.
+    """
+    shortest, longest = bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
     if longest == shortest and queries == 1 and kv.seen is None:  # of a step, which need not make `seen` on the CPU
         return (

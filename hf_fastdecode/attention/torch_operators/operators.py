@@ -237,6 +237,8 @@ class DenseAttention:
 
         Keys that no query sees are not read, and keys that all queries see need no mask.
         """
+        if oldest is None and self.softcap is None:
+            return dense_partial(query, keys, values, self.scale, backend=self.backend)
         if oldest is None or not oldest.numel():
             return self.partial(query, keys, values)
         first_seen_by_any, first_seen_by_all = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())

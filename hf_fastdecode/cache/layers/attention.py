@@ -15,9 +15,9 @@ from ...attention.kv import Segment
 from ...attention.placeholders import SharedKV
 from ...errors import Unsupported
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
-from ..layout.stores import Store
-from ..state import SharedState
+from ..state import Pass, SharedState
 from ..storage import TokenStorage
+from ..stores import Store
 
 REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
 """What to do about a cache that another model filled."""
@@ -104,48 +104,51 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
 
         Returns:
             The handle for the attention function, twice; in a pass by transformers' own attention
-            (`SharedState.tensors_of_pass`) the tensors.
+            (`Pass.tensors`) the tensors.
 
         Raises:
             ValueError: The cache holds another dtype, number of rows, or shape.
             Unsupported: A pass by transformers' own attention has other rows or positions than its prompts.
         """
-        if (given := self.state.tensors_of_pass) is not None and given != (len(key_states), key_states.shape[2]):
+        current, storage = self.state.current, self.storage
+        if current.tensors is not None and current.tensors != (len(key_states), key_states.shape[2]):
+            rows, width = current.tensors
             raise Unsupported(
-                f"the model makes {len(key_states)} rows of {key_states.shape[2]} positions of {given[0]} prompts of "
-                f"{given[1]} tokens"
+                f"the model makes {len(key_states)} rows of {key_states.shape[2]} positions of {rows} prompts of "
+                f"{width} tokens"
             )
-        parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        if (places := self.state.places_of_pass) is not None:
-            parts = Segment._make(packed(part, places) for part in parts)
-        self.storage.describe(suffix_parts or parts)
+        parts = storage.parts_of(key_states, value_states, *args, **kwargs)
+        if current.positions is not None:
+            parts = Segment._make(packed(part, current.positions) for part in parts)
+        storage.describe(suffix_parts or parts)
         if not self.is_initialized:
             self.lazy_initialization(*parts)
         handle: SharedKV
-        if self.state.packed:
-            require_dtype(parts[0].dtype, self.storage.node_example)
-            new = Segment(parts[0][0], parts[1][0])
-            own, spans = new, self.state.packed_spans
-            if (divided := self.state.divided) is not None:
-                new = divided.segment_of_all(own)
-            handle = PrefillKV(self, own, new)
-            if self.state.suffix_rows:
-                self._fill_suffixes(spans, suffix_parts or parts)
-                return handle, handle
-            for span in spans:
-                self.storage.segment(span.segment, self.state.stored_length(span.segment), new)
-            if (kept := self.state.own_tokens) is not None:
-                places = kept.indices.to(new.keys.device)
-                spans, new = kept.spans, Segment._make(part.index_select(1, places) for part in new)
-            self.storage.write_nodes(spans, new)
-            if given is not None:
+        if current.items:
+            handle = self._fill(current, parts, suffix_parts or parts)
+            if current.tensors is not None:
                 self.report("prefill", "each input once, transformers' own attention")
                 return key_states, value_states
         else:
-            require_dtype(parts[0].dtype, self.storage.suffix_example)
-            self._make_room(parts)
-            handle = DecodeKV(self, parts)
+            handle = DecodeKV(self, parts, self._make_room(parts))
         return handle, handle
+
+    def _fill(self, current: Pass, parts: Segment, suffix_parts: Segment) -> PrefillKV:
+        """Write tokens of prompts to nodes, or to suffixes; parts are ``[1, heads, tokens, width]`` each."""
+        require_dtype(parts[0].dtype, self.storage.node_example)
+        own, spans = Segment(parts[0][0], parts[1][0]), current.spans
+        new = own if current.divided is None else current.divided.segment_of_all(own)
+        handle = PrefillKV(self, own, new)
+        if self.state.suffix_rows:
+            self._fill_suffixes(spans, suffix_parts)
+            return handle
+        for span in spans:
+            self.storage.segment(span.segment, self.state.stored_length(span.segment), new)
+        if (kept := current.own_tokens) is not None:
+            indices = kept.indices.to(new.keys.device)
+            spans, new = kept.spans, Segment._make(part.index_select(1, indices) for part in new)
+        self.storage.write_nodes(spans, new)
+        return handle
 
     def _fill_suffixes(self, spans: Sequence[Span], parts: Segment) -> None:
         """Write prompt tokens to suffixes, which get room for all prompts with the first ones."""
@@ -158,10 +161,12 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             self.storage.write_suffix(state.suffix_rows[span.segment], span.start, new.view(run))
             start += span.length
 
-    def _make_room(self, parts: Segment) -> None:
-        """Allocate suffix capacity for the new tokens; the attention handle writes them."""
+    def _make_room(self, parts: Segment) -> Pass:
+        """Allocate suffix capacity for a step's tokens, which the attention handle writes; returns the step."""
         rows, _, queries, _ = parts[0].shape
-        state = self.state
+        state, held = self.state, self.storage.suffix_example
+        if held is not None and held[0].dtype != parts[0].dtype:
+            require_dtype(parts[0].dtype, held)
         if state.forest is None:
             state.forest = Forest(rows)
         if rows != state.forest.rows:
@@ -169,22 +174,17 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
                 f"the cache holds {state.forest.rows} rows, got keys for {rows}; expand it with "
                 "batch_repeat_interleave, or pass it to generate of a model that is enabled, which does"
             )
-        self._check_shapes(parts)
-        after = state.suffixes.longest + queries
-        self._grow(after, Segment._make(part[0] for part in parts))
+        for new, old in zip(parts, held or parts, strict=True):
+            if new.shape[-1] != old.shape[-1] or new.shape[-3] != old.shape[-3]:
+                raise ValueError(other_heads((old.shape[-3], old.shape[-1]), (new.shape[-3], new.shape[-1])))
+        step, suffix = state.step(queries), self.storage.suffix
+        after = state.suffixes.lengths.longest + queries
+        if suffix is None or suffix[0].shape[2] < step.capacity:
+            self._grow(after, Segment._make(part[0] for part in parts))
         if state.suffixes.origins is not None:
             state.suffixes.origins.append(after)
         self.appended = queries
-
-    def _check_shapes(self, parts: Segment) -> None:
-        """Reject tokens whose heads or widths differ from the stored ones."""
-        stored = self.storage.suffix_example
-        if stored is None:
-            return
-        for new, old in zip(parts, stored, strict=True):
-            got, held = (new.shape[-3], new.shape[-1]), (old.shape[-3], old.shape[-1])
-            if got != held:
-                raise ValueError(other_heads(held, got))
+        return step
 
     def reserve(self, tokens: int) -> bool:
         """Allocate capacity for `tokens` suffix tokens per row; returns whether storage moved."""

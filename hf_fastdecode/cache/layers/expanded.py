@@ -1,144 +1,125 @@
-"""Keys and values of nodes that store latents, made once for the steps of a call.
-
-Latents are few bytes and many operations: a query of DeepSeek's sizes takes 1,088 multiplications per head and token
-over them, and 320 over the keys and values that they stand for. So nodes that many rows read are attended to as these
-(TyphoonMLA), all others and each row's own tokens as latents, and the two partials are merged. Rotated keys, which all
-heads have in common, stay where they are stored.
-
-Nodes keep their latents, of which alone kept caches consist. What is made of them belongs to one call, and is never
-copied: neither other weights nor adapters can find it.
-"""
+"""Attention of steps to nodes whose latents were expanded (`latent.ExpandedNodes`): eager, and captured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...attention.forest import Forest, Span
-from ...attention.kv import Segment
-from .latent import ExpandsLatents, LatentStorage, as_wide
+from ...attention.forest import Forest
+from ...attention.kv import Scoring, SuffixLengths
+from ...attention.launch.plan import NO_OWN_NODES, HeadShape
+from ...attention.launch.step_tables import Alike, RestTables, StepTables, TablesByShape
+from ...attention.partial import Partial, merge
+from ...attention.placeholders import ExpandedKV
+from ...attention.torch_operators.decode_ops import nodes_attention
+from ...errors import Unsupported
+from ...kernels.forest_decode.limits import refusal
+from ..state import MadeTables, SharedState
+from .latent import ExpandedLayer, ExpandedNodes, Widths, as_wide
 
 
-class Widths(NamedTuple):
-    """Numbers of a head's key and value.
+class EagerExpandedKV(ExpandedKV):
+    """Those of an eager step, of which there is at least one."""
+
+    def __init__(self, state: SharedState, index: int, forest: Forest, nodes: ExpandedLayer):
+        self.state, self.index, self.forest, self.nodes = state, index, forest, nodes
+
+    def attend(self, query: Tensor, scoring: Scoring, own: Partial) -> Tensor:
+        if self._by_kernels(query):
+            try:
+                return _attend(self._tables(query), self.index, query, self.nodes.widths, scoring, own)
+            except Unsupported:  # a kernel failed
+                pass
+        nodes, softcap, backend = self.nodes.whole, scoring.softcap, self.state.torch_backend
+        part = nodes_attention(query, self.forest, nodes, scoring.scale, softcap=softcap, backend=backend)
+        return merge(Partial(own.out.to(part.out.dtype), own.lse), part).out.to(query.dtype)
+
+    def _by_kernels(self, query: Tensor) -> bool:
+        backend = self.state.backend
+        if backend != "triton" and not (backend == "auto" and query.device.type == "cuda"):
+            return False
+        stored = [part for segment in self.nodes.segments.values() for part in segment]
+        taken = self.nodes.widths.as_kernels_take(query)
+        keys = taken[..., : self.nodes.widths.stored]
+        return refusal(taken, keys, keys, stored) is None
+
+    def _tables(self, query: Tensor) -> StepTables:
+        """The tables of layers like this one, made anew when they no longer suit the batch."""
+        state, forest, device = self.state, self.forest, query.device
+        shape = expanded_shape(self.nodes.heads, self.nodes.widths)
+        known = state.tables.get((device, shape))
+        if known is None or known.tables.rows != forest.rows or not known.tables.fits(forest):
+            made = RestTables(shape.rest, forest.rows, [self.index], forest, device, NO_OWN_NODES)
+            known = state.tables[device, shape] = MadeTables(made, False)
+        known.tables.follow(forest, SuffixLengths(), {self.index: self.nodes})
+        return known.tables
+
+
+class CapturedExpandedKV(ExpandedKV):
+    """Those of a captured step, which finds them by tables."""
+
+    def __init__(self, tables: StepTables, index: int, widths: Widths):
+        self.tables, self.index, self.widths = tables, index, widths
+
+    def attend(self, query: Tensor, scoring: Scoring, own: Partial) -> Tensor:
+        return _attend(self.tables, self.index, query, self.widths, scoring, own)
+
+
+class ExpandedTables:
+    """Tables of a captured step for the expanded nodes of every layer.
 
     Attributes:
-        key: Without `rotated`.
-        rotated: Of a key, the last ones, which are the same in all heads.
+        alike: What layers have in common, by index.
     """
 
-    key: int
-    rotated: int
-    value: int
+    def __init__(self, rows: int, nodes: ExpandedNodes, forest: Forest, device: torch.device):
+        self.alike = _alike(nodes)
+        self._widths = {index: layer.widths for index, layer in nodes.layers.items()}
+        rest = next(iter(self._widths.values())).rotated
+        self._tables = TablesByShape(rows, self.alike, forest, device, partial(RestTables, rest))
 
     @classmethod
-    def of(cls, layer: ExpandsLatents) -> Widths:
-        """Those of a layer."""
-        return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
+    def of(cls, rows: int, state: SharedState, device: torch.device) -> ExpandedTables | None:
+        """Tables for the expanded nodes of a batch; None if it has none."""
+        nodes, forest = state.expanded, state.expanded_forest
+        return None if nodes is None or forest is None else cls(rows, nodes, forest, device)
 
-    @property
-    def stored(self) -> int:
-        """Numbers of keys without the rotated ones, and of values, as stored: of both alike, as kernels take them."""
-        return max(self.key, self.value)
+    def layer(self, index: int) -> CapturedExpandedKV:
+        """What a layer of the step attends to."""
+        return CapturedExpandedKV(self._tables.of(index), index, self._widths[index])
 
-    def as_kernels_take(self, query: Tensor) -> Tensor:
-        """Queries ``[rows, heads, queries, key + rotated]`` with zeros behind `key`, up to `stored`."""
-        if self.stored == self.key:
-            return query
-        plain, rest = query.split([self.key, self.rotated], -1)
-        return torch.cat([as_wide(plain, self.stored), rest], -1)
+    def fits(self, state: SharedState) -> bool:
+        """Whether the batch has such nodes, which fit the tables."""
+        return (forest := state.expanded_forest) is not None and self._tables.fits(forest)
 
-
-class ExpandedLayer:
-    """What one layer has of these nodes; a `StoredWithRests` without suffixes.
-
-    Attributes:
-        segments: Keys without their rotated part, and values: ``[heads, tokens, stored]`` each, by run.
-        rests: The rotated part, ``[1, tokens, rotated]``, as latents have it.
-    """
-
-    suffix: None = None
-
-    def __init__(self, segments: dict[int, Segment], rests: dict[int, Tensor], widths: Widths):
-        self.segments, self.rests, self.widths, self.version = segments, rests, widths, object()
-
-    @classmethod
-    def of(cls, storage: LatentStorage, runs: Sequence[Span]) -> ExpandedLayer:
-        """Those of runs of tokens, by the layer's own code."""
-        segments, rests, widths = dict[int, Segment](), dict[int, Tensor](), Widths(0, 0, 0)
-        for number, run in enumerate(runs):
-            latents = storage.segments[run.segment].view(run)
-            keys, values = storage.made_of(latents)  # [heads, tokens, key + rotated], [heads, tokens, value]
-            rotated = latents.values.shape[-1]
-            widths = Widths(keys.shape[-1] - rotated, rotated, values.shape[-1])
-            parts = keys[..., : widths.key], values
-            segments[number] = Segment._make(as_wide(part, widths.stored).contiguous() for part in parts)
-            rests[number] = latents.values
-        return cls(segments, rests, widths)
-
-    @property
-    def heads(self) -> int:
-        """Heads of keys and values, as many as of queries."""
-        return self.segments[0].keys.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes beside what latents have."""
-        return sum(part.nbytes for segment in self.segments.values() for part in segment)
-
-    @property
-    def whole(self) -> dict[int, Segment]:
-        """Whole keys and values, for PyTorch's operators: ``[heads, tokens, width]``, of a width each."""
-        key, _, value = self.widths
-        return {
-            number: Segment(
-                torch.cat([keys[..., :key], self.rests[number].expand(len(keys), -1, -1)], -1), values[..., :value]
-            )
-            for number, (keys, values) in self.segments.items()
-        }
+    def follow(self, state: SharedState) -> None:
+        """Describe a batch, for which `fits` holds."""
+        assert state.expanded is not None
+        assert state.expanded_forest is not None
+        self._tables.follow(state.expanded_forest, SuffixLengths(), state.expanded.layers)
 
 
-class SplitForest(NamedTuple):
-    """The nodes of a forest, over the same rows.
-
-    Attributes:
-        as_stored: Those that steps read as they are stored.
-        expanded: The others, with spans of the numbered runs.
-    """
-
-    as_stored: Forest
-    expanded: Forest
+def alike_expanded(state: SharedState) -> dict[int, Alike] | None:
+    """What the layers of a batch's `ExpandedTables` would have in common; None for a batch without."""
+    nodes, forest = state.expanded, state.expanded_forest
+    return None if nodes is None or forest is None else _alike(nodes)
 
 
-class ExpandedNodes:
-    """The expanded nodes of a cache.
+def _alike(nodes: ExpandedNodes) -> dict[int, Alike]:
+    return {
+        index: Alike(expanded_shape(layer.heads, layer.widths), NO_OWN_NODES) for index, layer in nodes.layers.items()
+    }
 
-    Args:
-        runs: The runs of stored tokens that are expanded.
-        layers: What each layer has of them, by index.
-        fewest_rows: Rows of a node from which reading it as keys and values is faster.
-    """
 
-    def __init__(self, runs: Sequence[Span], layers: Mapping[int, ExpandedLayer], fewest_rows: int):
-        self.runs, self.layers, self.fewest_rows = runs, layers, fewest_rows
-        self._split: tuple[Forest, SplitForest] | None = None
+def expanded_shape(heads: int, widths: Widths) -> HeadShape:
+    """The shape of these nodes' heads, for a query of each row."""
+    return HeadShape(heads, 1, widths.stored, False, rest=widths.rotated)
 
-    def split(self, forest: Forest) -> SplitForest:
-        """Split the nodes of a forest; the same object for the same forest."""
-        if self._split is None or self._split[0] is not forest:
-            spans = {node.span for node in forest.nodes if node.row_count >= self.fewest_rows}
-            places = {span: place for span in spans if (place := self._place(span)) is not None}
-            as_stored = [tuple(span for span in path if span not in places) for path in forest.paths]
-            expanded = [tuple(places[span] for span in path if span in places) for path in forest.paths]
-            self._split = forest, SplitForest(Forest.from_paths(as_stored), Forest.from_paths(expanded))
-        return self._split[1]
 
-    def _place(self, span: Span) -> Span | None:
-        """A stored span among the numbered runs; None if it is not all in one."""
-        for number, run in enumerate(self.runs):
-            if run.segment == span.segment and run.start <= span.start and span.stop <= run.stop:
-                return Span(number, span.start - run.start, span.length)
-        return None
+def _attend(tables: StepTables, index: int, query: Tensor, widths: Widths, scoring: Scoring, own: Partial) -> Tensor:
+    other = Partial(as_wide(own.out, widths.stored).contiguous(), own.lse)
+    taken = widths.as_kernels_take(query)
+    out, _ = tables.attend_nodes(index, taken, scoring.scale, soft_cap=scoring.softcap, other=other)
+    return out[..., : widths.value]

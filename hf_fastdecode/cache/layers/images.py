@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ...attention.placeholders import CrossKV
-from .cross import EncodedInputs
-from .cross_view import Attend, HasInputs, StoredKV
+from .cross import Attend, EncodedInputs, HasInputs, StoredKV
 
 
 class ImageInputs(EncodedInputs):

@@ -6,29 +6,31 @@ anew in each pass that continues it, as transformers does in every step. Steps a
 queries that have taken in the product from latents to keys, latents with rotated keys are the keys of a single KV
 head, and latents alone its values. Kernels read them as those of several KV heads, of `GROUP` query heads at most
 each, that lie in the same memory.
+
+Latents are few bytes and many operations: a query of DeepSeek's sizes takes 1,088 multiplications per head and token
+over them, and 320 over the keys and values that they stand for. So nodes that many rows read are attended to as these
+(TyphoonMLA), all others and each row's own tokens as latents, and the two partials are merged. Rotated keys, which all
+heads have in common, stay where they are stored.
+
+Nodes keep their latents, of which alone kept caches consist. What is made of them belongs to one call, and is never
+copied: neither other weights nor adapters can find it.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...attention.forest import Forest, Span
 from ...attention.kv import Segment
-from ..storage import TokenStorage
-
-GROUP: Final = 16
-"""Query heads that a program of the suffix kernel attends for: more would not fit in its registers."""
-
-
-def kv_heads_of_kernels(heads: int) -> int:
-    """The fewest groups of at most `GROUP` that `heads` query heads are divided into equally."""
-    return next(count for count in range(1, heads + 1) if not heads % count and heads // count <= GROUP)
+from ..storage import SuffixOrigins, TokenStorage
 
 
 def as_wide(part: Tensor, width: int) -> Tensor:
@@ -61,6 +63,11 @@ class ExpandsLatents(Protocol):
             rotated: ``[rows, 1, tokens, rest]``: the part of the keys that depends on positions, of all heads.
         """
         ...
+
+
+def _of_one_head(parts: Segment) -> Segment:
+    """Keys of one head, latents with rotated keys, and its values, latents alone."""
+    return Segment(torch.cat(parts, -1), parts[0])
 
 
 class LatentStorage(TokenStorage):
@@ -101,11 +108,11 @@ class LatentStorage(TokenStorage):
     def read_by_kernels(self, parts: Segment) -> Segment:
         return Segment._make(part.expand(*part.shape[:-3], self.kv_heads, -1, -1) for part in parts)
 
-    @staticmethod
-    def read_by_steps(parts: Segment) -> Segment:
-        """Keys of one head, and its values."""
-        latents, rotated = parts
-        return Segment(torch.cat([latents, rotated], -1), latents)
+    def nodes_for_steps(self) -> Mapping[int, Segment]:
+        return {number: _of_one_head(parts) for number, parts in self.segments.items()}
+
+    def suffix_for_steps(self, origins: SuffixOrigins | None) -> Segment:
+        return _of_one_head(self.ordered_suffix(origins))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"layer": None}  # weak references cannot be pickled
@@ -114,3 +121,125 @@ class LatentStorage(TokenStorage):
         twin = memo[id(self)] = LatentStorage(self.layer, self.kv_heads)
         vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
         return twin
+
+
+class Widths(NamedTuple):
+    """Numbers of a head's key and value.
+
+    Attributes:
+        key: Without `rotated`.
+        rotated: Of a key, the last ones, which are the same in all heads.
+    """
+
+    key: int
+    rotated: int
+    value: int
+
+    @classmethod
+    def of(cls, layer: ExpandsLatents) -> Widths:
+        """Those of a layer."""
+        return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
+
+    @property
+    def stored(self) -> int:
+        """Numbers of keys without the rotated ones, and of values, as stored: of both alike, as kernels take them."""
+        return max(self.key, self.value)
+
+    def as_kernels_take(self, query: Tensor) -> Tensor:
+        """Queries ``[rows, heads, queries, key + rotated]`` with zeros behind `key`, up to `stored`."""
+        if self.stored == self.key:
+            return query
+        plain, rest = query.split([self.key, self.rotated], -1)
+        return torch.cat([as_wide(plain, self.stored), rest], -1)
+
+
+class ExpandedLayer:
+    """What one layer has of these nodes; a `StoredWithRests` without suffixes.
+
+    Attributes:
+        segments: Keys without their rotated part, and values: ``[heads, tokens, stored]`` each, by run.
+        rests: The rotated part, ``[1, tokens, rotated]``, as latents have it.
+    """
+
+    suffix: None = None
+
+    def __init__(self, segments: dict[int, Segment], rests: dict[int, Tensor], widths: Widths):
+        self.segments, self.rests, self.widths, self.version = segments, rests, widths, object()
+
+    @classmethod
+    def of(cls, storage: LatentStorage, runs: Sequence[Span]) -> ExpandedLayer:
+        """Those of runs of tokens, by the layer's own code."""
+        segments, rests, widths = dict[int, Segment](), dict[int, Tensor](), Widths(0, 0, 0)
+        for number, run in enumerate(runs):
+            latents = storage.segments[run.segment].view(run)
+            keys, values = storage.made_of(latents)  # [heads, tokens, key + rotated], [heads, tokens, value]
+            rotated = latents.values.shape[-1]
+            widths = Widths(keys.shape[-1] - rotated, rotated, values.shape[-1])
+            parts = keys[..., : widths.key], values
+            segments[number] = Segment._make(as_wide(part, widths.stored).contiguous() for part in parts)
+            rests[number] = latents.values
+        return cls(segments, rests, widths)
+
+    @property
+    def heads(self) -> int:
+        """Heads of keys and values, as many as of queries."""
+        return self.segments[0].keys.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes beside what latents have."""
+        return sum(part.nbytes for segment in self.segments.values() for part in segment)
+
+    @property
+    def whole(self) -> dict[int, Segment]:
+        """Whole keys and values, for PyTorch's operators: ``[heads, tokens, width]``, of a width each."""
+        key, _, value = self.widths
+        return {
+            number: Segment(
+                torch.cat([keys[..., :key], self.rests[number].expand(len(keys), -1, -1)], -1), values[..., :value]
+            )
+            for number, (keys, values) in self.segments.items()
+        }
+
+
+class SplitForest(NamedTuple):
+    """The nodes of a forest, over the same rows.
+
+    Attributes:
+        as_stored: Those that steps read as they are stored.
+        expanded: The others, with spans of the numbered runs.
+    """
+
+    as_stored: Forest
+    expanded: Forest
+
+
+class ExpandedNodes:
+    """The expanded nodes of a cache.
+
+    Args:
+        runs: The runs of stored tokens that are expanded.
+        layers: What each layer has of them, by index.
+        fewest_rows: Rows of a node from which reading it as keys and values is faster.
+    """
+
+    def __init__(self, runs: Sequence[Span], layers: Mapping[int, ExpandedLayer], fewest_rows: int):
+        self.runs, self.layers, self.fewest_rows = runs, layers, fewest_rows
+        self._split: tuple[Forest, SplitForest] | None = None
+
+    def split(self, forest: Forest) -> SplitForest:
+        """Split the nodes of a forest; the same object for the same forest."""
+        if self._split is None or self._split[0] is not forest:
+            spans = {node.span for node in forest.nodes if node.row_count >= self.fewest_rows}
+            places = {span: place for span in spans if (place := self._place(span)) is not None}
+            as_stored = [tuple(span for span in path if span not in places) for path in forest.paths]
+            expanded = [tuple(places[span] for span in path if span in places) for path in forest.paths]
+            self._split = forest, SplitForest(Forest.from_paths(as_stored), Forest.from_paths(expanded))
+        return self._split[1]
+
+    def _place(self, span: Span) -> Span | None:
+        """A stored span among the numbered runs; None if it is not all in one."""
+        for number, run in enumerate(self.runs):
+            if run.segment == span.segment and run.start <= span.start and span.stop <= run.stop:
+                return Span(number, span.start - run.start, span.length)
+        return None

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ...attention.forest import Path
-from ..layout.stores import Store
 from ..state import SharedState
 from ..storage import TokenStorage
+from ..stores import Store
 from .attention import SharedContextLayer, require_dtype
 
 End = tuple[int, int]

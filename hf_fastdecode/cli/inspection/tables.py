@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_fastdecode.cache.accounting import StockShared
-from hf_fastdecode.cache.layout.stores import Kind
 from hf_fastdecode.conversion.fit.layer_plan import dtype_name
 from hf_fastdecode.conversion.sizes import LayerCache
 
+from ...cache.stores import Kind
 from ...dtypes import short_dtype
 from ..console import bytes_text
 from ..convert_table import cache_name

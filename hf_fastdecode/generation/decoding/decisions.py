@@ -20,7 +20,7 @@ from transformers import StoppingCriteriaList
 
 from ...cache.shared import SharedContextCache
 from ...parallel.agreement import NoRoomError, Ranks
-from ..steps.capture_memory import free_memory
+from ..steps.graph_capture import free_memory
 from .sampling import Drawn, Sampler
 from .stopping import Stopping
 

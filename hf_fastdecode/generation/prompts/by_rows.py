@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
 from ...cache.layers.state import end_of
-from ...cache.layout.model import ModelLayout
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext

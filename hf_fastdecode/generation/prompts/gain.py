@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose, prefill_rate
-from ...cache.layout.model import ModelLayout
-from ...cache.layout.stores import Kind
+from ...cache.layout import ModelLayout
+from ...cache.stores import Kind
 from ...errors import Unsupported
 from ...parallel.groups import local_part
 from ..call_context import CallContext

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...cache.layout.model import ModelLayout
-from ...cache.layout.stores import Kind
+from ...cache.layout import ModelLayout
+from ...cache.stores import Kind
 from ..options import FEWEST_SAVED
 from ..structure import Structure
 

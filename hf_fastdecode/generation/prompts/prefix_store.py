@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..._compat import tensor_version
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
-from ...cache.layout.model import ModelLayout
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...parallel.groups import local_part
 from ..fingerprint import Fingerprint

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...attention.forest import Span
 from ...cache.layers.own import AttendsByItself
-from ...cache.layout.model import ModelLayout
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext

@@ -1,7 +1,7 @@
 """Prefill passes, captured in CUDA graphs and kept between calls.
 
 Up to some hundred tokens, launching a pass's kernels takes longer than running them: a replay takes about as long as
-reading the weights once. Of longer prompts a replay can begin before the call is prepared (`prefill_ahead`).
+reading the weights once. Of longer prompts a replay can begin before the call is prepared (`PrefillAhead`).
 A captured pass has a fixed number of tokens; a batch's new tokens are padded to it at their end. It computes keys and
 values into buffers of its own, from which they are copied to the cache after each replay.
 
@@ -13,7 +13,7 @@ tables hold, rows that outgrow a sliding window, or changes of the model's state
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -24,9 +24,11 @@ from transformers import PreTrainedModel
 from ..._compat import keeps_logits
 from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
-from ...cache.captured_prefill import CapturedPrefillCache, ContextTables
+from ...cache.captured_prefill import CapturedPrefillCache, CapturedRowsCache, ContextTables
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
+from ..beside import Beside
 from ..forward_pass import forward_pass
 from ..structure import Structure
 from .graph_capture import capture_first_pass
@@ -141,7 +143,7 @@ class CapturedPrefill:
         Returns:
             ``[len(wanted), vocabulary]`` in the model's dtype.
         """
-        inputs = self._arranged([(item.position, item.span.length) for item in cache.state.packed], wanted)
+        inputs = self._arranged([(item.position, item.span.length) for item in cache.state.current.items], wanted)
         inputs[: len(tokens)] = tokens
         self._inputs.copy_(inputs)
         if self._tables is not None and forest is not None:
@@ -191,15 +193,13 @@ class CapturedPrefills(Generic[Captured]):
 
     Attributes:
         count: Number of captures made.
-        failures: Why passes could not be captured, by what they took: several runs, contexts.
         asked: What tells the current call from calls of other arguments.
         again: Shape of the last pass, if it prefilled a call's one prompt whole, and what that call asked; see
-            `prefill_ahead`.
+            `PrefillAhead`.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self._most, self.count = most, 0
-        self.failures: dict[tuple[bool, bool], str] = {}
         self.asked: Hashable = None
         self.again: tuple[PrefillShape, Hashable] | None = None
         self._passes: list[Captured] = []  # least recently used first
@@ -235,3 +235,125 @@ class CapturedPrefills(Generic[Captured]):
     def clear(self) -> None:
         """Drop all captures."""
         self._passes, self.again = [], None
+
+
+class Scope(Protocol):
+    """A call of `generate`, see `CallScope`."""
+
+    def callback(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function at the call's end."""
+        ...
+
+
+class PrefillAhead:
+    """A captured pass over one prompt that is begun before transformers prepares the call, which takes milliseconds.
+
+    The guess is that this call, like the last one, prefills its one prompt whole by a captured pass. It runs on a
+    stream of its own while the call is prepared. When the call comes to its prefill, tokens are compared: if they are
+    those of the pass, its results are used, otherwise dropped. A wrong guess costs the device the time of the pass, so
+    only calls with the arguments of the last one are guessed, and after a wrong guess none until one would have been
+    right.
+
+    Attributes:
+        ids: ``[1, length]`` int64: the prompt that was guessed, in a copy, as the caller may write to its own.
+        was_right: Whether its outputs were used.
+    """
+
+    def __init__(self, captured: CapturedPrefill, ids: Tensor):
+        self.captured, self.ids, self.was_right = captured, ids.clone(), False
+        self._beside = Beside(ids.device, "prefill")
+        with self._beside.here():
+            self._outputs = captured.begin(self.ids[0])
+
+    def is_of(self, captured: CapturedPrefill, tokens: Tensor) -> bool:
+        """Whether it is a pass of this capture over these tokens, ``[length]`` int64 on the CPU."""
+        return captured is self.captured and torch.equal(self.ids[0].cpu(), tokens)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the pass returns, for work that is queued from now on."""
+        self.was_right = True
+        self.join()
+        return self._outputs
+
+    def join(self) -> None:
+        """Let work that is queued from now on wait for the pass, whose memory it may use."""
+        self._beside.join()
+
+
+class RowShape(NamedTuple):
+    """What a captured pass is made for.
+
+    Attributes:
+        rows: Number of inputs, and of prompts.
+        width: Tokens of each prompt.
+        tokens: Tokens of each input.
+    """
+
+    rows: int
+    width: int
+    tokens: int
+
+
+class CapturedRows:
+    """A first pass by rows of a decoder with an encoder: a prompt of each of some inputs.
+
+    Such a pass takes the host longer, to launch the kernels of all layers, than the device to run them. Inputs have
+    one length, as recordings do, and prompts too, without padding; others run eagerly. Keys and values of both are
+    stored, see `cache.captured_prefill.CapturedRowsCache`.
+
+    Args:
+        cache: The cache of the pass to capture with, whose items are being prefilled.
+        longest: Tokens of the longest row by the end of the call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shape: RowShape,
+        cache: SharedContextCache,
+        longest: int,
+        structure: Structure,
+        pool: Any,
+    ):
+        assert cache.inputs is not None
+        self.shape, self.lengths, device = shape, RowLengths(longest), model.device
+        hidden: Tensor = cache.inputs.arguments[ENCODER_OUTPUTS][0]
+        self._ids, self._places = torch.zeros(2, shape.rows, shape.width, dtype=torch.long, device=device)
+        self._hidden = torch.zeros_like(hidden)
+        self._view = view = CapturedRowsCache(cache, shape.rows, self._hidden, structure.layout)
+        self._kinds = kinds = list[Any]()  # of the model's output
+        arguments = {"input_ids": self._ids, "use_cache": True, "return_dict": True}
+
+        def run(places: Tensor = self._places) -> tuple[Tensor, ...]:  # no reference to self, see `CapturedGraph`
+            view.begin()
+            output = forward_pass(model, view, places, **arguments)
+            kinds[:] = [type(output)]
+            logits = output.logits.contiguous()  # of all tokens: what is wanted differs from loop to loop
+            return logits, *view.take()
+
+        rows = shape.rows * shape.width
+        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, rows=rows, fused_rows=0)
+
+    def fits(self, forest: Forest | None, longest: int) -> bool:
+        """Whether it computes a pass of its shape as the model would, and its memory is not read by another cache."""
+        return self.lengths.serve(longest) and self._view.is_free
+
+    def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
+        """Prefill the cache's current items, for which `fits` holds.
+
+        Args:
+            ids: ``[rows, width]`` int64.
+            places: ``[rows or 1, width]`` int64: their positions.
+            wanted: Last positions of each row to return logits for.
+
+        Returns:
+            The model's output, with logits ``[rows, wanted, vocabulary]`` alone.
+        """
+        assert cache.inputs is not None
+        self._ids.copy_(ids)
+        self._places.copy_(places)
+        self._hidden.copy_(cache.inputs.arguments[ENCODER_OUTPUTS][0])
+        logits, *buffers = self._graph.replay()
+        self._view.store(cache, buffers)
+        self._view.lend(cache)
+        return self._kinds[0](logits=logits[:, -wanted:].clone())

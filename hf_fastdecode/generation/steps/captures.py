@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.own_code import own_code_of
-from ...cache.captured import storages_in_place
-from ...cache.captured_states import CapturedStates
-from ...cache.layout.model import ModelLayout
+from ...cache.captured import CapturedStates, storages_in_place
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
 from ..foreign_code import is_capturable, splits_module
 from ..interception.switches import own_method
 from ..snapshot import ModelWalk, captured_state
 from ..structure import Known, Structure
-from .call_lock import CallLock, LockHolder
-from .capture_memory import free_memory, free_workspaces, used_memory
-from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, size_for
-from .captured_rows import CapturedRows
-from .cuda_graph import CapturedStep, CaptureOptions, bucket
-from .prefill_ahead import PrefillAhead, Scope
+from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillAhead, Scope, size_for
+from .captured_step import CapturedStep, CaptureOptions, bucket
+from .graph_capture import free_memory, free_workspaces, used_memory
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
 
 _MOST_BY_ROWS = 4
 """The same of first passes with an encoder, which have memory for the keys and values of their inputs."""
+
+
+STEPS: Final = "decode steps"
+LONG_COMPLETIONS: Final = "steps for long completions"
 
 
 class Captures:
@@ -46,6 +48,8 @@ class Captures:
         prefills: The captured prefill passes.
         by_rows: Captured first passes of decoders with an encoder.
         count: Number of steps captured.
+        failures: Why captures failed that are not tried again until `retry`: by `STEPS`, `LONG_COMPLETIONS`,
+            options of passes of other loops, and kinds of prefill passes.
         steps_asked: Steps requested by the model's calls so far, including the current one.
     """
 
@@ -56,9 +60,7 @@ class Captures:
         self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS)
         self.count = 0
         self.steps_asked = 0
-        self.own_nodes_failure: str | None = None  # why steps for long completions could not be captured
-        self.pass_failures: dict[CaptureOptions, str] = {}  # why passes of other loops could not be captured
-        self._failure: str | None = None
+        self.failures: dict[Hashable, str] = {}
         self._used = 0  # memory in use at the start of the latest call
         self._free_then: int | None = None  # at the start of the call whose capture ran out of memory
         self._steps: list[CapturedStep] = []  # least recently used first
@@ -81,7 +83,7 @@ class Captures:
 
     @property
     def scope(self) -> object:
-        """The call that holds the lock from its start to its end, if one does; see `prefill_ahead`."""
+        """The call that holds the lock from its start to its end, if one does; see `PrefillAhead`."""
         return None if (holder := self.lock.holder) is None else holder.scope
 
     @property
@@ -242,24 +244,22 @@ class Captures:
             self.ahead = None
             self.lock.release(self.lock.holder)
 
-    def fail(self, reason: str, device: torch.device, *, of_memory: bool) -> None:
-        """Record why a capture failed, and whether it ran out of memory."""
-        free_then = free_memory(device) + used_memory(device) - self._used if of_memory else None
-        self._failure, self._free_then = reason, free_then
+    def fail(self, key: Hashable, reason: str, device: torch.device) -> None:
+        """Record why a capture failed that is not tried again until `retry`."""
+        self.failures[key] = reason
+        if "out of memory" in reason or "ALLOC_FAILED" in reason:  # of CUDA or cuBLAS, with their own allocations
+            self._free_then = free_memory(device) + used_memory(device) - self._used
 
     def failure(self, device: torch.device) -> str | None:
-        """Why a capture failed. Reset by `retry`, or for lack of memory when a call starts with more of it."""
+        """Why steps could not be captured. Reset by `retry`, or for lack of memory when a call starts with more."""
         self._used = used_memory(device)
         if self._free_then is not None and free_memory(device) > self._free_then:
             self.retry()
-        return self._failure
+        return self.failures.get(STEPS)
 
     def retry(self) -> None:
         """Reset the recorded failures."""
-        self._failure = self._free_then = self.own_nodes_failure = None
-        self.prefills.failures.clear()
-        self.by_rows.failures.clear()
-        self.pass_failures = {}
+        self._free_then, self.failures = None, {}
 
     def clear(self) -> None:
         """Drop all captures and their memory."""
@@ -311,3 +311,53 @@ def reason_of_call(model: PreTrainedModel, arguments: dict[str, Any]) -> str | N
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"
     return failure(Kernel.FOREST, model.device)
+
+
+_SECONDS = 0.005
+"""Between two tries of who waits: for calls of other threads, which take far longer.
+
+No event or condition wakes up who waits: an interruption within its methods may leave taken for ever the lock that it
+has itself, which is what `CallLock` is for.
+"""
+
+
+class LockHolder:
+    """Who may hold a lock: a call, in the thread that makes this object.
+
+    Args:
+        scope: The scope of a call that holds it from its start to its end.
+    """
+
+    def __init__(self, scope: object = None):
+        self.thread, self.scope = threading.get_ident(), scope
+
+
+class CallLock:
+    """A lock of `generate` calls that an interruption (Ctrl-C) at any point of taking it leaves free.
+
+    It is taken by a single operation of the interpreter, which tells who holds it.
+
+    So `release` after an interruption finds whether there is anything to release. A lock of `threading` may be taken
+    without its `acquire` having returned.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[str, LockHolder] = {}
+
+    @property
+    def holder(self) -> LockHolder | None:
+        """Who holds it."""
+        return self._holders.get("")
+
+    def acquire(self, holder: LockHolder, *, wait: bool) -> bool:
+        """Take it, at once or once it is free; within a ``try`` whose ``finally`` releases it. Whether it is taken."""
+        while self._holders.setdefault("", holder) is not holder:
+            if not wait:
+                return False
+            time.sleep(_SECONDS)
+        return True
+
+    def release(self, holder: LockHolder | None) -> None:
+        """Release it, if this is who holds it."""
+        if holder is not None and self.holder is holder:
+            del self._holders[""]

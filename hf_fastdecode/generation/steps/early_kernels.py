@@ -17,12 +17,12 @@ from ...attention.kv import Scoring, SuffixLengths
 from ...attention.launch.plan import HeadShape, choose_own_nodes
 from ...attention.launch.step_tables import RestTables, StepTables
 from ...attention.partial import unwritten_partial
-from ...cache.layers.expanded import ExpandedNodes, Widths
-from ...cache.layers.expanded_steps import CapturedExpandedKV
-from ...cache.layout.stores import Kind, Store
+from ...cache.layers.expanded import CapturedExpandedKV
+from ...cache.layers.latent import ExpandedNodes, Widths
+from ...cache.stores import Kind, Store
 from ...kernels.ahead import compile_in_background
 from ..decoding.sampling import compile_sampler
-from .cuda_graph import bucket
+from .captured_step import bucket
 from .expansion import paying_nodes, runs_of
 
 if TYPE_CHECKING:

@@ -16,11 +16,10 @@ from typing import Final
 import torch
 
 from ...attention.forest import Forest, Node, Path, Span, joined
-from ...cache.layers.expanded import ExpandedLayer, ExpandedNodes
-from ...cache.layers.latent import LatentStorage
-from ...cache.layout.stores import Kind
+from ...cache.layers.latent import ExpandedLayer, ExpandedNodes, LatentStorage
 from ...cache.shared import SharedContextCache
-from .capture_memory import free_memory
+from ...cache.stores import Kind
+from .graph_capture import free_memory
 
 FEWEST_ROWS: Final = 32
 """Rows of a node from which its keys and values are made.

@@ -3,39 +3,41 @@
 Beam search, assisted decoding and a user's loop pass tokens to the model and read its output. After the first pass,
 which prefills (`prompts.first_pass`), each pass replays a captured one where its arguments allow; others run eagerly,
 and the call's report says how many and why. Processes that compute the model together replay the same ones
-(`pass_agreement`).
+(`PassAgreement`).
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Hashable
 from contextlib import ExitStack
+from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
+from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported, ran_out_of_memory
+from ...errors import Unsupported
 from ...kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
-from ...parallel.agreement import PassFailedError
+from ...parallel.agreement import NoRoomError, Ranks
 from ..call_context import CallContext
 from ..forward_pass import takes_positions
 from ..model_watch import ModelWatch
 from ..snapshot import ModelWalk, captured_state
 from ..support.call import is_nothing
-from .captured_pass import CapturedPass
+from .capture_failures import Failure, fall_back
+from .captured_step import CapturedPass, CaptureOptions
 from .captures import capture_reason
-from .cuda_graph import CaptureOptions
-from .modes import cannot_run, choose_mode, fused_rows
-from .pass_agreement import PassAgreement
+from .modes import choose_mode, fused_rows
 from .prefill_passes import RowPasses
 from .runners import report_captured
 
@@ -108,13 +110,22 @@ class CapturedPasses:
 
     def _refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
         """Why a pass cannot be captured, or None if no reason is known."""
-        model, names = self._model, self._call.names
-        ids, positions = arguments.get(names.ids), self._positions(arguments)
         if self._captures.owner != threading.get_ident():
             return "it runs in another thread than generate"
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(model.device.type):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._model.device.type):
             return "gradients or torch.autocast are enabled in the loop"
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.device != model.device or not ids.numel():
+        return (
+            self._tokens_refusal(cache, arguments)
+            or self._output_refusal(arguments)
+            or self._layers_refusal(cache, arguments[self._call.names.ids].shape[1])
+            or self._check_model()
+        )
+
+    def _tokens_refusal(self, cache: SharedContextCache, arguments: dict[str, Any]) -> str | None:
+        """Why a pass over these tokens, positions and mask cannot be captured."""
+        names = self._call.names
+        ids, positions = arguments.get(names.ids), self._positions(arguments)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.device != self._model.device or not ids.numel():
             return "its input is not input_ids on the model's device"
         if not self._has_met(cache) or len(ids) != cache.rows:
             return "its rows are not those of the cache"
@@ -124,34 +135,39 @@ class CapturedPasses:
             return "its position_ids are not of its tokens"
         if positions.dim() not in (2, 3) or positions.shape[-2] not in (1, len(ids)):
             return "its position_ids are not of its rows"
-        mask, kept = arguments.get(names.mask), arguments.get("logits_to_keep")
+        mask = arguments.get(names.mask)
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             return "its attention_mask is not [rows, tokens]"
+        return None
+
+    def _output_refusal(self, arguments: dict[str, Any]) -> str | None:
+        """Why a pass cannot be captured that is to return what these arguments ask for."""
+        config, kept = self._model.config, arguments.get("logits_to_keep")
         if not (kept is None or (isinstance(kept, int) and kept >= 0)):
             return "logits_to_keep is not a number of tokens"
-        as_tuple = arguments.get("return_dict") is False or not getattr(model.config, "return_dict", True)
+        as_tuple = arguments.get("return_dict") is False or not getattr(config, "return_dict", True)
         if as_tuple or arguments.get("use_cache") is False:
             return "it returns no output object with the cache"
-        if arguments.get("output_attentions") or getattr(model.config, "output_attentions", False):
+        if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
             return "it returns attention weights"
+        read = _READ | {CACHE, ENCODER_OUTPUTS, *self._call.names}
         for name, value in arguments.items():
-            if not (
-                name in (CACHE, ENCODER_OUTPUTS, *names)
-                or name in _READ
-                or is_nothing(value)
-                or isinstance(value, bool | int | float | str)
-            ):
+            if name not in read and not is_nothing(value) and not isinstance(value, bool | int | float | str):
                 return f"the argument {name!r} is a {type(value).__name__}"
-        if storages_in_place(cache) and (self._reorders or ids.shape[1] > 1 or not cache.state.suffixes.in_order):
+        return None
+
+    def _layers_refusal(self, cache: SharedContextCache, tokens: int) -> str | None:
+        """Why layers such as the cache's cannot be captured with so many tokens of each row."""
+        if storages_in_place(cache) and (self._reorders or tokens > 1 or not cache.state.suffixes.in_order):
             return "slim layers are captured with one token of each row, in order"
-        if cache.state_layers and ids.shape[1] > 1:
+        if cache.state_layers and tokens > 1:
             return "layers with states are captured with one token of each row"
-        queries = next((number for number in _QUERIES if number >= ids.shape[1]), MAX_QUERIES)
+        queries = next((number for number in _QUERIES if number >= tokens), MAX_QUERIES)
         for layer in cache.attention_layers:
             group = layer.store.query_heads // max(1, layer.store.kernel_heads)
-            if layer.storage.holds_latents and group * queries > most_packed_of_latents(model.device):
+            if layer.storage.holds_latents and group * queries > most_packed_of_latents(self._model.device):
                 return f"layers with latents are captured with fewer than {queries} tokens of each row"
-        return self._check_model()
+        return None
 
     def _positions(self, arguments: dict[str, Any]) -> Any:
         """The positions of a pass; some tensor of their shape for a model that takes none, with states alone."""
@@ -224,7 +240,7 @@ class CapturedPasses:
         if not grows and (step := agreement.replayed(cache, options)) is not None:
             return step, None
         has_room = not grows or self._has_grown(cache, queries)
-        step, reason = agreement.ask(cache, options, captures.pass_failures.get(options), has_room=has_room)
+        step, reason = agreement.ask(cache, options, captures.failures.get(options), has_room=has_room)
         if step is None and reason is None:
             return self._find(cache, options)
         if reason is not None and not agreement.asks_always:
@@ -236,27 +252,21 @@ class CapturedPasses:
         call, captures = self._call, self._captures
         try:
             found = captures.find(self._model, cache, call.structure, options, CapturedPass)
-        except PassFailedError:
-            raise
-        except Exception as error:  # out of memory, or an operation not allowed during capture
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if ran_out_of_memory(error):
+        except Exception as error:
+            failure = Failure.of(error)
+            if failure.out_of_memory:
                 captures.clear()
                 self._agreement.forget()
-                self._changed = f"out of memory ({reason})"
+                self._changed = f"out of memory ({failure.reason})"
                 return None, self._changed
-            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
-            if forced := call.options.needs_capture:
-                raise cannot_run(forced, reason) from error
+            what = "passes of a decoding loop run eagerly: they cannot be captured"
+            reason = fall_back(call, what, failure, options, lasts=not failure.unsupported, raises=True)
         else:
             assert isinstance(found, CapturedPass)
             self._agreement.keep(options, found)
             report_captured(cache, call.structure)
             return found, None
         self._failures[options] = reason
-        if not unsupported:
-            captures.pass_failures[options] = reason
-        call.state.log_once(f"passes of a decoding loop run eagerly: they cannot be captured ({reason})")
         return None, reason
 
     @staticmethod
@@ -306,3 +316,119 @@ def capture_passes(
     """Let later passes over a cache be captured for as long as `held` has the captures, see `CapturedPasses`."""
     cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
     held.callback(passes.end, cache)
+
+
+class Way(IntEnum):
+    """How a rank would run a pass; all take the least of what any of them would."""
+
+    NOT_AT_ALL = 0  # memory for its tokens is short
+    EAGERLY = 1
+    CAPTURING = 2
+    REPLAYING = 3
+
+
+class Bounds(NamedTuple):
+    """What a captured pass serves, for the nodes that its tables fit.
+
+    Attributes:
+        row: Most tokens of a row by the end of the call, see `SharedContextCache.longest_row`.
+        suffix: Most tokens of a suffix before the pass.
+    """
+
+    row: int = sys.maxsize
+    suffix: int = sys.maxsize
+
+    @classmethod
+    def of(cls, step: CapturedPass) -> Bounds:
+        return cls(step.longest_row or sys.maxsize, step.longest_suffix or sys.maxsize)
+
+
+_ANY = Bounds()
+
+
+class _Known(NamedTuple):
+    """A captured pass, and for which nodes all ranks are known to replay theirs: None before they agreed."""
+
+    step: CapturedPass
+    forest: Forest | None = None
+    limits: Bounds = _ANY
+
+
+class PassAgreement:
+    """Which captured passes the ranks of a model replay, and which they run eagerly, as agreed on in one call.
+
+    No rank may replay a pass that another runs eagerly, and all capture in one order. What follows from a pass's
+    arguments and the batch alone is the same on every rank, and so are growing suffixes and what a loop of
+    transformers' own does: nobody is asked. What one rank may know otherwise is agreed on by one collective: failures
+    of earlier captures, memory, and whether its captured pass fits the batch. That holds for the passes that follow,
+    as long as the nodes are the same and rows are no longer than what the captures of all ranks serve. Code of the
+    user's may do something else on each rank, so that its loops ask before each pass.
+
+    Args:
+        asks_always: Whether the loop is the user's.
+    """
+
+    def __init__(self, ranks: Ranks, *, asks_always: bool):
+        self._ranks = ranks
+        self.asks_always = asks_always and ranks.count > 1
+        self._known: dict[CaptureOptions, _Known] = {}
+
+    def keep(self, options: CaptureOptions, step: CapturedPass) -> None:
+        """Keep a pass that all ranks have captured or found."""
+        self._known[options] = _Known(step)
+
+    def forget(self) -> None:
+        """Let go of all captured passes."""
+        self._known = {}
+
+    def replayed(self, cache: SharedContextCache, options: CaptureOptions) -> CapturedPass | None:
+        """The captured pass that all ranks replay, where that is known without asking them."""
+        known = self._known.get(options)
+        if known is None or self.asks_always or known.forest is not cache.forest:
+            return None
+        row, suffix = known.limits
+        serves = cache.longest_row(options.queries) <= row and cache.suffix_length <= suffix
+        return known.step if serves and known.step.reads(cache) else None
+
+    def refuse(self, reason: str) -> str:
+        """Run a pass eagerly, for a reason that other ranks need not have in a loop of the user's."""
+        if self.asks_always:
+            self._ask(Way.EAGERLY, reason)
+        return reason
+
+    def ask(
+        self, cache: SharedContextCache, options: CaptureOptions, reason: str | None, *, has_room: bool
+    ) -> tuple[CapturedPass | None, str | None]:
+        """The captured pass that all ranks replay, or why all run it eagerly; neither where all are to capture it.
+
+        Args:
+            reason: Why this rank does not capture such passes.
+            has_room: Whether this rank's suffixes have room for the pass.
+
+        Raises:
+            NoRoomError: On all ranks, as memory of one is short.
+        """
+        known = self._known.get(options)
+        fits = known is not None and known.step.fits(cache)
+        way = Way.EAGERLY if reason is not None else Way.REPLAYING if fits else Way.CAPTURING
+        limits = Bounds.of(known.step) if known is not None and fits else _ANY
+        agreed, reason, limits = self._ask(way if has_room else Way.NOT_AT_ALL, reason, limits)
+        if known is None or agreed != Way.REPLAYING:
+            return None, reason
+        self._known[options] = _Known(known.step, cache.forest, limits)
+        return known.step, None
+
+    def _ask(self, way: Way, reason: str | None, limits: Bounds = _ANY) -> tuple[Way, str | None, Bounds]:
+        """The way of all ranks, why it is eager, and what the captures of all serve; one collective."""
+        ranks = self._ranks
+        least, most, *smallest = ranks.smallest(way, -way, *limits)
+        if least == Way.NOT_AT_ALL:
+            raise NoRoomError("the memory of a process of the model does not suffice for the tokens of a pass")
+        if least == Way.EAGERLY and -most != Way.EAGERLY:
+            try:
+                with ranks.together():
+                    if reason is not None:
+                        raise Unsupported(reason)
+            except Unsupported as error:
+                reason = error.what
+        return Way(least), reason, Bounds(*smallest)

@@ -13,12 +13,10 @@ from weakref import ref
 import torch
 
 from ...cache.shared import SharedContextCache
-from ...errors import Unsupported, ran_out_of_memory
-from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
 from ..support.call import step_arguments
-from .call_lock import LockHolder
-from .captures import capture_reason, reason_of_call
+from .capture_failures import Failure, cannot_run, fall_back
+from .captures import STEPS, LockHolder, capture_reason, reason_of_call
 from .expansion import expand_nodes
 from .prefill_passes import PrefillPasses, RowPasses
 from .projections import has_projections
@@ -127,7 +125,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         expand(cache)
         return EagerSteps(model, cache, arguments, call.ranks)
 
-    captures, structure, forced = call.state.captures, call.structure, call.options.needs_capture
+    captures, structure = call.state.captures, call.structure
     checked = False  # whether earlier captures were checked against the model's state
 
     def refresh() -> None:
@@ -146,24 +144,18 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
             expand(cache)
             most = fused_rows(call.options.fuse_projections)
             return CapturedSteps(model, cache, arguments, captures, structure, again[0], fused_rows=most)
-        except PassFailedError:
-            raise
-        except Exception as error:  # out of memory, or an operation not allowed during capture
+        except Exception as error:
+            failure = Failure.of(error)
             if larger is not None and larger.run_with_fewer_rows():
-                call.state.log_once(f"steps of fewer rows cannot be captured ({error})", logging.INFO)
+                call.state.log_once(f"steps of fewer rows cannot be captured ({failure.reason})", logging.INFO)
                 return larger
-            if ran_out_of_memory(error):
+            if failure.out_of_memory:
                 captures.clear()
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise torch.OutOfMemoryError(str(error)) from error
-            unsupported = isinstance(error, Unsupported)  # which may be this batch's rows or lengths
-            if forced:
-                raise cannot_run(forced, str(error)) from error
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if not unsupported:
-            captures.fail(reason, model.device, of_memory=_is_memory_failure(reason))
-        call.state.log_once(f"decode steps of this model run eagerly: they cannot be captured ({reason})")
+            what = "decode steps of this model run eagerly: they cannot be captured"
+            reason = fall_back(call, what, failure, STEPS, lasts=not failure.unsupported, raises=True)
         call.set_mode("eager", reason)
         return eager(cache)
 
@@ -186,16 +178,6 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         for expanded in with_expanded:
             if (cache := expanded()) is not None:
                 cache.state.expanded = None
-
-
-def cannot_run(forced: str, reason: str) -> ValueError:
-    """The error of a forced option that cannot be fulfilled."""
-    return ValueError(f"{forced} cannot run: {reason}; use {forced.partition('=')[0]}='auto'")
-
-
-def _is_memory_failure(reason: str) -> bool:
-    """Whether CUDA or cuBLAS, with their own allocations, ran out of memory."""
-    return "out of memory" in reason or "ALLOC_FAILED" in reason
 
 
 _SIMPLEST_FIRST = ("eager", "graph")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -12,14 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
-from ...cache.captured_prefill import context_forest, takes_captured_passes
-from ...cache.captured_rows import takes_captured_rows
+from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
-from ...errors import ran_out_of_memory
 from ..call_context import CallContext
-from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, PrefillShape
-from .captured_rows import CapturedRows, RowShape
+from .capture_failures import Failure, fall_back
+from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
@@ -27,6 +25,9 @@ with multi-head attention on 40 GB."""
 
 _MOST_TOKENS_BY_ROWS = 256
 """Maximum tokens of prompts in a captured pass by rows: beyond, kernels run for longer than launching them takes."""
+
+_BY_ROWS = "prefill by rows"
+"""Key of `Captures.failures` for all captured passes by rows."""
 
 
 class PrefillPasses:
@@ -50,9 +51,9 @@ class PrefillPasses:
         Returns:
             ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
         """
-        call, items = self._call, cache.state.packed
+        call, items = self._call, cache.state.current.items
         shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
-        if shape is None or (shape.several, shape.contexts) in call.state.captures.prefills.failures:
+        if shape is None or _kind(shape) in call.state.captures.failures:
             return None
         layout = call.structure.layout
         numbers = sum(store.numbers * layers for store, layers in layout.distinct.items())
@@ -89,7 +90,7 @@ class PrefillPasses:
         if found is not None or not captures.prefills.pays(shape, forced=forced):
             return found
         make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
-        return _captured(call, captures.prefills, make, (shape.several, shape.contexts))
+        return _captured(call, captures.prefills, make, _kind(shape))
 
 
 class RowPasses:
@@ -115,8 +116,8 @@ class RowPasses:
             to which nothing has been done then.
         """
         call = self._call
-        layout, passes = call.structure.layout, call.state.captures.by_rows
-        if ids.dim() != 2 or ids.numel() > _MOST_TOKENS_BY_ROWS or passes.failures:
+        layout = call.structure.layout
+        if ids.dim() != 2 or ids.numel() > _MOST_TOKENS_BY_ROWS or _BY_ROWS in call.state.captures.failures:
             return None
         cache.meet(layout)
         if not takes_captured_rows(cache, layout):
@@ -151,28 +152,30 @@ class RowPasses:
         if found is not None or captures.by_rows.holds(shape) or not captures.by_rows.pays(shape, forced=forced):
             return found
         make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
-        return _captured(call, captures.by_rows, make, (True, False))  # the only kind by rows: without contexts
+        return _captured(call, captures.by_rows, make, _BY_ROWS)
 
 
 def _captured(
-    call: CallContext, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], takes: tuple[bool, bool]
+    call: CallContext, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], kind: Hashable
 ) -> Captured | None:
     """Capture a pass and keep it; None where that fails, with the reason in the report.
 
     Args:
         make: Captures it, in the memory pool that it is given.
-        takes: Whether it takes several runs of tokens, and contexts; such passes are not tried again after a failure
-            that is not for lack of memory.
+        kind: Passes that are not captured again after a failure that is not for lack of memory.
     """
     try:
         return call.state.captures.capture_prefill(kept, make, call.model.device)
-    except Exception as error:  # out of memory, or an operation not allowed during capture
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if not ran_out_of_memory(error):
-            kept.failures[takes] = reason
-    call.report.prefill_reason = reason
-    call.state.log_once(f"prefill of this model runs eagerly: its passes cannot be captured ({reason})")
+    except Exception as error:
+        failure = Failure.of(error)
+        what, lasts = "prefill of this model runs eagerly: its passes cannot be captured", not failure.out_of_memory
+        call.report.prefill_reason = fall_back(call, what, failure, kind, lasts=lasts, raises=False)
     return None
+
+
+def _kind(shape: PrefillShape) -> Hashable:
+    """The passes that fail together: those that take several runs of tokens, or contexts, as this shape does."""
+    return "prefill", shape.several, shape.contexts
 
 
 def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:

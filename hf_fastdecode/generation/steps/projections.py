@@ -12,6 +12,7 @@ capturing thread are affected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from ..._compat import tensor_version
 from ...instance_methods import is_linear
 from ..fused.gated import RowProducts
-from .capture_memory import branch_streams
 
+_BRANCHES = 2
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -33,6 +34,12 @@ _TOGETHER = (
     ("a_proj", "b_proj", "g_proj"),
 )
 """Names of sibling modules that are applied to the same input."""
+
+
+@cache
+def branch_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """Streams for parallel branches of a captured step."""
+    return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES))
 
 
 def linears(

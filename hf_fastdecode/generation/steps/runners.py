@@ -12,11 +12,12 @@ from ...attention.forest import Path
 from ...attention.launch import plan as own_nodes
 from ...cache.shared import SharedContextCache
 from ...log import logger
-from ...parallel.agreement import ALONE, PassFailedError, Ranks
+from ...parallel.agreement import ALONE, Ranks
 from ..forward_pass import forward_pass
 from ..structure import Structure
-from .captures import Captures
-from .cuda_graph import CaptureOptions, bucket
+from .capture_failures import Failure
+from .captured_step import CaptureOptions, bucket
+from .captures import LONG_COMPLETIONS, Captures
 
 _STEPS_OF_A_CAPTURE = 8
 """Approximate cost of a capture within a call, in steps of 128 rows (H200, 8B: 80 ms)."""
@@ -153,16 +154,15 @@ class CapturedSteps:
         if (self.cache.state.max_suffix or 0) - self.cache.suffix_length < _STEPS_THAT_PAY_A_RECAPTURE:
             return False
         # A process forgets failures when it has more free memory than it had then.
-        return self._structure.ranks.all(self._captures.own_nodes_failure is None) == [True]
+        return self._structure.ranks.all(LONG_COMPLETIONS not in self._captures.failures) == [True]
 
     def _recapture(self) -> None:
         """Capture again; where that fails, go on with this capture."""
         try:
             self._step = self._captures.find(self._model, self.cache, self._structure, self._options)
-        except PassFailedError:
-            raise
-        except Exception as error:  # out of memory, or an operation not allowed during capture
-            self._captures.own_nodes_failure = reason = str(error)
+        except Exception as error:
+            reason = Failure.of(error).reason
+            self._captures.failures[LONG_COMPLETIONS] = reason
             logger.info("steps for long completions cannot be captured (%s); the captured ones go on", reason)
 
     def _follow_storage(self) -> None:

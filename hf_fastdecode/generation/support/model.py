@@ -12,15 +12,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..._compat import CACHE, AnyDropout
 from ...attention.active_passes import ATTENTION_NAME
 from ...attention.own_code import own_code_of
-from ...cache.encoder_decoders import (
+from ...cache.layout import ModelLayout
+from ...cache.model_types import (
     ENCODER_DECODERS,
     LEAVES_TOKENS_OUT,
     OTHER_ENCODER_DECODERS,
+    STATES_IN_CACHES,
+    STATES_NOT_SHARED,
     leaves_tokens_out,
 )
-from ...cache.layout.model import ModelLayout
-from ...cache.layout.stores import PER_TOKEN, Kind
-from ...cache.states_in_caches import STATES_IN_CACHES, STATES_NOT_SHARED
+from ...cache.stores import PER_TOKEN, Kind
 from ...errors import Unsupported
 from ...parallel.groups import common_group, splitting_groups
 from ...parallel.sequence import window_is_not_divided

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.t5 import modeling_t5 as t5
 
 from ..._compat import takes_cache
-from ...cache.layers.cross_view import CrossView
+from ...cache.layers.cross import CrossView
 from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention

@@ -219,12 +219,12 @@ def shared_attention(
     check_shared(layer.config, mask)
     dtype = query.dtype
     # Prefill of nodes stores nothing slim: the layout alone is needed.
-    new = slice(0 if cache.state.packed and not cache.state.suffix_rows else None)
+    new = slice(0 if cache.state.current.items and not cache.state.suffix_rows else None)
     with no_autocast(query.device):
         stored_dtype = cache_dtype(dtype, layer.layer)
         stored = layer.stored(keys[:, :, new], coordinates[:, :, new], stored_dtype, rotation)
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
-        if cache.state.packed:
+        if cache.state.current.items:
             nodes = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
             handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, suffix_parts=stored)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)

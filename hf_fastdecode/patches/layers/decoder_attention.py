@@ -29,7 +29,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..._compat import takes_cache
 from ...attention.active_passes import no_autocast
 from ...attention.interface import attend_encoded, attend_shared
-from ...cache.layers.cross_view import CrossView
+from ...cache.layers.cross import CrossView
 from ...conversion.fit.cached_numbers import load, store
 from ..slim_layers import SlimLayer
 from .attention_layer import check_shared

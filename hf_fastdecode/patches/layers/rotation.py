@@ -64,7 +64,7 @@ def forest_rotation(
             cached.
     """
     tokens = tables(position_ids)
-    if cache.state.packed:
+    if cache.state.current.items:
         return Rotation(position_ids, tokens, tokens)
     if unrotates:
         return Rotation(position_ids, tokens, None, tokens)

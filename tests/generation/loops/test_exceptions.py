@@ -15,8 +15,8 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.prompts import first_pass
-from hf_fastdecode.generation.steps import cuda_graph, loop_passes, modes
-from hf_fastdecode.generation.steps.captured_pass import CapturedPass, OutputFields
+from hf_fastdecode.generation.steps import captured_step, loop_passes, modes
+from hf_fastdecode.generation.steps.captured_step import CapturedPass, OutputFields
 
 from ...architectures.classes import tiny_model_of
 from ...tiny_models import VOCABULARY, ragged_prompts
@@ -273,7 +273,7 @@ def test_passes_that_cannot_be_captured(error, monkeypatch):
         tries.append(args)
         raise error
 
-    monkeypatch.setattr(cuda_graph.CapturedStep, "__init__", fail)
+    monkeypatch.setattr(captured_step.CapturedStep, "__init__", fail)
     model, call = small(), PROMPTS | {"num_beams": 2, "max_new_tokens": 4}
     stock = model.generate(**call)
     of_memory = isinstance(error, torch.OutOfMemoryError)
@@ -305,13 +305,13 @@ class WithLoss(LlamaForCausalLM):
 
 
 def test_an_output_that_cannot_be_replayed(monkeypatch):
-    capture = cuda_graph.CapturedStep.capture
+    capture = captured_step.CapturedStep.capture
 
     def capture_and_warm_up(self):  # as on a GPU
         capture(self)
         self._graph.replay()
 
-    monkeypatch.setattr(cuda_graph.CapturedStep, "capture", capture_and_warm_up)
+    monkeypatch.setattr(captured_step.CapturedStep, "capture", capture_and_warm_up)
     model = small()
     monkeypatch.setattr(model, "__class__", WithLoss)
     call = PROMPTS | {"num_beams": 2, "max_new_tokens": 3}
@@ -320,7 +320,7 @@ def test_an_output_that_cannot_be_replayed(monkeypatch):
         state_of(model).captures.steps_asked = 1000
         assert torch.equal(model.generate(**call), stock)
         report = fd.explain(model).last_call
-        assert not state_of(model).captures.pass_failures
+        assert not state_of(model).captures.failures
     assert (report.path, report.mode) == ("shared", "eager")
     assert "the model's output has 'loss' ([])" in report.mode_reason
     with enabled(model), pytest.raises(ValueError, match="mode='graph' cannot run: the model's output has"):

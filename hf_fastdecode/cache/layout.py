@@ -10,17 +10,28 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...attention.own_code import OwnCode, own_code_of, stand_ins_of
-from ..layers.latent import ExpandsLatents
-from ..layers.own import AttendsByItself
-from .config_fields import OF_DECODERS, layer_types, lists_layers, number, read_field, run_again, stores_of
-from .module_heads import part_here, with_heads_of
-from .stores import PER_TOKEN, Kind, Store
+from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
+from ..errors import Unsupported
+from ..parallel.groups import local_part
+from .layers.latent import ExpandsLatents
+from .layers.own import AttendsByItself
+from .stores import (
+    OF_DECODERS,
+    PER_TOKEN,
+    Kind,
+    Store,
+    layer_types,
+    lists_layers,
+    number,
+    read_field,
+    run_again,
+    stores_of,
+)
 
 
 @dataclass(frozen=True)
@@ -88,24 +99,14 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
-        every: Iterable[Any] = model.modules() if modules is None else modules
-        if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
-            every = decoder.modules()  # an encoder's layers have the same indices
-        for module in [module for module in every if "layer_idx" in module.__dict__]:
-            index = module.__dict__["layer_idx"]
-            if not isinstance(index, int) or not 0 <= index < len(layers):
+        for index, module in _layer_modules(model, modules):
+            if index not in range(len(layers)):
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif "expand_kv" in stand_ins_of(type(module)):
                 expanding[index] = module
-                part, outputs = part_here(module.kv_b_proj, whole="kv_b_proj" in whole)
-                layers[index] = tuple(
-                    replace(store, query_heads=store.query_heads * part // outputs)
-                    if store.kind is Kind.LATENT
-                    else store
-                    for store in layers[index]
-                )
+                layers[index] = _with_heads_of_latents(module, layers[index], whole)
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
                 layers[index] = tuple(
                     with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
@@ -162,6 +163,26 @@ class ModelLayout:
         return bool(self.own) and self.own.keys() == self.per_token.keys()
 
 
+def _layer_modules(model: PreTrainedModel, modules: Iterable[nn.Module] | None) -> Iterator[tuple[int, Any]]:
+    """The modules of a decoder that know the index of their layer, with it."""
+    every: Iterable[Any] = model.modules() if modules is None else modules
+    if model.config.is_encoder_decoder and (decoder := model.get_decoder()) is not None:
+        every = decoder.modules()  # an encoder's layers have the same indices
+    for module in list(every):
+        index = module.__dict__.get("layer_idx")
+        if isinstance(index, int):
+            yield index, module
+
+
+def _with_heads_of_latents(module: Any, stores: tuple[Store, ...], whole: frozenset[str]) -> tuple[Store, ...]:
+    """A layer's stores with the query heads that its projection of latents has on this device."""
+    part, outputs = part_here(module.kv_b_proj, whole="kv_b_proj" in whole)
+    return tuple(
+        replace(store, query_heads=store.query_heads * part // outputs) if store.kind is Kind.LATENT else store
+        for store in stores
+    )
+
+
 def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
     """The store with the widths that stand-ins store."""
     if store.kind not in PER_TOKEN:
@@ -181,3 +202,59 @@ def _with_cross(stores: tuple[Store, ...]) -> tuple[Store, ...]:
 
 def _own(store: Store) -> Store:
     return replace(store, kind=Kind.OWN) if store.kind in PER_TOKEN else store
+
+
+_FUSED: Final = ("query_key_value", "qkv_proj")
+"""Names of projections to queries, keys and values at once."""
+
+
+def with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> Store:
+    """The store with the heads that a layer's own projections have: its code, or tensor parallelism, may differ.
+
+    `whole` names projections whose outputs each process has whole, although it computes only its part of them.
+    """
+    for name in _FUSED:
+        part, outputs = part_here(getattr(module, name, None), whole=name in whole)
+        if part != outputs:
+            if store.query_heads * part % outputs or store.kv_heads * part % outputs:
+                raise Unsupported(
+                    f"this process has {part} of the {outputs} outputs of {name}, which are no whole part of the "
+                    f"layer's {store.query_heads} query heads and {store.kv_heads} KV heads"
+                )
+            heads, kv_heads = store.query_heads * part // outputs, store.kv_heads * part // outputs
+            return replace(store, query_heads=heads, kv_heads=kv_heads)
+    keys = _outputs(k_proj := getattr(module, "k_proj", None), whole="k_proj" in whole)
+    values = _outputs(getattr(module, "v_proj", None), whole="v_proj" in whole)
+    head_dim = getattr(module, "head_dim", None)
+    if not isinstance(head_dim, int) or head_dim < 1 or (not keys and not getattr(k_proj, "out_features", 0)):
+        return store
+    if not keys or keys % head_dim:
+        part, outputs = part_here(k_proj, whole="k_proj" in whole)
+        if part != outputs:
+            raise Unsupported(
+                f"this process has {part} of the {outputs} outputs of k_proj, which are no whole number of KV heads "
+                f"of {head_dim}",
+                "split the model between as many processes as it has KV heads at most, or its other layers only, see "
+                "hf_fastdecode.sequence_parallel_plan",
+            )
+        return store
+    kv_heads = keys // head_dim
+    heads = kv_heads * (getattr(module, "num_key_value_groups", None) or store.group_size)
+    value_dim = values // kv_heads or head_dim  # some layers have no projection of values, which are their keys
+    if (heads, kv_heads, head_dim, value_dim) == (store.query_heads, store.kv_heads, store.head_dim, store.value_dim):
+        return store
+    return replace(store, query_heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+
+
+def _outputs(projection: Any, *, whole: bool) -> int:
+    """Outputs of a projection on this device; 0 if it is none."""
+    part, outputs = part_here(projection, whole=whole)
+    return int(getattr(projection, "out_features", 0)) * part // outputs
+
+
+def part_here(projection: Any, *, whole: bool) -> tuple[int, int]:
+    """How many of a projection's outputs this process has, and of how many; as many but with tensor parallelism."""
+    weight = getattr(projection, "weight", None)
+    if whole or not isinstance(weight, Tensor) or (local := local_part(weight)) is weight:
+        return 1, 1
+    return local.shape[0], weight.shape[0]
