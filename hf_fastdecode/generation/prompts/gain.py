@@ -14,79 +14,73 @@ from ...cache.layout.stores import Kind
 from ...errors import Unsupported
 from ...parallel.groups import local_part
 from ..call_context import CallContext
+from .call_plan import CallPlan
 from .host_costs import Estimate
-from .prompt_plan import ComparedPrompts, PromptPlan
-from .sharing import Shared
+from .prompt_plan import ComparedPrompts
 from .short_calls import ShortCalls, saves_too_few, takes_longer, what_helps
 
 
-def require_gain(
-    call: CallContext,
-    found: Shared,
-    plan: PromptPlan,
-    max_suffix: int,
-    *,
-    unshared: int = 0,
-    again: int = 0,
-    loop: str,
-) -> None:
+def require_gain(call: CallContext, plan: CallPlan, *, loop: str) -> None:
     """Raise `Unsupported` unless sharing pays off, and report it.
 
     Args:
         call: The call, with the mode set.
-        max_suffix: Maximum tokens appended per row.
-        unshared: Prompt tokens that the plan leaves to suffixes, which kernels read in fewer bytes than a stock cache
-            has.
-        again: Prompts whose last token is computed as the first step, and which the plan has without it.
         loop: Which loop decodes, of `host_costs.LOOPS`.
     """
-    options, layout, report = call.options, call.structure.layout, call.report
-    in_nodes = sum(plan.forest.context_lengths)
-    total, saved = in_nodes + unshared, in_nodes - plan.forest.stored_tokens
-    if (inputs := found.cache.inputs) is not None:
-        total += plan.forest.rows * inputs.tokens
-        saved += (plan.forest.rows - inputs.count) * inputs.tokens
-    reuses = found.keeps
-    may_save = total if reuses else saved  # later calls may reuse every token
+    layout, report, forest = call.structure.layout, call.report, plan.nodes.forest
+    unshared, again, new_tokens = plan.unshared_tokens, plan.computed_again, plan.request.new_tokens
+    in_nodes = sum(forest.context_lengths)
+    # Of unshared tokens kernels read fewer bytes in suffixes than a stock cache has.
+    total, saved = in_nodes + unshared, in_nodes - forest.stored_tokens
+    if (inputs := plan.cache.inputs) is not None:
+        total += forest.rows * inputs.tokens
+        saved += (forest.rows - inputs.count) * inputs.tokens
+    may_save = total if plan.keeps else saved  # later calls may reuse every token
     # Captured steps are faster than stock's even without sharing.
     divided = call.structure.parallel is not None  # which is to save memory and time of each context
     if not call.must_share and call.mode == "eager" and not unshared and not divided:
-        try:
-            _require_tokens(call, found, plan, may_save, max_suffix, loop)
-        except Unsupported:  # without a name, which would keep the frames' tensors alive
-            known = call.state.short_calls
-            if call.inputs is None and (known is None or not known.hold_for(call.model, options)):
-                call.state.short_calls = ShortCalls.of(call.model, options, call.structure, report.mode_reason)
-            raise
-        if not reuses and inputs is None and (choice := plain_is_faster(call.model, layout, plan.forest, max_suffix)):
+        _require_tokens(call, plan, may_save, loop)
+        if not plan.keeps and inputs is None and (choice := plain_is_faster(call.model, layout, forest, new_tokens)):
             raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
-    why = (
-        [f"{saved} of {total} context tokens are shared by rows"] if saved or (not reuses and not found.reuses) else []
-    )
-    if found.reuses:
-        prompt_tokens = sum(len(group.tokens) for group in found.prompts.groups) + again
+    why = []
+    if saved or not (plan.keeps or plan.reuses):
+        why.append(f"{saved} of {total} context tokens are shared by rows")
+    if plan.reuses:
+        prompt_tokens = sum(len(group.tokens) for group in plan.compared.groups) + again
         why.append(f"{sum(report.known_tokens or ())} of {prompt_tokens} prompt tokens were stored before")
     elif not why:
         why.append("its prompts are kept for later calls")
-    if (forgone := _forgone(found.prompts)) is not None:
+    if (forgone := _forgone(plan.compared)) is not None:
         why.append(forgone)
     report.path, report.reason, report.computed_again = "shared", "; ".join(why), again
-    report.rows, report.prefilled_tokens = plan.forest.rows, len(plan.new_tokens) + unshared
-    report.cache = ref(found.cache)
+    report.rows, report.prefilled_tokens = forest.rows, len(plan.nodes.new_tokens) + unshared
+    report.cache = ref(plan.cache)
 
 
-def _require_tokens(
-    call: CallContext, found: Shared, plan: PromptPlan, may_save: int, max_suffix: int, loop: str
-) -> None:
-    """Raise `Unsupported` where sharing would save too few tokens."""
-    options, groups = call.options, found.prompts.groups
+def _require_tokens(call: CallContext, plan: CallPlan, may_save: int, loop: str) -> None:
+    """Raise `Unsupported` where sharing would save too few tokens, and note what tells such calls."""
+    try:
+        _check_tokens(call, plan, may_save, loop)
+    except Unsupported:  # without a name, which would keep the frames' tensors alive
+        options, known = call.options, call.state.short_calls
+        if call.inputs is None and (known is None or not known.hold_for(call.model, options)):
+            reason = call.report.mode_reason
+            call.state.short_calls = ShortCalls.of(call.model, options, call.structure, reason)
+        raise
+
+
+def _check_tokens(call: CallContext, plan: CallPlan, may_save: int, loop: str) -> None:
+    options, groups = call.options, plan.compared.groups
     if may_save < (least := options.fewest_saved):
-        remedy = _forgone(found.prompts) or what_helps(len(groups), groups[0].count, found.keeps)
+        remedy = _forgone(plan.compared) or what_helps(len(groups), groups[0].count, plan.keeps)
         raise saves_too_few(may_save, least, remedy)
-    if found.keeps or options.min_saved_tokens != "auto":
+    if plan.keeps or options.min_saved_tokens != "auto":
         return
-    estimate = Estimate.of(call.model, call.structure, loop, images=call.inputs is not None)
-    if estimate is not None and may_save < (least := estimate.fewest(max_suffix, sum(map(len, plan.forest.batches)))):
+    estimate, batches = (
+        Estimate.of(call.model, call.structure, loop, images=call.inputs is not None),
+        plan.nodes.forest.batches,
+    )
+    if estimate is not None and may_save < (least := estimate.fewest(plan.request.new_tokens, sum(map(len, batches)))):
         raise takes_longer(may_save, least, options)
 
 

@@ -16,18 +16,18 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..active_call import calls_of_prefill
 from ..fingerprint import filled_by
-from ..forward_pass import places_tokens
 from ..inputs.given import PLAIN
 from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
 from ..structure import Structure
 from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
-from ..support.prompts import check_prompts
-from .by_rows import Rows, prefill_rows
+from .by_rows import prefill_rows
 from .packed import prefill_nodes
+from .prefill import distinct_rows
 from .prompt_ids import padded_ids
-from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
+from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts
+from .reading import Prompts, read_text
 
 _ONE_TOKEN: Final[dict[str, Any]] = {
     "max_new_tokens": 1,
@@ -42,10 +42,11 @@ _ONE_TOKEN: Final[dict[str, Any]] = {
 }
 """Settings of the call that prefills prompts with images; without them, the model's own defaults would hold."""
 
-Prompts = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
+Given = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
+"""Prompts as `prefill` is given them."""
 
 
-def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompts) -> SharedContextCache:
+def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given) -> SharedContextCache:
     """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
     structure = model_state.structure_of(model)
     with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
@@ -54,7 +55,7 @@ def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompt
         return _prefill_text(model, structure, model_state.options, inputs)
 
 
-def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
+def _holds_images(inputs: Given, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
     """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         return False
@@ -62,9 +63,7 @@ def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[
     return any(isinstance(inputs[name], Tensor) and inputs[name].is_floating_point() for name in names)
 
 
-def _prefill_text(
-    inner: PreTrainedModel, structure: Structure, options: Options, inputs: Prompts
-) -> SharedContextCache:
+def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
     with structure.ranks.together():
         if structure.layout.cross:
             raise ValueError(
@@ -79,30 +78,19 @@ def _prefill_text(
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
             check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
         with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-            check_prompts(inner, structure, input_ids, mask, longest=input_ids.shape[1])
+            prompts = read_text(inner, structure, input_ids, mask)
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
-        groups = group_prompts(input_ids, mask)
-        _check_vocabulary(inner, groups)
+        _check_vocabulary(inner, prompts.groups)
         cache = SharedContextCache(backend=options.backend)
-        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
-        if by_rows := bool(structure.layout.states):
-            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
-            prompts = prompts.from_ends(
-                cache, continues=structure.layout.continues_states, alike=True, worth=options.worth_passes
-            )
-            plan, rows = prompts.plan(), None
-        elif by_rows := places_tokens(inner):  # no two of them share
-            least = max(len(group.tokens) for group in groups) + 1
-            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
-        else:
-            plan, rows = _plan(groups, cache, options.min_shared_tokens)
-    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)
+        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in prompts.groups)
+        plan, rows = _plan(prompts, cache, structure, options)
+    limit = options.max_prefill_tokens
+    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        if by_rows:
-            distinct = Rows.of(input_ids, mask).distinct(groups)
-            prefill_rows(inner, cache, plan, distinct, structure.layout, max_tokens=options.max_prefill_tokens)
+        if prompts.by_rows:
+            prefill_rows(inner, cache, plan, distinct_rows(prompts), structure.layout, max_tokens=limit)
         else:
-            prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
+            prefill_nodes(inner, cache, plan, max_tokens=limit, length=prompts.width)
     if rows is not None:
         cache.select_rows(rows)
     cache.fingerprint, cache.protected_segments = filled_by(None, inner, structure.walk), len(cache.segment_tokens)
@@ -137,9 +125,9 @@ def _or_value_error(what: str) -> Iterator[None]:
 
 
 def _plan(
-    groups: list[PromptGroup], cache: SharedContextCache, min_shared_tokens: int
+    prompts: Prompts, cache: SharedContextCache, structure: Structure, options: Options
 ) -> tuple[PromptPlan, list[int] | None]:
-    """Plan the prompts in the given order, or sorted if that stores fewer tokens.
+    """Plan the prompts in the given order, or sorted if that stores fewer tokens; those by rows in the given one.
 
     Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
     preferred because evenly spaced spans of consecutive rows are read in one operator call.
@@ -147,8 +135,14 @@ def _plan(
     Returns:
         The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
+    groups, min_shared_tokens = prompts.groups, options.min_shared_tokens
     stored = StoredPrompts(cache)
     given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
+    if structure.layout.states:
+        continues, worth = structure.layout.continues_states, options.worth_passes
+        return given.from_ends(cache, continues=continues, alike=True, worth=worth).plan(), None
+    if prompts.apart:  # no two of them share
+        return given.apart().plan(), None
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
@@ -157,8 +151,8 @@ def _plan(
     if in_order.new_length >= given.new_length:
         return given.plan(), None
     starts = [0, *accumulate(group.count for group in groups)]
-    prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
-    return in_order.plan(), sorted(range(len(prompts)), key=prompts.__getitem__)
+    rows = [row for index in order for row in range(starts[index], starts[index + 1])]
+    return in_order.plan(), sorted(range(len(rows)), key=rows.__getitem__)
 
 
 def _check_rope(model: PreTrainedModel, longest: int) -> None:

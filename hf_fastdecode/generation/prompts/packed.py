@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
 from ...attention.active_passes import no_autocast
-from ...attention.forest import Path
+from ...attention.forest import Path, Span
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ...parallel.divided_pass import FEWEST_TOKENS
@@ -197,6 +197,54 @@ def packed_passes(
         if divided is not None and here:
             kept = divided.numbers_of_all(kept, indices, len(here))
         yield PrefillPass(here, kept, output)
+
+
+@dataclass(frozen=True)
+class UnsharedPrompts:
+    """For each row its last prompt tokens, those that no other row shares: ``[length]`` int64 each, on the CPU."""
+
+    tokens: tuple[Tensor, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(map(len, self.tokens), default=0)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row: ``[rows]`` int64, on the CPU."""
+        return torch.tensor([len(tokens) for tokens in self.tokens], dtype=torch.long, device="cpu")
+
+    def of_rows(self, rows: Sequence[int]) -> UnsharedPrompts:
+        """Those of some of the rows."""
+        return UnsharedPrompts(tuple(self.tokens[row] for row in rows))
+
+
+def prefill_unshared(
+    model: PreTrainedModel, cache: SharedContextCache, unshared: UnsharedPrompts, *, max_tokens: int
+) -> dict[int, Tensor]:
+    """Prefill unshared tokens into the suffixes of a cache that has the nodes of these rows.
+
+    Returns, by row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
+    """
+    rows = [row for row, tokens in enumerate(unshared.tokens) if len(tokens)]
+    if not rows:  # a wave of rows that share all of their prompts
+        return {}
+    ends = (torch.cumsum(unshared.lengths[rows], 0) - 1).tolist()
+    tokens = torch.cat([unshared.tokens[row] for row in rows])
+    logits: dict[int, Tensor] = {}
+    with torch.no_grad(), cache.prefilling_suffixes(unshared.tokens) as numbers:
+        items = [
+            PrefillItem(Span(numbers[row], 0, len(unshared.tokens[row])), cache.forest.paths[row]) for row in rows
+        ]
+        for run in packed_passes(model, cache, items, tokens, ends, max_tokens=max_tokens):
+            logits |= zip(run.wanted, run.logits, strict=True)
+    return {row: logits[end] for row, end in zip(rows, ends, strict=True)}
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:

@@ -1,24 +1,31 @@
-"""Finds what neighbouring prompts with images begin with, up to where texts or images differ.
+"""Prompts with images: their common prefixes, up to where texts or images differ, and ids for kept ones.
 
 A model computes text that follows from stored keys and values, or states, as it does other text, if it does not attend
 both ways there. It may compute images that follow too, if their tokens do not see each other.
+
+The tokens that stand for images have one id. In a cache that outlives its call they have negative ones, four that take
+turns, made of a digest of the image's pixels, its tokens' positions, which some models count by the images of a whole
+batch (HunYuan-VL), and whatever else belongs to it: kept prompts are found by tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate, pairwise, zip_longest
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from ...cache.layers.images import ImageInputs
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
-from ..inputs.image_ids import ids_of_images
+from ..inputs.encoded import FoundInputs
+from ..inputs.given import image_mask_of
 from ..inputs.rows import InputRows, RowImage
 from .by_rows import Rows, prefill_rows
 from .packed import prefill_nodes
@@ -28,18 +35,52 @@ _ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, L
 """Errors of a model's code where there are none, such as of what is left None or unassigned then."""
 
 
-class ImageBeginnings(NamedTuple):
+UNCONTINUED: Final = "layers of their own attend to images, which no kept cache holds"
+"""Why a call with such images takes no cache."""
+
+_IDS = 4  # of 62 bits each
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TextPrefixes:
+    """What prompts of text alone may share and reuse: whatever tokens they have in common."""
+
+    of_text = True
+
+    def known_ids(self, ids: Tensor) -> Tensor:
+        """The ids by which prompts are compared."""
+        return ids
+
+    def sharing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+        """The prompts, of which neighbours have in common what they may share."""
+        return prompts
+
+    def reusing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+        """The prompts, which reuse of stored tokens what they may."""
+        return prompts
+
+
+TEXT: Final = TextPrefixes()
+
+
+@dataclass(frozen=True)
+class ImagePrefixes:
     """What prompts of a call with images may share with each other, and reuse of a given cache.
 
-    Attributes:
-        behind: Whether prompts may have images behind what they share or reuse.
+    Where `after` is set, prompts may have images after what they share or reuse.
     """
 
     call: CallContext
-    behind: bool
 
-    def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
-        """The same prompts, of which neighbours have in common what they may share."""
+    of_text = False
+
+    def known_ids(self, ids: Tensor) -> Tensor:
+        """The ids, those of images by their digests if a cache of these prompts is kept or given."""
+        return kept_ids(self.call, ids) if self.call.must_share or self.call.returns_cache else ids
+
+    def sharing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+        """The prompts, of which neighbours have in common what they may share."""
         images, common = self.call.input_rows, prompts.common
         shared = [0] * len(common)
         if images is not None and any(common) and images.apart:
@@ -47,29 +88,68 @@ class ImageBeginnings(NamedTuple):
             with suppress(Unsupported):
                 shared = [_shared(images, self.call.positions.ids, *pair, length) for pair, length in pairs]
             for index, (pair, _) in enumerate(pairs):
-                if any(len(group.tokens) - images.text_after(row) > shared[index] for row, group in pair):
-                    shared[index] = shared[index] if self.behind else 0
-                    self.call.images_behind |= shared[index] > 0
+                follow = any(len(group.tokens) - images.text_after(row) > shared[index] for row, group in pair)
+                shared[index] = 0 if follow and not after else shared[index]
             if any(shared) and not _continues_text(self.call, images.text_token):
                 shared = [0] * len(common)
         return replace(prompts, common=shared)
 
-    def reusing(self, prompts: ComparedPrompts) -> ComparedPrompts:
-        """The same prompts, which reuse nothing where images stand behind what they would."""
+    def reusing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+        """The prompts, which reuse nothing where images come after what they would."""
+        if not self.call.structure.layout.states:
+            prompts = prompts.if_it_saves(self.call.options.worth_passes)
         images, stored = self.call.input_rows, list(prompts.stored)
         assert images is not None
         for index, (row, group) in enumerate(_firsts(prompts.groups)):
             reused = prompts.reused_lengths[index]
             if not reused or (reused >= len(group.tokens) - images.text_after(row) and not group.gaps):
                 continue
-            if self.behind and not group.gaps and images.cuts_none(row, images.width - len(group.tokens) + reused):
-                self.call.images_behind = True
+            if after and not group.gaps and images.cuts_none(row, images.width - len(group.tokens) + reused):
                 continue
             stored[index] = (), 0
             self.call.state.log_once(
-                "a prompt is computed whole, although the given cache holds a part of it: images stand behind that"
+                "a prompt is computed whole, although the given cache holds a part of it: images come after that"
             )
         return replace(prompts, stored=stored)
+
+
+def prefixes_of(call: CallContext) -> ImagePrefixes | TextPrefixes:
+    """What prompts of a call with images may share; nothing of images where layers attend to these.
+
+    Raises:
+        Unsupported: These cannot be in the caller's cache.
+    """
+    if mask_of_images(call) is None:
+        return ImagePrefixes(call)
+    if call.must_share:
+        raise Unsupported(UNCONTINUED)
+    return TEXT
+
+
+def mask_of_images(call: CallContext) -> str | None:
+    """As `image_mask_of`, of a call with images; None for others."""
+    return None if call.inputs is None else image_mask_of(call.model)
+
+
+def images_of_layers(call: CallContext, rows: Sequence[int]) -> FoundInputs | None:
+    """Storage for the images of distinct prompts that layers of the model's own attend to, if there are such.
+
+    Args:
+        rows: Rows of each distinct prompt, whose images are its own.
+
+    Raises:
+        Unsupported: The call has them in another form.
+    """
+    if call.inputs is None or (mask := image_mask_of(call.model)) is None:
+        return None
+    pixels = call.inputs.arguments.get("pixel_values")
+    if not isinstance(pixels, Tensor) or pixels.dim() != 6:
+        raise Unsupported("its images are not pixel_values [rows, images, tiles, channels, height, width]")
+    text, vision = call.structure.text_config, call.model.config.vision_config
+    tokens = pixels.shape[1] * pixels.shape[2] * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    layers, heads = text.cross_attention_layers, text.num_attention_heads
+    of_rows = torch.arange(len(rows), device="cpu").repeat_interleave(torch.tensor(rows, device="cpu"))
+    return FoundInputs(ImageInputs(len(rows), tokens, layers, heads, mask), of_rows)
 
 
 def kept_ids(call: CallContext, input_ids: Tensor) -> Tensor:
@@ -161,3 +241,37 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         return True
 
     return structure.layout.continues_states and structure.kept("text behind images", tried)
+
+
+def ids_of_images(images: InputRows, input_ids: Tensor, positions: Tensor | None) -> Tensor:
+    """Ids ``[rows, width]`` int64, where tokens that stand for images have ids of their digests.
+
+    Args:
+        images: What the prompts come with.
+        input_ids: ``[rows, width]``: those of the call, samples and beams included.
+        positions: ``[..., rows or 1, width]``: theirs.
+
+    Raises:
+        Unsupported: Not all inputs are tensors of single rows.
+    """
+    ids = input_ids.to("cpu", torch.long, copy=True)
+    for given in range(images.rows):
+        rows = slice(given * images.copies, (given + 1) * images.copies)
+        for image in images.images_of(given):
+            parts = image.parts
+            if positions is not None:
+                of_row = positions[..., rows.start if positions.shape[-2] > 1 else 0, :]
+                parts = parts | {"positions": of_row[..., image.places.to(of_row.device)]}
+            digest = _digest(parts)
+            ids[rows, image.places] = digest[torch.arange(len(image.places), device="cpu") % _IDS]
+    return ids.to(input_ids.device)
+
+
+def _digest(parts: dict[str, Tensor]) -> Tensor:
+    """``[_IDS]`` int64 on the CPU, below 0."""
+    digest = blake2b(digest_size=8 * _IDS)
+    for name, part in sorted(parts.items()):
+        digest.update(f"{name} {part.dtype} {tuple(part.shape)} ".encode())
+        digest.update(part.detach().contiguous().view(_BITS[part.element_size()]).cpu().numpy().tobytes())
+    numbers = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
+    return -1 - (numbers & (1 << 62) - 1)
