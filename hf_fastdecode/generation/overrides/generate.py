@@ -27,7 +27,7 @@ from ..instance_patch import left_out as overrides_left_out
 from ..loop_argument import hands_generate_on, name_of, signature_of, takes_any, takes_loop, wrappers_pass_loop_on
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
-from ..prompts.short_calls import TextCall
+from ..prompts.gain import TextCall
 from ..report import CallReport
 from ..same_calls import require_same_call, require_same_draws
 from ..support.call import check_call, other_loop
