@@ -13,10 +13,10 @@ into one row where no layer has states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,13 @@ from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
-from .packed import PrefillPass, stacked
+from .packed import PrefillPass
 from .pass_parts import Form, ImagePasses, Part, passes, passes_by_input, tokens_that_fit, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
-
-class CapturedRowPasses(Protocol):
-    """Runs passes by captured graphs, see `RowPasses`."""
-
-    def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
-        """Prefill the cache's current items; the model's output, or None to run the pass eagerly."""
-        ...
+CapturedRowPasses = Callable[[SharedContextCache, Tensor, Tensor, int], Any]
+"""Prefills a cache's current items, rows of these ids and positions, by captured graphs: the model's output for so
+many last positions; None to run the pass eagerly. See `RowPasses`."""
 
 
 class Rows(NamedTuple):
@@ -355,10 +351,7 @@ def prefill_rows(
     layout: ModelLayout,
     *,
     max_tokens: int,
-    captured: CapturedRowPasses | None = None,
-) -> Tensor:
-    """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
-    known: dict[int | None, Tensor] = {}
-    for done in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens, captured=captured):
-        known |= zip(done.wanted, done.logits, strict=True)
-    return stacked(model, [known[end] for end in plan.ends])
+) -> None:
+    """Compute the plan's nodes into the cache and set its forest; see `row_passes`."""
+    for _ in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens):
+        pass

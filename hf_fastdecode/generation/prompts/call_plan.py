@@ -82,10 +82,10 @@ class CallPlan:
     @property
     def images_after_stored(self) -> bool:
         """Whether a pass computes images after tokens that are stored by then."""
-        return self.prompts.images is not None and any(
-            item.context and self.prompts.have_images(group, item.position, item.span.length)
-            for item, group in zip(self.nodes.items, self.nodes.groups, strict=True)
-        )
+        if self.prompts.images is None:
+            return False
+        rows, parts = self.prompts.distinct_rows(), zip(self.nodes.items, self.nodes.groups, strict=True)
+        return any(item.context and rows.images_in(group, item.position, item.span.length) for item, group in parts)
 
 
 def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
@@ -94,44 +94,35 @@ def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan
     Raises:
         ValueError: The caller's cache does not fit the prompts or the model.
     """
-    found = _find_shared(call, prompts, request)
+    cache, compared, reuses = _find_shared(call, prompts, request)
     if prompts.inputs is not None:
-        found.cache.inputs = prompts.inputs.inputs
-    compared, unshared, again = found.compared, None, False
+        cache.inputs = prompts.inputs.inputs
+    keeps = keeps_prompts(call) and prompts.may_reuse and prompts.prefixes.of_text
+    unshared, again = None, False
     if request.ends_in_steps and not prompts.by_rows:
-        compared, again = _without_last(call, found, prompts, request)
-        unshared = None if again else unshared_prompts(call, found, compared)
+        if reuses:
+            compared, again = _without_last(call, cache, compared, request)
+        else:
+            unshared = unshared_prompts(call, compared)
     if again:
-        found.cache.state.max_suffix = request.new_tokens + 1
+        cache.state.max_suffix = request.new_tokens + 1
     elif unshared is not None:
         compared = compared.without_last(compared.unshared_lengths)
-    nodes = compared.plan()
-    return CallPlan(prompts, request, found.cache, compared, nodes, found.reuses, found.keeps, unshared, again)
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """The prompts, compared with each other and with a cache to prefill them into; see `CallPlan`."""
-
-    cache: SharedContextCache
-    compared: ComparedPrompts
-    reuses: bool
-    keeps: bool
+    return CallPlan(prompts, request, cache, compared, compared.plan(), reuses, keeps, unshared, again)
 
 
 def _without_last(
-    call: CallContext, found: _Shared, prompts: Prompts, request: Request
+    call: CallContext, cache: SharedContextCache, compared: ComparedPrompts, request: Request
 ) -> tuple[ComparedPrompts, bool]:
     """The prompts, without their last tokens where these are computed as the first decode step, and whether they are.
 
     They are if the cache holds a whole prompt, or all but its last token, unless that step would be of too many rows.
     """
-    compared, groups = found.compared, prompts.groups
-    few_new = compared.any_stored_whole or compared.new_length <= len(groups)
-    if not (found.reuses and few_new):
+    groups = compared.groups
+    if not compared.any_stored_whole and compared.new_length > len(groups):
         return compared, False
     rows = sum(group.count for group in groups)
-    if not call.returns_cache and rows > _rows_at_once(call, found.cache, rows, request.new_tokens):
+    if not call.returns_cache and rows > _rows_at_once(call, cache, rows, request.new_tokens):
         # That step would be of all rows: the last token of each prompt becomes a node, as any other new one.
         return replace(compared, recompute=1), False
     return compared.without_last([1] * len(groups)), True
@@ -146,7 +137,7 @@ def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_t
     return min(most, rows_that_fit(cache, rows, Logits(call.model.device, vocabulary), new_tokens))
 
 
-def unshared_prompts(call: CallContext, found: _Shared, compared: ComparedPrompts) -> UnsharedPrompts | None:
+def unshared_prompts(call: CallContext, compared: ComparedPrompts) -> UnsharedPrompts | None:
     """Prompt tokens to prefill into suffixes; None if there are none, or nodes store them better.
 
     Layers that attend by themselves store suffixes in fewer bytes than nodes, which hold keys and values because their
@@ -154,7 +145,7 @@ def unshared_prompts(call: CallContext, found: _Shared, compared: ComparedPrompt
     later calls are to reuse prompts, where kernels do not read suffixes, and where suffixes, which all have the length
     of the longest, take no fewer bytes; or divided between processes. Of a returned cache the next call makes nodes.
     """
-    reused = found.reuses or call.options.reuse_prefix or call.must_share or call.structure.parallel is not None
+    reused = call.options.reuse_prefix or call.must_share or call.structure.parallel is not None
     layers = _own_layers(call.structure.layout)
     if reused or not layers:
         return None
@@ -173,14 +164,18 @@ def _own_layers(layout: ModelLayout) -> list[AttendsByItself]:
     return [] if refused else layers
 
 
-def _find_shared(call: CallContext, prompts: Prompts, request: Request) -> _Shared:
-    """Find the prefixes that prompts share with each other, the given cache, or one of the prefix store."""
+def _find_shared(
+    call: CallContext, prompts: Prompts, request: Request
+) -> tuple[SharedContextCache, ComparedPrompts, bool]:
+    """Find the prefixes that prompts share with each other, the given cache, or one of the prefix store.
+
+    Returns the cache to prefill into, the prompts compared with it, and whether it is a fork.
+    """
     given, layout, text = call.given, call.structure.layout, prompts.prefixes.of_text
-    keeps = keeps_prompts(call)
-    _note_reuse(call, keeps)
+    _note_reuse(call)
     if given is not None:
         _check_cache(call, given)
-    base = given if given is not None else _kept_cache(call, prompts, request, keeps)
+    base = given if given is not None else _kept_cache(call, prompts, request)
     cache, compared = _compared(call, prompts, request, base)
     if given is not None:
         _require_prefixes(compared, request.recompute)
@@ -197,12 +192,12 @@ def _find_shared(call: CallContext, prompts: Prompts, request: Request) -> _Shar
     if base is not None or layout.states or not text:
         call.report.known_tokens = None if base is None else common.reused_lengths
     cache.gaps = any(group.gaps for group in prompts.groups)
-    return _Shared(cache, common, base is not None, keeps and prompts.may_reuse and text)
+    return cache, common, base is not None
 
 
-def _note_reuse(call: CallContext, keeps: bool) -> None:
+def _note_reuse(call: CallContext) -> None:
     """Log why the option ``reuse_prefix`` is not used, if it is not."""
-    if call.options.reuse_prefix and not keeps:
+    if call.options.reuse_prefix and not keeps_prompts(call):
         why = (
             "the model has an encoder, and its decoder's prompts are of one input"
             if call.structure.layout.cross
@@ -211,12 +206,12 @@ def _note_reuse(call: CallContext, keeps: bool) -> None:
         call.state.log_once(f"reuse_prefix is not used: {why}")
 
 
-def _kept_cache(call: CallContext, prompts: Prompts, request: Request, keeps: bool) -> SharedContextCache | None:
+def _kept_cache(call: CallContext, prompts: Prompts, request: Request) -> SharedContextCache | None:
     """The prefix store's cache with most of the prompts' tokens; without the store, repeated prompts are noted."""
     base = None
     if not (prompts.may_reuse and prompts.prefixes.of_text):
         return None
-    if keeps:
+    if keeps_prompts(call):
         store, least = call.state.prefix_store, call.options.min_shared_tokens
         base, call.fingerprint = store.find(call.model, prompts.groups, call.structure, least=least)
         if not request.checks_later and not weights_hold(call):

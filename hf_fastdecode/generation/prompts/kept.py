@@ -28,7 +28,6 @@ from ..support.call import is_nothing
 from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
 from .by_rows import prefill_rows
 from .packed import prefill_nodes
-from .prefill import distinct_rows
 from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 from .reading import Prompts, read_text
 
@@ -93,7 +92,7 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
     with _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
-            prefill_rows(inner, cache, plan, distinct_rows(prompts), structure.layout, max_tokens=limit)
+            prefill_rows(inner, cache, plan, prompts.distinct_rows(), structure.layout, max_tokens=limit)
         else:
             prefill_nodes(inner, cache, plan, max_tokens=limit, length=prompts.width)
     if rows is not None:

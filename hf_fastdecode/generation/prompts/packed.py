@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,57 +21,18 @@ from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
-
-class CapturedPasses(Protocol):
-    """Runs prefill passes by captured graphs, see `PrefillPasses`."""
-
-    def __call__(self, cache: SharedContextCache, tokens: Tensor, wanted: Sequence[int]) -> Tensor | None:
-        """Prefill the cache's current items: logits ``[len(wanted), vocabulary]``; None to run the pass eagerly."""
-        ...
+CapturedPasses = Callable[[SharedContextCache, Tensor, Sequence[int]], Tensor | None]
+"""Prefills a cache's current items of these tokens by captured graphs: logits ``[wanted, vocabulary]`` of the tokens
+with these indices; None to run the pass eagerly. See `PrefillPasses`."""
 
 
 @torch.no_grad()
 def prefill_nodes(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    *,
-    max_tokens: int,
-    length: int | None = None,
-    captured: CapturedPasses | None = None,
-) -> Tensor | None:
-    """Compute the plan's new nodes into the cache and set its forest.
-
-    Args:
-        cache: The cache the plan was made for; the new tokens become its next segment.
-        length: Padded length of the rows, see `SharedContextCache.set_forest`.
-        captured: Runs passes by captured graphs where it can.
-
-    Returns:
-        ``[groups, vocabulary]``: the logits after each group's last token; None if a group's last token was already
-        stored, so that its logits are unknown.
-    """
-    found = node_logits(model, cache, plan, max_tokens=max_tokens, length=length, captured=captured)
-    known = [logits for logits in found if logits is not None]
-    return stacked(model, known) if known and len(known) == len(found) else None
-
-
-def node_logits(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    *,
-    max_tokens: int,
-    length: int | None = None,
-    captured: CapturedPasses | None = None,
-) -> list[Tensor | None]:
-    """As `prefill_nodes`, the logits of each group; None where a group's last token is in no new node."""
-    wanted = sorted({end for end in plan.ends if end is not None})
-    logits: dict[int | None, Tensor] = {}
-    passes = prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length, captured=captured)
-    for run in passes:
-        logits |= zip(run.wanted, run.logits, strict=True)
-    return [logits.get(end) for end in plan.ends]
+    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
+) -> None:
+    """Compute the plan's new nodes into the cache and set its forest; see `prefill_passes`."""
+    for _ in prefill_passes(model, cache, plan, [], max_tokens=max_tokens, length=length):
+        pass
 
 
 def stacked(model: PreTrainedModel, logits: Sequence[Tensor]) -> Tensor:

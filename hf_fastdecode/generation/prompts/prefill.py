@@ -12,18 +12,9 @@ from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..fingerprint import filled_by
-from .by_rows import CapturedRowPasses, Rows, row_passes, try_step
+from .by_rows import CapturedRowPasses, row_passes, try_step
 from .call_plan import CallPlan, keeps_prompts
 from .packed import CapturedPasses, PrefillPass, prefill_passes
-from .reading import Prompts
-
-
-def distinct_rows(prompts: Prompts) -> Rows:
-    """The first row of each group, as stock would be given it."""
-    inputs = prompts.ids if prompts.embeddings is None else prompts.embeddings.given
-    of_rows = None if prompts.inputs is None else prompts.inputs.of_rows
-    rows = Rows.of(inputs, prompts.mask, prompts.row_positions, of_rows, prompts.images)
-    return rows.distinct(prompts.groups)
 
 
 def passes_of(
@@ -51,7 +42,7 @@ def passes_of(
         length = prompts.width - plan.last_again
         yield from prefill_passes(model, cache, plan.nodes, tokens, length=length, **options, **arguments)
         return
-    rows, layout = distinct_rows(prompts), call.structure.layout
+    rows, layout = prompts.distinct_rows(), call.structure.layout
     yield from row_passes(
         *(model, cache, plan.nodes, rows, layout),
         keep=plan.request.wanted,

@@ -23,6 +23,7 @@ from ..forward_pass import counts_padding, places_tokens, reads_positions
 from ..inputs.encoded import FoundInputs, find_inputs
 from ..inputs.rows import InputRows
 from ..structure import Structure
+from .by_rows import Rows
 from .image_prefixes import TEXT, ImagePrefixes, TextPrefixes, images_of_layers, prefixes_of
 from .prompt_plan import PromptGroup, group_prompts
 
@@ -114,12 +115,11 @@ class Prompts:
         """For each row the index of its group."""
         return [index for index, group in enumerate(self.groups) for _ in range(group.count)]
 
-    def have_images(self, group: int, first: int, length: int) -> bool:
-        """Whether a group's prompt has an image among `length` tokens from one on, counted after its padding."""
-        row = self.row_groups.index(group)
-        hidden = 0 if self.mask is None else int((self.mask[row] == 0).sum())
-        places = torch.arange(hidden + first, hidden + first + length, device="cpu")[None]
-        return self.images is not None and self.images.have_images([row], places)
+    def distinct_rows(self) -> Rows:
+        """The first row of each group, as stock would be given it."""
+        inputs = self.ids if self.embeddings is None else self.embeddings.given
+        of_rows = None if self.inputs is None else self.inputs.of_rows
+        return Rows.of(inputs, self.mask, self.row_positions, of_rows, self.images).distinct(self.groups)
 
     @property
     def alike(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from .call_plan import CallPlan, Request, plan_call, planned_alike, weights_hold
 from .gain import require_gain
-from .packed import UnsharedPrompts, node_logits, prefill_unshared, stacked
+from .packed import UnsharedPrompts, prefill_unshared, stacked
 from .prefill import end_prefill, merge_returned, passes_of
 from .reading import Prompts, read_prompts
 
@@ -112,28 +112,33 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
     model, prompts, cache, forest = call.model, plan.prompts, plan.cache, plan.nodes.forest
     ids, width = prompts.ids, prompts.width
     begin_compiling_attention(call, forest)
+    call.report.padded_length, call.report.context_width = width, width - plan.last_again
     if plan.unshared is not None:
         return _start_with_unshared(call, plan, plan.unshared)
-    call.report.padded_length, call.report.context_width = width, width - plan.last_again
     # Sent to the device before the prefill is queued there, behind which a transfer would wait.
     next_positions = [width] * len(ids) if prompts.padded else forest.context_lengths
     positions, group_of_row = torch.tensor([next_positions, prompts.row_groups], device=ids.device)
     if prompts.by_rows and not prompts.tokens_say_all and (after := prompts.positions.after) is not None:
         positions = after.to(ids.device).expand(len(ids)).contiguous()
-    known: dict[int | None, Tensor] = {}
-    wanted = sorted({end for end in plan.nodes.ends if end is not None})
-    with torch.no_grad():
-        for done in passes_of(call, cache, plan, wanted, captured=passes.prefill, captured_rows=passes.by_rows):
-            known |= zip(done.wanted, done.logits, strict=True)
-    found = [known.get(end) for end in plan.nodes.ends]
+    found = _logits_of_groups(call, plan, captured=passes.prefill, captured_rows=passes.by_rows)
     logits = [one for one in found if one is not None]
-    last = stacked(model, logits) if logits and len(logits) == len(found) else None
+    last = stacked(model, logits) if len(logits) == len(found) else None
     merge_returned(call, cache)
     suffix_tokens = ids[:, width - plan.last_again :]
     if plan.last_again or last is None:
         logits_again = _last_token_again(call, passes, cache, suffix_tokens[:, 0], positions)
         return Start(cache, logits_again, positions + 1, suffix_tokens)
     return Start(cache, last.index_select(0, group_of_row.to(last.device)), positions, suffix_tokens)
+
+
+@torch.no_grad()
+def _logits_of_groups(call: CallContext, plan: CallPlan, **captured: Any) -> list[Tensor | None]:
+    """Compute the plan's nodes: the logits after each group; None where its last token is in no new node."""
+    known: dict[int | None, Tensor] = {}
+    wanted = sorted({end for end in plan.nodes.ends if end is not None})
+    for done in passes_of(call, plan.cache, plan, wanted, **captured):
+        known |= zip(done.wanted, done.logits, strict=True)
+    return [known.get(end) for end in plan.nodes.ends]
 
 
 def _last_token_again(
@@ -161,16 +166,14 @@ def _last_token_again(
 def _start_with_unshared(call: CallContext, plan: CallPlan, unshared: UnsharedPrompts) -> Start:
     """Prefill shared tokens into nodes, and each row's unshared prompt tokens into its suffix."""
     model, cache, ids = call.model, plan.cache, plan.prompts.ids
-    (rows, width), report, limit = ids.shape, call.report, call.max_prefill_tokens
-    report.padded_length = report.context_width = width
-    report.own_tokens = unshared.total
-    after_nodes = node_logits(model, cache, plan.nodes, max_tokens=limit, length=width)
-    of_nodes = [after_nodes[group] for group in plan.prompts.row_groups]
+    call.report.own_tokens = unshared.total
+    after_nodes = _logits_of_groups(call, plan)
     merge_returned(call, cache)
     if cache.state.max_suffix is not None:
         cache.state.max_suffix += unshared.longest
-    of_suffixes = prefill_unshared(model, cache, unshared, max_tokens=limit)
-    logits = [of_suffixes.get(row, of_nodes[row]) for row in range(rows)]
+    of_suffixes = prefill_unshared(model, cache, unshared, max_tokens=call.max_prefill_tokens)
+    of_nodes = (after_nodes[group] for group in plan.prompts.row_groups)
+    logits = [of_suffixes.get(row, of_node) for row, of_node in enumerate(of_nodes)]
     assert all(last is not None for last in logits)  # a prompt without unshared tokens ends in a new node
     positions = torch.tensor(plan.nodes.forest.context_lengths, device=ids.device) + unshared.lengths.to(ids.device)
-    return Start(cache, stacked(model, cast(list[Tensor], logits)), positions, ids[:, width:], unshared)
+    return Start(cache, stacked(model, cast(list[Tensor], logits)), positions, ids[:, ids.shape[1] :], unshared)
