@@ -153,10 +153,10 @@ def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
     inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24))
     begin_alike(inputs, 0, 1, 16)
 
-    def prefill_nodes(*args, **kwargs):
+    def prefill_passes(*args, **kwargs):
         raise AttributeError("'NoneType' object has no attribute 'shape'")
 
-    monkeypatch.setattr(image_prefixes, "prefill_nodes", prefill_nodes)
+    monkeypatch.setattr(image_prefixes, "prefill_passes", prefill_passes)
     report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 

@@ -1,14 +1,12 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
 It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
-that count the padding of prompts, layers with a state per row, decoders with an encoder, whose prompts differ
-where its inputs do, and prompts that come with images, video or audio. These run as in stock, with its own masks and
-attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
-prompts of text, or with the same images, begin with is a node of its own where layers continue from its state. It runs
-first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it. With layers that
-have states they run without padding, which would come between the state and the next token, hence together with rests
-of the same length only; so do the parts of a prompt that is longer than a pass may be. Behind images, rests are packed
-into one row where no layer has states.
+that count padding, layers with a state per row, decoders with an encoder, whose prompts differ where its inputs do,
+and prompts with images, video or audio. These run as in stock, with its masks and attention, once for each distinct
+input. Every prompt is a node, shared by its samples and beams. A common prefix of different prompts is a node of its
+own where layers continue from its state; it runs before what follows, as of prompts that continue a given cache.
+Layers with states run that without padding, which would come between the state and the next token, hence with others
+of the same length only; so do the parts of a prompt longer than a pass. Without states, what follows images is packed.
 """
 
 from __future__ import annotations
@@ -264,16 +262,9 @@ def _packed_pass(
     for end, count in zip(accumulate(item.span.length for item in items), counts, strict=True):
         last.extend(range(end - count, end))
     kept, keeps = torch.tensor(last, device=device), keeps_logits(model)
+    given: dict[str, Any] = {"input_ids": rows.inputs.to(device)} | ({"logits_to_keep": kept} if keeps else {})
     with cache.prefilling(items):
-        output = forward_pass(
-            model,
-            cache,
-            rows.position_ids.to(device),
-            input_ids=rows.inputs.to(device),
-            use_cache=True,
-            return_dict=True,
-            **({"logits_to_keep": kept} if keeps else {}),
-        )
+        output = forward_pass(*(model, cache, rows.position_ids.to(device)), use_cache=True, return_dict=True, **given)
     return PrefillPass(_last_tokens(items, counts), output.logits[0] if keeps else output.logits[0, kept], output)
 
 
@@ -301,15 +292,9 @@ def _pass(
         )
     if takes_positions(model):
         arguments = arguments | {"position_ids": positions}
-    prepared = model.prepare_inputs_for_generation(
-        inputs,
-        attention_mask=mask,
-        use_cache=True,
-        is_first_iteration=True,
-        **{CACHE: cache},
-        **rows.images.of(rows.numbers.tolist(), rows.places),
-        **arguments,
-    )
+    given = {"attention_mask": mask, "use_cache": True, "is_first_iteration": True, CACHE: cache}
+    given |= rows.images.of(rows.numbers.tolist(), rows.places)
+    prepared = model.prepare_inputs_for_generation(inputs, **given, **arguments)
     with nullcontext() if features is None else features.of_pass():
         return uncompiled_call(model, **prepared, return_dict=True)
 
@@ -340,18 +325,3 @@ def _all_shown(inputs: Tensor) -> Tensor:
 
 def _has_gaps(mask: Tensor | None) -> bool:
     return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
-
-
-@torch.no_grad()
-def prefill_rows(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    rows: Rows,
-    layout: ModelLayout,
-    *,
-    max_tokens: int,
-) -> None:
-    """Compute the plan's nodes into the cache and set its forest; see `row_passes`."""
-    for _ in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens):
-        pass

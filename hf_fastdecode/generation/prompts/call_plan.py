@@ -6,12 +6,10 @@ hold, another one is made from a changed request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from ...cache.layers.own import AttendsByItself
-from ...cache.layout.model import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...log import logger
 from ...parallel.agreement import described
@@ -70,16 +68,6 @@ class CallPlan:
     last_again: bool = False
 
     @property
-    def unshared_tokens(self) -> int:
-        """Prompt tokens that nodes leave to suffixes."""
-        return 0 if self.unshared is None else self.unshared.total
-
-    @property
-    def computed_again(self) -> int:
-        """Prompts whose last token is computed as the first step, and which `nodes` have without it."""
-        return len(self.prompts.groups) if self.last_again else 0
-
-    @property
     def images_after_stored(self) -> bool:
         """Whether a pass computes images after tokens that are stored by then."""
         if self.prompts.images is None:
@@ -122,19 +110,14 @@ def _without_last(
     if not compared.any_stored_whole and compared.new_length > len(groups):
         return compared, False
     rows = sum(group.count for group in groups)
-    if not call.returns_cache and rows > _rows_at_once(call, cache, rows, request.new_tokens):
+    at_once = call.options.max_rows or rows
+    if not call.returns_cache and call.ranks.count == 1:  # several would have to agree on it
+        logits = Logits(call.model.device, int(call.structure.text_config.vocab_size))
+        at_once = min(at_once, rows_that_fit(cache, rows, logits, request.new_tokens))
+    if not call.returns_cache and rows > at_once:
         # That step would be of all rows: the last token of each prompt becomes a node, as any other new one.
         return replace(compared, recompute=1), False
     return compared.without_last([1] * len(groups)), True
-
-
-def _rows_at_once(call: CallContext, cache: SharedContextCache, rows: int, new_tokens: int) -> int:
-    """Of so many rows, how many may decode at once, by `max_rows` and, of a process of its own, by memory."""
-    most = call.options.max_rows or rows
-    if call.ranks.count > 1:  # which would have to agree on it
-        return most
-    vocabulary = int(call.structure.text_config.vocab_size)
-    return min(most, rows_that_fit(cache, rows, Logits(call.model.device, vocabulary), new_tokens))
 
 
 def unshared_prompts(call: CallContext, compared: ComparedPrompts) -> UnsharedPrompts | None:
@@ -146,8 +129,8 @@ def unshared_prompts(call: CallContext, compared: ComparedPrompts) -> UnsharedPr
     of the longest, take no fewer bytes; or divided between processes. Of a returned cache the next call makes nodes.
     """
     reused = call.options.reuse_prefix or call.must_share or call.structure.parallel is not None
-    layers = _own_layers(call.structure.layout)
-    if reused or not layers:
+    layout, layers = call.structure.layout, list(call.structure.layout.own.values())
+    if reused or not layers or not layout.attends_by_itself or any(layer.no_captured_steps for layer in layers):
         return None
     lengths = zip(compared.groups, compared.unshared_lengths, strict=True)
     tokens = [group.tokens[len(group.tokens) - length :] for group, length in lengths for _ in range(group.count)]
@@ -155,13 +138,6 @@ def unshared_prompts(call: CallContext, compared: ComparedPrompts) -> UnsharedPr
     room, backend = rows * unshared.longest, call.options.backend
     fit = all(layer.suffixes_take_prompts(rows, room, unshared.total, backend) for layer in layers)
     return unshared if unshared.total and fit else None
-
-
-def _own_layers(layout: ModelLayout) -> list[AttendsByItself]:
-    """All attention layers, if all attend by themselves to suffixes that a kernel reads; else none."""
-    layers = list(layout.own.values())
-    refused = not layout.attends_by_itself or any(layer.no_captured_steps for layer in layers)
-    return [] if refused else layers
 
 
 def _find_shared(
@@ -259,15 +235,7 @@ def planned_alike(call: CallContext, make: Callable[[], CallPlan]) -> CallPlan:
     """
     with call.ranks.together():
         plan = make()
-    if _same_plans(call, plan):
-        return plan
-    call.state.prefix_store.clear()
-    call.report.known_tokens = None
-    with call.ranks.together():
-        return make()
 
-
-def _same_plans(call: CallContext, plan: CallPlan) -> bool:
     def fields() -> dict[str, str]:
         paths = dict.fromkeys(plan.nodes.forest.paths)
         return {
@@ -277,7 +245,12 @@ def _same_plans(call: CallContext, plan: CallPlan) -> bool:
             "stored": described([[(span.start, span.length) for span in path] for path in paths]),
         }
 
-    return call.ranks.differences(fields) is None
+    if call.ranks.differences(fields) is None:
+        return plan
+    call.state.prefix_store.clear()
+    call.report.known_tokens = None
+    with call.ranks.together():
+        return make()
 
 
 def weights_hold(call: CallContext, beside: Beside | None = None) -> bool:
@@ -322,52 +295,29 @@ def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
 def _warn_of_little(
     call: CallContext, given: SharedContextCache, compared: ComparedPrompts, continued: ComparedPrompts
 ) -> None:
-    """Warn where prompts reuse little of what the given cache holds."""
-    layout = call.structure.layout
-    if layout.states:
-        held, used = compared.stored_lengths, continued.reused_lengths
-        _warn_if_states_continue_little(held, used, continues=layout.continues_states)
-        return
-    _warn_if_short_match(given, compared)
-    again = max(
-        stored - reused for stored, reused in zip(compared.stored_lengths, compared.reused_lengths, strict=True)
-    )
-    if again > 1:
+    """Warn of the first prompt that reuses less than half of what the given cache holds.
+
+    It diverges early, e.g. because it was tokenized separately, or layers with states continue none that is near.
+    """
+    layout, shortest = call.structure.layout, min(given.forest.context_lengths, default=0)
+    held, reused = compared.stored_lengths, continued.reused_lengths
+    for index, (group, length, used) in enumerate(zip(compared.groups, held, reused, strict=True)):
+        if layout.states and 2 * used < length:
+            why = (
+                f"states continue where a prompt or a completion in the cache ends, by at least {FEWEST} new tokens"
+                if layout.continues_states
+                else "its layers' scans do not continue states"
+            )
+            what = "prompt %d begins with %d tokens of the given cache, of which %d are not computed again: %s"
+            logger.warning(what, index, length, used, why)
+            break
+        if not layout.states and 2 * length < min(shortest, len(group.tokens)):
+            what = "prompt %d begins with %d of the %d or more tokens of the given cache; the rest of it is prefilled"
+            logger.warning(what, index, length, shortest)
+            break
+    again = max(length - used for length, used in zip(held, reused, strict=True))
+    if again > 1 and not layout.states:
         call.state.log_once(
             f"the first pass asks for logits of all prompt tokens, so {again} tokens that the given cache holds "
             "are computed again; pass logits_to_keep=1 for those of the last token alone"
         )
-
-
-def _warn_if_states_continue_little(held: Sequence[int], reused: Sequence[int], *, continues: bool) -> None:
-    """Warn when layers with states compute again most of the tokens of a prompt that the given cache holds."""
-    for index, (length, used) in enumerate(zip(held, reused, strict=True)):
-        if 2 * used < length:
-            why = (
-                f"states continue where a prompt or a completion in the cache ends, by at least {FEWEST} new tokens"
-                if continues
-                else "its layers' scans do not continue states"
-            )
-            logger.warning(
-                "prompt %d begins with %d tokens of the given cache, of which %d are not computed again: %s",
-                index,
-                length,
-                used,
-                why,
-            )
-            return
-
-
-def _warn_if_short_match(given: SharedContextCache, prompts: ComparedPrompts) -> None:
-    """Warn when a prompt diverges early from the given cache, e.g. because it was tokenized separately."""
-    shortest = min(given.forest.context_lengths, default=0)
-    for index, (group, length) in enumerate(zip(prompts.groups, prompts.stored_lengths, strict=True)):
-        expected = min(shortest, len(group.tokens))
-        if 2 * length < expected:
-            logger.warning(
-                "prompt %d begins with %d of the %d or more tokens of the given cache; the rest of it is prefilled",
-                index,
-                length,
-                shortest,
-            )
-            return

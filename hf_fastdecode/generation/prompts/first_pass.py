@@ -36,21 +36,11 @@ from .prefill import end_prefill, merge_returned, passes_of
 from .reading import read_prompts
 
 _KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "input_ids",
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_hidden_states",
-    CACHE,
-    "position_ids",
-    "return_dict",
-    "use_cache",
+    *("attention_mask", "input_ids", "inputs_embeds", "position_ids", CACHE),
+    *("logits_to_keep", "output_hidden_states", "return_dict", "use_cache"),
 }
 _RETURNS_KEYS: Final = "return_shared_kv_states"
 """Argument by which loops ask a pass for the keys and values of whole rows, as for Gemma 4's assistants."""
-
-# Options without effect in other decoding loops.
-_UNSUPPORTED_OPTIONS = ("sampler='fast'",)
 
 
 @dataclass
@@ -142,7 +132,7 @@ class FirstPassPrompts:
     def _log_unused(self, rows: int, reason: str) -> None:
         """Log which options this loop does not use."""
         options = self.call.options
-        unused = [option for option in options.forced if option in _UNSUPPORTED_OPTIONS]
+        unused = [option for option in options.forced if option == "sampler='fast'"]
         if options.max_rows is not None and options.max_rows < rows:
             unused.append(f"max_rows={options.max_rows}")
         if unused:

@@ -387,7 +387,8 @@ def require_gain(call: CallContext, plan: CallPlan, *, loop: str) -> None:
         loop: Which loop decodes, of `LOOPS`.
     """
     layout, report, forest = call.structure.layout, call.report, plan.nodes.forest
-    unshared, again, new_tokens = plan.unshared_tokens, plan.computed_again, plan.request.new_tokens
+    unshared = 0 if plan.unshared is None else plan.unshared.total
+    again, new_tokens = len(plan.prompts.groups) if plan.last_again else 0, plan.request.new_tokens
     in_nodes = sum(forest.context_lengths)
     # Of unshared tokens kernels read fewer bytes in suffixes than a stock cache has.
     total, saved = in_nodes + unshared, in_nodes - forest.stored_tokens

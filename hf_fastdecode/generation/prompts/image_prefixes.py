@@ -10,6 +10,7 @@ batch (HunYuan-VL), and whatever else belongs to it: kept prompts are found by t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,22 +26,20 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..inputs.encoded import FoundInputs
+from ..inputs.features import BITS
 from ..inputs.given import image_mask_of
 from ..inputs.rows import InputRows, RowImage
-from .by_rows import Rows, prefill_rows
-from .packed import prefill_nodes
+from .by_rows import Rows, row_passes
+from .packed import prefill_passes
 from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, compare_prompts
 
 _ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, LookupError, NameError)
 """Errors of a model's code where there are none, such as of what is left None or unassigned then."""
 
-
 UNCONTINUED: Final = "layers of their own attend to images, which no kept cache holds"
 """Why a call with such images takes no cache."""
 
 _IDS = 4  # of 62 bits each
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TextPrefixes:
@@ -76,8 +75,22 @@ class ImagePrefixes:
     of_text = False
 
     def known_ids(self, ids: Tensor) -> Tensor:
-        """The ids, those of images by their digests if a cache of these prompts is kept or given."""
-        return kept_ids(self.call, ids) if self.call.must_share or self.call.returns_cache else ids
+        """The ids, those of images by their digests if a cache of these prompts is kept or given.
+
+        Raises:
+            Unsupported: The call's images have no such ids, or text after them cannot be continued.
+        """
+        call, images = self.call, self.call.input_rows
+        if not (call.must_share or call.returns_cache):
+            return ids
+        assert images is not None
+        ids = ids_of_images(images, ids, call.positions.ids)
+        if not _continues_text(call, images.text_token):
+            raise Unsupported(
+                f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
+                "them is not continued: it does not attend causally, or layers do not continue states"
+            )
+        return ids
 
     def sharing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
         """The prompts, of which neighbours have in common what they may share."""
@@ -140,8 +153,9 @@ def images_of_layers(call: CallContext, rows: Sequence[int]) -> FoundInputs | No
     Raises:
         Unsupported: The call has them in another form.
     """
-    if call.inputs is None or (mask := image_mask_of(call.model)) is None:
+    if (mask := mask_of_images(call)) is None:
         return None
+    assert call.inputs is not None
     pixels = call.inputs.arguments.get("pixel_values")
     if not isinstance(pixels, Tensor) or pixels.dim() != 6:
         raise Unsupported("its images are not pixel_values [rows, images, tiles, channels, height, width]")
@@ -150,23 +164,6 @@ def images_of_layers(call: CallContext, rows: Sequence[int]) -> FoundInputs | No
     layers, heads = text.cross_attention_layers, text.num_attention_heads
     of_rows = torch.arange(len(rows), device="cpu").repeat_interleave(torch.tensor(rows, device="cpu"))
     return FoundInputs(ImageInputs(len(rows), tokens, layers, heads, mask), of_rows)
-
-
-def kept_ids(call: CallContext, input_ids: Tensor) -> Tensor:
-    """Ids of prompts of a call whose cache is kept or given, see `ids_of_images`.
-
-    Raises:
-        Unsupported: The call's images have no such ids, or text behind them cannot be continued.
-    """
-    images = call.input_rows
-    assert images is not None
-    ids = ids_of_images(images, input_ids, call.positions.ids)
-    if not _continues_text(call, images.text_token):
-        raise Unsupported(
-            f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
-            "them is not continued: it does not attend causally, or layers do not continue states"
-        )
-    return ids
 
 
 def _firsts(groups: Sequence[PromptGroup]) -> Iterator[tuple[int, PromptGroup]]:
@@ -226,6 +223,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
     """
     model, structure, limit = call.model, call.structure, call.max_prefill_tokens
 
+    @torch.no_grad()
     def tried() -> bool:
         cache = SharedContextCache()
         cache.state.position_planes = call.positions.planes
@@ -233,9 +231,11 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         plan = compare_prompts([PromptGroup(tokens[0], 1)], StoredPrompts(cache), min_shared_tokens=1).plan()
         try:
             if structure.layout.prefills_by_rows:
-                prefill_rows(model, cache, plan, Rows.of(tokens, None), structure.layout, max_tokens=limit)
+                rows = Rows.of(tokens, None)
+                passes = row_passes(model, cache, plan, rows, structure.layout, keep=1, max_tokens=limit)
             else:
-                prefill_nodes(model, cache, plan, max_tokens=limit)
+                passes = prefill_passes(model, cache, plan, [], max_tokens=limit)
+            deque(passes, maxlen=0)
         except _ASKS_FOR_IMAGES:
             return False
         return True
@@ -272,6 +272,6 @@ def _digest(parts: dict[str, Tensor]) -> Tensor:
     digest = blake2b(digest_size=8 * _IDS)
     for name, part in sorted(parts.items()):
         digest.update(f"{name} {part.dtype} {tuple(part.shape)} ".encode())
-        digest.update(part.detach().contiguous().view(_BITS[part.element_size()]).cpu().numpy().tobytes())
+        digest.update(part.detach().contiguous().view(BITS[part.element_size()]).cpu().numpy().tobytes())
     numbers = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
     return -1 - (numbers & (1 << 62) - 1)

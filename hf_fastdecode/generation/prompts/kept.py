@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -26,8 +27,8 @@ from ..same_calls import require_same_prefill
 from ..structure import Structure
 from ..support.call import is_nothing
 from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
-from .by_rows import prefill_rows
-from .packed import prefill_nodes
+from .by_rows import row_passes
+from .packed import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts
 from .reading import Prompts, read_text
 
@@ -90,11 +91,14 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
         plan, rows = _plan(prompts, cache, structure, options)
     limit = options.max_prefill_tokens
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
-    with _or_value_error(f"{type(inner).__name__} cannot share context"):
+    with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
-            prefill_rows(inner, cache, plan, prompts.distinct_rows(), structure.layout, max_tokens=limit)
+            passes = row_passes(
+                *(inner, cache, plan, prompts.distinct_rows(), structure.layout), keep=1, max_tokens=limit
+            )
         else:
-            prefill_nodes(inner, cache, plan, max_tokens=limit, length=prompts.width)
+            passes = prefill_passes(inner, cache, plan, [], max_tokens=limit, length=prompts.width)
+        deque(passes, maxlen=0)
     if rows is not None:
         cache.select_rows(rows)
     cache.fingerprint, cache.protected_segments = filled_by(None, inner, structure.walk), len(cache.segment_tokens)

@@ -26,15 +26,6 @@ CapturedPasses = Callable[[SharedContextCache, Tensor, Sequence[int]], Tensor | 
 with these indices; None to run the pass eagerly. See `PrefillPasses`."""
 
 
-@torch.no_grad()
-def prefill_nodes(
-    model: PreTrainedModel, cache: SharedContextCache, plan: PromptPlan, *, max_tokens: int, length: int | None = None
-) -> None:
-    """Compute the plan's new nodes into the cache and set its forest; see `prefill_passes`."""
-    for _ in prefill_passes(model, cache, plan, [], max_tokens=max_tokens, length=length):
-        pass
-
-
 def stacked(model: PreTrainedModel, logits: Sequence[Tensor]) -> Tensor:
     """Stack as is: an inner autocast may have produced another dtype than the outer one's."""
     with no_autocast(input_device(model)):
@@ -141,19 +132,11 @@ def packed_passes(
                 ids, positions = ids[divided.indices], positions[divided.indices]
                 wanted_here, indices = divided.own(wanted_here)
             keep = torch.tensor(wanted_here or [len(ids) - 1], device=device)
-            given = (
-                {"input_ids": ids[None].to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids)[None]}
-            )
-            output = forward_pass(
-                model,
-                cache,
-                positions[None].to(device),
-                **given,
-                use_cache=True,
-                return_dict=True,
-                **arguments,
-                **({"logits_to_keep": keep} if keeps else {}),
-            )
+            given: dict[str, Any] = {"input_ids": ids[None].to(device)}
+            if embeddings is not None:
+                given = {"inputs_embeds": embeddings(ids)[None]}
+            given |= {"use_cache": True, "return_dict": True} | ({"logits_to_keep": keep} if keeps else {})
+            output = forward_pass(model, cache, positions[None].to(device), **given, **arguments)
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
             kept = divided.numbers_of_all(kept, indices, len(here))

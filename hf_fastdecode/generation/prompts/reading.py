@@ -30,18 +30,16 @@ from .prompt_plan import PromptGroup, group_prompts
 _FEW = 1 << 17
 """Elements of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
 
+_WHOLE: Final = (torch.int32, torch.int64, torch.bool)
 
 PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
 """Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
 
 
 class Embeddings(NamedTuple):
-    """Prompts given as embeddings.
+    """Embeddings ``[rows, width, hidden]`` and negative ids ``[rows, width]``, equal for bitwise equal vectors.
 
-    Attributes:
-        given: ``[rows, width, hidden]``.
-        ids: ``[rows, width]``: negative ones that stand for them, equal for bitwise equal vectors.
-        known: ``[tokens, hidden]``: the vectors of distinct prompts, which ids count.
+    `known`, ``[tokens, hidden]``, are those of distinct prompts, which ids count.
     """
 
     given: Tensor
@@ -77,8 +75,6 @@ class Prompts:
 
     Attributes:
         ids: ``[rows, width]``; of embeddings, those that stand for them.
-        mask: ``[rows, width]``; None where there is no padding.
-        positions: As they were given.
         row_positions: Positions for passes by rows, ``[..., rows or 1, width]``; None for those of the mask.
         groups: Neighbouring rows with equal prompts.
         padded: Whether positions count the padding of prompts.
@@ -87,7 +83,6 @@ class Prompts:
         by_rows: Whether prompts run by rows, see `by_rows`.
         inputs: Encoder inputs, or images that layers attend to, and which one each row reads.
         images: Images, videos or audio of the rows.
-        prefixes: What prompts with images may share, or those of text alone.
         embeddings: Of ids, if the prompts are embeddings.
     """
 
@@ -176,49 +171,49 @@ def read_prompts(
     tokens_say_all = text and not positions.differ
     if not tokens_say_all:
         check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
-    checked = _on_host(ids, mask, positions)
-    check_prompts(model, structure, *checked[:2], checked[2] if text else Positions(None), longest=longest)
+    here, shown, placed = _on_host(ids, mask, positions)
+    check_prompts(model, structure, here, shown, placed if text else Positions(None), longest=longest)
     if inputs is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
-        require_counted(model, checked[1], positions)
+        require_counted(model, shown, positions)
     counts = counted_by_model and positions.ids is None and reads_positions(model)
     if counts and not text:
         raise Unsupported("without position_ids, models count those behind images by themselves")
-    padded = (counts or counts_padding(model)) and _is_padded(checked[1])
+    padded = (counts or counts_padding(model)) and shown is not None and not bool(shown.all())
     apart = padded or places_tokens(model)
     by_rows = apart or not tokens_say_all or structure.layout.prefills_by_rows
-    _check_uses(apart=apart and inputs is None, by_rows=by_rows, kept=kept, hidden=hidden)
+    _check_uses(inputs, apart=apart, by_rows=by_rows, kept=kept, hidden=hidden)
     prefixes = TEXT if text else prefixes_of(call)
-    planes = None if tokens_say_all else _with_planes(checked[2])
-    groups = group_prompts(prefixes.known_ids(checked[0]), checked[1], planes, _numbers_of_inputs(call, inputs))
+    groups = _groups(call, prefixes.known_ids(here), shown, None if tokens_say_all else placed.ids, inputs)
     inputs = inputs or images_of_layers(call, [group.count for group in groups])
-    row_positions = _row_positions(call, ids, positions, padded=padded)
+    # Of images, passes by rows are given what the model is given, which may prepare it further.
+    row_positions = positions.ids if text else call.arguments.get(names.positions)
+    if padded:
+        row_positions = torch.arange(ids.shape[1], device="cpu")[None]
     return Prompts(
         *(ids, mask, positions, row_positions, groups, padded, apart, tokens_say_all, by_rows),
         *(inputs, call.input_rows, prefixes, embeddings),
     )
 
 
-def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
+def _check_uses(inputs: FoundInputs | None, *, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
     """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
-    if apart and (kept or hidden):
+    if apart and (kept or hidden) and inputs is None:
         what = "hidden states are asked for" if hidden else "the call's cache would be kept"
         raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
     if by_rows and hidden:
         raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
 
 
-def _numbers_of_inputs(call: CallContext, inputs: FoundInputs | None) -> Tensor | None:
-    """``[rows]``: equal for neighbours with equal images or encoder inputs; None of text alone."""
+def _groups(
+    call: CallContext, ids: Tensor, mask: Tensor | None, planes: Tensor | None, inputs: FoundInputs | None
+) -> list[PromptGroup]:
+    """Neighbouring rows with equal ids, positions and inputs."""
+    numbers = None if inputs is None else inputs.of_rows
     if call.input_rows is not None:
-        return call.input_rows.numbers()
-    return None if inputs is None else inputs.of_rows
-
-
-def _row_positions(call: CallContext, ids: Tensor, positions: Positions, *, padded: bool) -> Tensor | None:
-    """Positions for passes by rows; of images as the model is given them, which may prepare them further."""
-    if padded:
-        return torch.arange(ids.shape[1], device="cpu")[None]
-    return positions.ids if call.inputs is None else call.arguments.get(call.names.positions)
+        numbers = call.input_rows.numbers()
+    if planes is not None and planes.dim() == 2:
+        planes = planes[None]
+    return group_prompts(ids, mask, planes, numbers)
 
 
 def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: Tensor | None) -> Prompts:
@@ -237,22 +232,13 @@ def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: T
 def _on_host(ids: Tensor, mask: Tensor | None, positions: Positions) -> tuple[Tensor, Tensor | None, Positions]:
     """Prompts, mask and positions on the CPU, by one transfer, where launches of their checks would take longer."""
     given = [one for one in (ids, mask, positions.ids) if one is not None]
-    few = all(one.dim() == 2 and one.shape[1] == ids.shape[1] for one in given)
+    few = all(one.dim() == 2 and one.shape[1] == ids.shape[1] and one.dtype in _WHOLE for one in given)
     few = few and sum(one.numel() for one in given) <= _FEW and len({one.device for one in given}) == 1
     if not few or not ids.is_cuda:
         return ids, mask, positions
     whole = torch.cat([one.long() for one in given]).cpu()
     parts = dict(zip(map(id, given), whole.split([len(one) for one in given]), strict=True))
     return parts[id(ids)], parts.get(id(mask)), positions._replace(ids=parts.get(id(positions.ids)))
-
-
-def _with_planes(positions: Positions) -> Tensor | None:
-    """``[planes, rows or 1, width]``, one plane where all are equal."""
-    return positions.ids if positions.ids is None or positions.differ else positions.ids[None]
-
-
-def _is_padded(mask: Tensor | None) -> bool:
-    return mask is not None and not bool(mask.all())
 
 
 Check = tuple[Tensor, Callable[[], Unsupported]]

@@ -61,11 +61,10 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
     """
     longest = int(call.config.max_length)
     with call.ranks.together():
-        prompts = read_prompts(
-            *(call, input_ids, call.arguments, call.positions), longest=longest, kept=call.returns_cache
-        )
         if places_tokens(call.model):
             raise Unsupported("the model derives positions from the ids of whole prompts")
+        given = (call, input_ids, call.arguments, call.positions)
+        prompts = read_prompts(*given, longest=longest, kept=call.returns_cache)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
     later, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
@@ -152,14 +151,8 @@ def _last_token_again(
     if steps is not None:
         return steps(tokens, positions).clone()  # which the next step would overwrite
     device = input_device(call.model)
-    output = forward_pass(
-        call.model,
-        cache,
-        positions[:, None].to(device),
-        input_ids=tokens[:, None].to(device),
-        use_cache=True,
-        return_dict=True,
-    )
+    ids, places = tokens[:, None].to(device), positions[:, None].to(device)
+    output = forward_pass(call.model, cache, places, input_ids=ids, use_cache=True, return_dict=True)
     return output.logits[:, -1]
 
 
