@@ -14,15 +14,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
-BOUNDS = {"files": 394, "lines": 61469}
+BOUNDS = {"files": 388, "lines": 61469}
 """Of the package's Python files. They are to come to 300 and 50,000."""
 
 FEATURES = {
-    "several processes": (r"ranks?|peers?|parallel|collectives?|distributed", 44),
-    "latents": (r"latents?", 21),
-    "images": (r"images?|pixels?|videos?", 19),
+    "several processes": (r"ranks?|peers?|parallel|collectives?|distributed", 43),
+    "latents": (r"latents?", 20),
+    "images": (r"images?|pixels?|videos?", 14),
     "states": (r"states|stateful|recurrent", 41),
-    "encoders": (r"encoders?|encoded|cross", 42),
+    "encoders": (r"encoders?|encoded|cross", 40),
 }
 """By feature, the words of names that tell of it, and files of the core with such a name; these are to come to 15."""
 
