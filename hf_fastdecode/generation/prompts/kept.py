@@ -93,11 +93,11 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
     with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
-            passes = row_passes(
-                *(inner, cache, plan, prompts.distinct_rows(), structure.layout), keep=1, max_tokens=limit
-            )
+            distinct, layout = prompts.distinct_rows(), structure.layout
+            passes = row_passes(inner, cache, plan, distinct, layout, keep=1, max_tokens=limit)
         else:
-            passes = prefill_passes(inner, cache, plan, [], max_tokens=limit, length=prompts.width)
+            ends = sorted({end for end in plan.ends if end is not None})
+            passes = prefill_passes(inner, cache, plan, ends, max_tokens=limit, length=prompts.width)
         deque(passes, maxlen=0)
     if rows is not None:
         cache.select_rows(rows)
