@@ -27,7 +27,6 @@ from transformers.utils import logging as transformers_logging
 
 from .assets import embedded_folder
 from .errors import InputError, one_line, out_of_memory
-from .generation.prompts.prompt_ids import has_no_vocabulary
 from .model_names import EMBEDDED, base_of, load_config, local_folder
 
 # In the order in which they are asked: a model that only generates text is loaded as one, although its type may be
@@ -176,3 +175,12 @@ def _damaged(folder: Path) -> Path:
         except SafetensorError:
             return file
     return folder
+
+
+def has_no_vocabulary(tokenizer: Any) -> bool:
+    """Whether a tokenizer has no letters but in special tokens, as transformers makes one of a folder without files.
+
+    Besides special tokens, an empty one of T5 has a word boundary, so that it finds ids for any text.
+    """
+    words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    return not any(any(map(str.isalnum, word)) for word in words)

@@ -1,7 +1,7 @@
 """A short call of `generate`, where what it computes is not the matter."""
 
 from hf_fastdecode.generation.options import FEWEST_SAVED
-from hf_fastdecode.generation.prompts.host_costs import Estimate
+from hf_fastdecode.generation.prompts.gain import Estimate
 
 from .tiny_models import ragged_prompts
 

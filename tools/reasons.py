@@ -48,7 +48,7 @@ SUBJECTS: Final = (
         "Prompts and positions",
         "Sharing saves too little, or the model places tokens so that equal tokens of two prompts have other keys. "
         "Long prompts, more samples of each, and prompts that begin alike as neighbours in the batch gain most.",
-        ("generation/support/prompts.py", "generation/prompts/"),
+        ("generation/prompts/",),
     ),
     Subject(
         "The model",

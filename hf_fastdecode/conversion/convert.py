@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.files import write_json
-from hf_fastdecode.generation.prompts.prompt_ids import has_no_vocabulary
+from hf_fastdecode.model_loading import has_no_vocabulary
 
 from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_contexts, longest_text
 from .calibration import cached_logits, calibration_ids, check_vocabulary, model_inputs, read_features

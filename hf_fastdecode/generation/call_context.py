@@ -130,7 +130,6 @@ class CallContext:
         runs_stock: Whether the call turned out to be unsupported.
         scope: Ends with the call; None if its `generate` is not known.
         inputs: Images, videos or audio that the prompts come with.
-        images_behind: Whether images are computed behind tokens of the given cache.
         places_given: Whether the caller gave positions, which the model makes otherwise.
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
         stock_cache: Makes the cache that stock would begin with.
@@ -147,7 +146,6 @@ class CallContext:
     runs_stock: bool = False
     scope: CallScope | None = None
     inputs: GivenInputs | None = None
-    images_behind: bool = False
     places_given: bool = False
     fingerprint: Fingerprint | None = None
     stock_cache: Callable[[], Cache | None] = lambda: None
@@ -192,16 +190,6 @@ class CallContext:
     def ranks(self) -> Ranks:
         """The processes that compute the model together."""
         return self.structure.ranks
-
-    @property
-    def tokens_say_all(self) -> bool:
-        """Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored."""
-        return self.inputs is None and not self.positions.differ
-
-    @property
-    def by_rows(self) -> bool:
-        """Whether prompts run by rows, see `prompts.by_rows`."""
-        return self.structure.layout.prefills_by_rows or not self.tokens_say_all
 
     @property
     def returns_cache(self) -> bool:

@@ -26,7 +26,7 @@ from .steps.captures import Captures
 from .structure import KeptStructure, Structure
 
 if TYPE_CHECKING:
-    from .prompts.short_calls import ShortCalls
+    from .prompts.gain import ShortCalls
 
 
 class ModelState:

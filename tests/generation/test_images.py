@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import image_beginnings, pass_memory
+from hf_fastdecode.generation.prompts import image_prefixes, pass_parts
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -153,10 +153,10 @@ def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
     inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24))
     begin_alike(inputs, 0, 1, 16)
 
-    def prefill_nodes(*args, **kwargs):
+    def prefill_passes(*args, **kwargs):
         raise AttributeError("'NoneType' object has no attribute 'shape'")
 
-    monkeypatch.setattr(image_beginnings, "prefill_nodes", prefill_nodes)
+    monkeypatch.setattr(image_prefixes, "prefill_passes", prefill_passes)
     report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 
@@ -195,15 +195,15 @@ def test_passes_fit_in_free_memory(monkeypatch):
     """The first one with an image, of one prompt, is counted, once; and only the images of its prompts are encoded."""
     model = tiny_model_of("Qwen3VLForConditionalGeneration")
     inputs = prompts_with_images(model, *[(5, (4, 4, seed), 9) for seed in range(1, 7)])
-    monkeypatch.setattr(pass_memory, "_FEW", 8)
-    monkeypatch.setattr(pass_memory, "_bytes_with_images", {})
+    monkeypatch.setattr(pass_parts, "_FEW", 8)
+    monkeypatch.setattr(pass_parts, "_bytes_with_images", {})
     report, counted = compared(model, inputs, "samples")
     assert counted == [6 * 16]  # free memory is not known on a CPU
-    monkeypatch.setattr(pass_memory, "usable_memory", lambda device: 1)
+    monkeypatch.setattr(pass_parts, "usable_memory", lambda device: 1)
     for runs in ([16] * 6, [32] * 3):
         assert compared(model, inputs, "samples")[1] == runs
-        needed = pass_memory._bytes_with_images[model][model.dtype]
-        monkeypatch.setattr(pass_memory, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
+        needed = pass_parts._bytes_with_images[model][model.dtype]
+        monkeypatch.setattr(pass_parts, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
     assert report.path == "shared"
 
 

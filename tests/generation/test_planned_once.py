@@ -10,7 +10,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation import call_context
-from hf_fastdecode.generation.prompts import first_pass, sharing
+from hf_fastdecode.generation.prompts import call_plan, first_pass
 from hf_fastdecode.generation.prompts.prompt_plan import ComparedPrompts
 from hf_fastdecode.generation.steps import modes
 
@@ -31,7 +31,7 @@ def counts(monkeypatch) -> Counter[str]:
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: (found.update([what]), original(*args, **kwargs))[1])
 
-    count(sharing, "compare_prompts", "compared")
+    count(call_plan, "compare_prompts", "compared")
     count(ComparedPrompts, "plan", "planned")
     for module in (call_context, first_pass):
         count(module, "reduced", "positions")

@@ -172,8 +172,8 @@ def test_a_stock_call_holds_no_memory_of_the_shared_attempt(model, monkeypatch, 
     """An exception that were kept would keep its frames' tensors, without a garbage collection even in a cycle."""
     left = []
 
-    def refused(call, found, *arguments, **options):
-        left.append(weakref.ref(found.cache))
+    def refused(call, plan, *arguments, **options):
+        left.append(weakref.ref(plan.cache))
         raise Unsupported("it was refused")
 
     def held(ids, scores):

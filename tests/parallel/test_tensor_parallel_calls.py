@@ -11,7 +11,7 @@ import pytest
 
 import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.prompts import first_pass, start
+from hf_fastdecode.generation.prompts import reading
 from hf_fastdecode.generation.steps.captures import Captures, LockHolder
 from hf_fastdecode.parallel.agreement import Together
 from hf_fastdecode.parallel.watchdog import Watchdog
@@ -69,14 +69,17 @@ def one_rank_refuses(models: Models) -> Any:
 
 @scenario
 def one_rank_raises(models: Models) -> Any:
-    with raising(1, models, start, "check_prompts", KeyError("no prompt")), fd.enabled(models.split["llama"]) as model:
+    with (
+        raising(1, models, reading, "check_prompts", KeyError("no prompt")),
+        fd.enabled(models.split["llama"]) as model,
+    ):
         return draw(model, 0, PROMPTS, **GREEDY)
 
 
 @scenario
 def one_rank_refuses_and_one_raises(models: Models) -> Any:
     error = (Unsupported("it cannot share"), KeyError("no prompt"))[models.rank]
-    with raising(models.rank, models, start, "check_prompts", error), fd.enabled(models.split["llama"]) as model:
+    with raising(models.rank, models, reading, "check_prompts", error), fd.enabled(models.split["llama"]) as model:
         return draw(model, 0, PROMPTS, **GREEDY)
 
 
@@ -104,14 +107,14 @@ def comparisons(models: Models) -> Any:
     refused, found = Unsupported("it cannot share"), {}
     sampled = {"do_sample": True, "max_new_tokens": 4}
     with fd.enabled(models.split["llama"]) as model:
-        for loop, where, arguments in (
-            ("ours", start, sampled | {"num_return_sequences": 4}),
-            ("beams", first_pass, sampled | {"num_beams": 3, "num_return_sequences": 3}),
+        for loop, arguments in (
+            ("ours", sampled | {"num_return_sequences": 4}),
+            ("beams", sampled | {"num_beams": 3, "num_return_sequences": 3}),
         ):
             for refuses in (False, True):
                 with ExitStack() as stack:
                     if refuses:
-                        stack.enter_context(raising(1, models, where, "check_prompts", refused))
+                        stack.enter_context(raising(1, models, reading, "check_prompts", refused))
                     asked = [stack.enter_context(_counting(name)) for name in ("first", "smallest", "_gathered")]
                     asked.append(stack.enter_context(_counting("enter_foreign_loop", Watchdog)))
                     draw(model, 0, **arguments)

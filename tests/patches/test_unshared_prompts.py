@@ -17,7 +17,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.conversion.to_slim import to_slim
-from hf_fastdecode.generation.prompts import unshared_prompts
+from hf_fastdecode.generation.prompts import packed
 from hf_fastdecode.generation.steps import modes, runners
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.kernels.device import triton_is_installed
@@ -49,7 +49,7 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[SharedContextCache]:
     """The caches into whose suffixes prompts were prefilled."""
     seen: list[SharedContextCache] = []
-    prefill = unshared_prompts.prefill_unshared
+    prefill = packed.prefill_unshared
 
     def watched(model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> dict[int, Tensor]:
         seen.append(cache)
@@ -226,15 +226,18 @@ def test_smaller_waves_when_memory_runs_out(
 def test_a_prefill_that_fails_leaves_empty_suffixes(monkeypatch: pytest.MonkeyPatch) -> None:
     slim = pair("k+r")[1]
     seen: list[SharedContextCache] = []
-    passes = unshared_prompts.packed_passes
+    passes = packed.packed_passes
 
     def failing(model: PreTrainedModel, cache: SharedContextCache, *args: Any, **kwargs: Any) -> Any:
+        if not cache.state.suffix_rows:  # of nodes
+            yield from passes(model, cache, *args, **kwargs)
+            return
         seen.append(cache)
         yield next(passes(model, cache, *args, **kwargs))
         assert cache.layers[0].storage.suffix is not None
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(unshared_prompts, "packed_passes", failing)
+    monkeypatch.setattr(packed, "packed_passes", failing)
     with (
         fd.enabled(slim, mode="graph", backend="triton", max_prefill_tokens=7),
         pytest.raises(torch.OutOfMemoryError),

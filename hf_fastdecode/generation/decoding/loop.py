@@ -20,8 +20,8 @@ from ...cache.shared import SharedContextCache
 from ...log import logger
 from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
+from ..prompts.packed import prefill_unshared
 from ..prompts.start import Start
-from ..prompts.unshared_prompts import prefill_unshared
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
 from ..support.call import step_arguments

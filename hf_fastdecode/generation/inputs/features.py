@@ -36,7 +36,7 @@ _KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}
 _SPARE: Final = ("last_hidden_state", "hidden_states", "attentions")
 """Fields that features are made from, which are left out where they are not those of single images."""
 
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Image(NamedTuple):
@@ -189,7 +189,7 @@ def _images(kind: str, arguments: Mapping[str, Any]) -> list[_Image] | None:
     for name, tensor in tensors.items():
         sizes = items.sizes[name]
         parts.append(tensor.detach().split(sizes))
-        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+        bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
         of_rows = bits.reshape(len(bits), -1).sum(1, dtype=torch.int64)
         sums.append(torch.stack([part.sum() for part in of_rows.split(sizes)]).tolist())
     return [

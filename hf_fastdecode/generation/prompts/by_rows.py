@@ -1,22 +1,20 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
 It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
-that count the padding of prompts, layers with a state per row, decoders with an encoder, whose prompts differ
-where its inputs do, and prompts that come with images, video or audio. These run as in stock, with its own masks and
-attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. What different
-prompts of text, or with the same images, begin with is a node of its own where layers continue from its state. It runs
-first, and the prompts' rests, as those of prompts that continue a path of a given cache, after it. With layers that
-have states they run without padding, which would come between the state and the next token, hence together with rests
-of the same length only; so do the parts of a prompt that is longer than a pass may be. Behind images, rests are packed
-into one row where no layer has states.
+that count padding, layers with a state per row, decoders with an encoder, whose prompts differ where its inputs do,
+and prompts with images, video or audio. These run as in stock, with its masks and attention, once for each distinct
+input. Every prompt is a node, shared by its samples and beams. A common prefix of different prompts is a node of its
+own where layers continue from its state; it runs before what follows, as of prompts that continue a given cache.
+Layers with states run that without padding, which would come between the state and the next token, hence with others
+of the same length only; so do the parts of a prompt longer than a pass. Without states, what follows images is packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,18 +30,13 @@ from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
-from .packed import PrefillPass, stacked
-from .pass_memory import ImagePasses, tokens_that_fit
-from .pass_parts import Form, Part, passes, passes_by_input, whole_prompts
+from .packed import PrefillPass
+from .pass_parts import Form, ImagePasses, Part, passes, passes_by_input, tokens_that_fit, whole_prompts
 from .prompt_plan import PromptGroup, PromptPlan
 
-
-class CapturedRowPasses(Protocol):
-    """Runs passes by captured graphs, see `RowPasses`."""
-
-    def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
-        """Prefill the cache's current items; the model's output, or None to run the pass eagerly."""
-        ...
+CapturedRowPasses = Callable[[SharedContextCache, Tensor, Tensor, int], Any]
+"""Prefills a cache's current items, rows of these ids and positions, by captured graphs: the model's output for so
+many last positions; None to run the pass eagerly. See `RowPasses`."""
 
 
 class Rows(NamedTuple):
@@ -121,6 +114,16 @@ class Rows(NamedTuple):
             places=at.where(mask, -1),
         )
 
+    def of_run(self, run: Sequence[Part]) -> Rows:
+        """The tokens that these parts have of the rows; without images where none come after stored tokens."""
+        items = [one.item for one in run]
+        part = self.part(torch.tensor([one.group for one in run], device=self.inputs.device))
+        if run[0].form is not Form.WHOLE:
+            part = part.tokens([item.position for item in items], [item.span.length for item in items])
+        if items[0].context and not part.have_images:
+            part = part._replace(numbers=None, images=None)
+        return part
+
     @property
     def have_images(self) -> bool:
         """Whether any of the rows comes with an image."""
@@ -172,43 +175,26 @@ def row_passes(
         captured: Runs passes by captured graphs where it can.
     """
     cache.add_segment(plan.new_tokens)
-    device, width, images = input_device(model), rows.inputs.shape[1], rows.images is not None
-    prompts = whole_prompts(plan, rows.images_in if images else None, states=bool(layout.states))
-    if layout.states and not images:
-        max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    divides = bool(layout.states) and layout.continues_states and not images and not _has_gaps(rows.attention_mask)
-    room = ImagePasses(model, max_tokens, len(prompts) * width) if images and len(prompts) > 1 else None
-    runs, inputs = passes(prompts, width, max_tokens, divides=divides, room=room), cache.inputs
-    if rows.inputs_of is not None and inputs is not None:
-        inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
-        at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
-        runs = passes_by_input(prompts, rows.inputs_of, *at_once)
+    several, width = len(plan.items) > 1, rows.inputs.shape[1]
+    capacity = ImagePasses(model, max_tokens, len(plan.items) * width) if rows.images and several else None
     features = None if rows.images is None else SharedFeatures(model, rows.images.encoded_together)
-    if rows.images is not None:
-        runs = _runs_of_known(rows.images, runs, prompts, room)
-    for run in runs:
+    if keeps_logits(model):
+        arguments["logits_to_keep"] = keep
+    for run in _runs(model, cache, plan, rows, layout, max_tokens, capacity):
         items = [one.item for one in run]
-        part = rows.part(torch.tensor([one.group for one in run], device=rows.inputs.device))
-        if (form := run[0].form) is not Form.WHOLE:
-            part = part.tokens([item.position for item in items], [item.span.length for item in items])
-        if items[0].context and not part.have_images:
-            part = part._replace(numbers=None, images=None)
-        if form is Form.PACKED:
+        part = rows.of_run(run)
+        if run[0].form is Form.PACKED:
             yield _packed_pass(model, cache, items, part.packed(), keep)
             continue
         mask = part.attention_mask
         real = _all_shown(part.inputs) if mask is None else mask.bool()
-        if keeps_logits(model):
-            arguments["logits_to_keep"] = keep
-        storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
-        counting = nullcontext() if room is None or not part.have_images else room.counting(real.numel())
-        by_stock = part.images is not None and not items[0].context  # whose attention reads nothing stored
-        with storing, counting, cache.prefilling(items, real.to(device), tensors=by_stock):
+        counting = nullcontext() if capacity is None or not part.have_images else capacity.counting(real.numel())
+        with counting, _storing(cache, part, items, real.to(input_device(model))):
             output = None
             if captured is not None and mask is None and part.images is None:
                 output = captured(cache, part.inputs, part.position_ids, keep)
             if output is None:
-                output = _pass(model, cache, part, device, arguments, features)
+                output = _pass(model, cache, part, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
         for one in run:
@@ -217,14 +203,51 @@ def row_passes(
     cache.set_forest(plan.forest, width)
 
 
+def _runs(
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    rows: Rows,
+    layout: ModelLayout,
+    max_tokens: int,
+    capacity: ImagePasses | None,
+) -> Iterator[list[Part]]:
+    """The parts of each pass, see `row_passes`.
+
+    Args:
+        capacity: Of passes with images, if prompts come with these and are several.
+    """
+    images, states, width = rows.images, bool(layout.states), rows.inputs.shape[1]
+    prompts = whole_prompts(plan, None if images is None else rows.images_in, states=states)
+    if states and images is None:
+        max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
+    divides = states and layout.continues_states and images is None and not _has_gaps(rows.attention_mask)
+    runs = passes(prompts, width, max_tokens, divides=divides, capacity=capacity)
+    if rows.inputs_of is not None and (inputs := cache.inputs) is not None:
+        inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
+        at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
+        runs = passes_by_input(prompts, rows.inputs_of, *at_once)
+    return runs if images is None else _runs_of_known(images, runs, prompts, capacity)
+
+
+@contextmanager
+def _storing(cache: SharedContextCache, part: Rows, items: Sequence[PrefillItem], real: Tensor) -> Iterator[None]:
+    """Context of a pass that fills these items, `real` without padding, of the cache's next inputs if it has any."""
+    inputs = cache.inputs
+    storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
+    by_stock = part.images is not None and not items[0].context  # whose attention reads nothing stored
+    with storing, cache.prefilling(items, real, tensors=by_stock):
+        yield
+
+
 def _runs_of_known(
-    images: InputRows, runs: Iterator[list[Part]], prompts: list[Part], room: ImagePasses | None
+    images: InputRows, runs: Iterator[list[Part]], prompts: list[Part], capacity: ImagePasses | None
 ) -> Iterator[list[Part]]:
     """The runs, or a single one of all prompts if it is unknown which images belong to which prompt.
 
     A single run does not depend on that, which may take a pass of the encoder to find out.
     """
-    if room is None or room.settled:
+    if capacity is None or capacity.settled:
         runs = iter(known := list(runs))
         if len(known) == 1:
             return runs
@@ -239,16 +262,9 @@ def _packed_pass(
     for end, count in zip(accumulate(item.span.length for item in items), counts, strict=True):
         last.extend(range(end - count, end))
     kept, keeps = torch.tensor(last, device=device), keeps_logits(model)
+    given: dict[str, Any] = {"input_ids": rows.inputs.to(device)} | ({"logits_to_keep": kept} if keeps else {})
     with cache.prefilling(items):
-        output = forward_pass(
-            model,
-            cache,
-            rows.position_ids.to(device),
-            input_ids=rows.inputs.to(device),
-            use_cache=True,
-            return_dict=True,
-            **({"logits_to_keep": kept} if keeps else {}),
-        )
+        output = forward_pass(*(model, cache, rows.position_ids.to(device)), use_cache=True, return_dict=True, **given)
     return PrefillPass(_last_tokens(items, counts), output.logits[0] if keeps else output.logits[0, kept], output)
 
 
@@ -258,20 +274,15 @@ def _last_tokens(items: Sequence[PrefillItem], counts: Sequence[int]) -> list[in
     return [token for span, count in spans for token in range(span.stop - count, span.stop)]
 
 
-def counted_with_padding(width: int) -> Tensor:
-    """Positions of prompts that count padding: ``[1, width]`` int64, on the CPU."""
-    return torch.arange(width, device="cpu")[None]
-
-
 def _pass(
     model: PreTrainedModel,
     cache: SharedContextCache,
     rows: Rows,
-    device: torch.device,
     arguments: dict[str, Any],
     features: SharedFeatures | None,
 ) -> Any:
     """The model's output for these rows."""
+    device = input_device(model)
     mask = None if rows.attention_mask is None else rows.attention_mask.to(device)
     inputs, positions = rows.inputs.to(device), rows.position_ids.to(device)
     if rows.images is None or rows.numbers is None:
@@ -281,15 +292,9 @@ def _pass(
         )
     if takes_positions(model):
         arguments = arguments | {"position_ids": positions}
-    prepared = model.prepare_inputs_for_generation(
-        inputs,
-        attention_mask=mask,
-        use_cache=True,
-        is_first_iteration=True,
-        **{CACHE: cache},
-        **rows.images.of(rows.numbers.tolist(), rows.places),
-        **arguments,
-    )
+    given = {"attention_mask": mask, "use_cache": True, "is_first_iteration": True, CACHE: cache}
+    given |= rows.images.of(rows.numbers.tolist(), rows.places)
+    prepared = model.prepare_inputs_for_generation(inputs, **given, **arguments)
     with nullcontext() if features is None else features.of_pass():
         return uncompiled_call(model, **prepared, return_dict=True)
 
@@ -320,21 +325,3 @@ def _all_shown(inputs: Tensor) -> Tensor:
 
 def _has_gaps(mask: Tensor | None) -> bool:
     return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
-
-
-@torch.no_grad()
-def prefill_rows(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    rows: Rows,
-    layout: ModelLayout,
-    *,
-    max_tokens: int,
-    captured: CapturedRowPasses | None = None,
-) -> Tensor:
-    """As `row_passes`; returns the logits after each prompt, ``[prompts, vocabulary]``."""
-    known: dict[int | None, Tensor] = {}
-    for done in row_passes(model, cache, plan, rows, layout, keep=1, max_tokens=max_tokens, captured=captured):
-        known |= zip(done.wanted, done.logits, strict=True)
-    return stacked(model, [known[end] for end in plan.ends])

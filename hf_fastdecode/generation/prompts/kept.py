@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import accumulate, groupby
 from typing import Any, Final, TypeGuard
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..._compat import CACHE
@@ -16,18 +20,17 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..active_call import calls_of_prefill
 from ..fingerprint import filled_by
-from ..forward_pass import places_tokens
 from ..inputs.given import PLAIN
 from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
 from ..structure import Structure
+from ..support.call import is_nothing
 from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
-from ..support.prompts import check_prompts
-from .by_rows import Rows, prefill_rows
-from .packed import prefill_nodes
-from .prompt_ids import padded_ids
-from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, group_prompts
+from .by_rows import row_passes
+from .packed import prefill_passes
+from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts
+from .reading import Prompts, read_text
 
 _ONE_TOKEN: Final[dict[str, Any]] = {
     "max_new_tokens": 1,
@@ -42,10 +45,13 @@ _ONE_TOKEN: Final[dict[str, Any]] = {
 }
 """Settings of the call that prefills prompts with images; without them, the model's own defaults would hold."""
 
-Prompts = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
+_TOKENIZE: Final = "call the tokenizer: tokenizer(prompts)"
+
+Given = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
+"""Prompts as `prefill` is given them."""
 
 
-def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompts) -> SharedContextCache:
+def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given) -> SharedContextCache:
     """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
     structure = model_state.structure_of(model)
     with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
@@ -54,7 +60,7 @@ def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Prompt
         return _prefill_text(model, structure, model_state.options, inputs)
 
 
-def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
+def _holds_images(inputs: Given, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
     """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         return False
@@ -62,9 +68,7 @@ def _holds_images(inputs: Prompts, model: PreTrainedModel) -> TypeGuard[Mapping[
     return any(isinstance(inputs[name], Tensor) and inputs[name].is_floating_point() for name in names)
 
 
-def _prefill_text(
-    inner: PreTrainedModel, structure: Structure, options: Options, inputs: Prompts
-) -> SharedContextCache:
+def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
     with structure.ranks.together():
         if structure.layout.cross:
             raise ValueError(
@@ -79,30 +83,22 @@ def _prefill_text(
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
             check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
         with _or_value_error("these prompts cannot be prefilled"):  # generate checks them again, with its own length
-            check_prompts(inner, structure, input_ids, mask, longest=input_ids.shape[1])
+            prompts = read_text(inner, structure, input_ids, mask)
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
-        groups = group_prompts(input_ids, mask)
-        _check_vocabulary(inner, groups)
+        _check_vocabulary(inner, prompts.groups)
         cache = SharedContextCache(backend=options.backend)
-        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in groups)
-        if by_rows := bool(structure.layout.states):
-            prompts = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=options.min_shared_tokens)
-            prompts = prompts.from_ends(
-                cache, continues=structure.layout.continues_states, alike=True, worth=options.worth_passes
-            )
-            plan, rows = prompts.plan(), None
-        elif by_rows := places_tokens(inner):  # no two of them share
-            least = max(len(group.tokens) for group in groups) + 1
-            plan, rows = compare_prompts(groups, StoredPrompts(cache), min_shared_tokens=least).plan(), None
+        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in prompts.groups)
+        plan, rows = _plan(prompts, cache, structure, options)
+    limit = options.max_prefill_tokens
+    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
+    with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
+        if prompts.by_rows:
+            distinct, layout = prompts.distinct_rows(), structure.layout
+            passes = row_passes(inner, cache, plan, distinct, layout, keep=1, max_tokens=limit)
         else:
-            plan, rows = _plan(groups, cache, options.min_shared_tokens)
-    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), options.max_prefill_tokens)
-    with _or_value_error(f"{type(inner).__name__} cannot share context"):
-        if by_rows:
-            distinct = Rows.of(input_ids, mask).distinct(groups)
-            prefill_rows(inner, cache, plan, distinct, structure.layout, max_tokens=options.max_prefill_tokens)
-        else:
-            prefill_nodes(inner, cache, plan, max_tokens=options.max_prefill_tokens, length=input_ids.shape[1])
+            ends = sorted({end for end in plan.ends if end is not None})
+            passes = prefill_passes(inner, cache, plan, ends, max_tokens=limit, length=prompts.width)
+        deque(passes, maxlen=0)
     if rows is not None:
         cache.select_rows(rows)
     cache.fingerprint, cache.protected_segments = filled_by(None, inner, structure.walk), len(cache.segment_tokens)
@@ -137,9 +133,9 @@ def _or_value_error(what: str) -> Iterator[None]:
 
 
 def _plan(
-    groups: list[PromptGroup], cache: SharedContextCache, min_shared_tokens: int
+    prompts: Prompts, cache: SharedContextCache, structure: Structure, options: Options
 ) -> tuple[PromptPlan, list[int] | None]:
-    """Plan the prompts in the given order, or sorted if that stores fewer tokens.
+    """Plan the prompts in the given order, or sorted if that stores fewer tokens; those by rows in the given one.
 
     Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
     preferred because evenly spaced spans of consecutive rows are read in one operator call.
@@ -147,8 +143,14 @@ def _plan(
     Returns:
         The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
+    groups, min_shared_tokens = prompts.groups, options.min_shared_tokens
     stored = StoredPrompts(cache)
     given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
+    if structure.layout.states:
+        continues, worth = structure.layout.continues_states, options.worth_passes
+        return given.from_ends(cache, continues=continues, alike=True, worth=worth).plan(), None
+    if prompts.apart:  # no two of them share
+        return given.apart().plan(), None
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
@@ -157,8 +159,8 @@ def _plan(
     if in_order.new_length >= given.new_length:
         return given.plan(), None
     starts = [0, *accumulate(group.count for group in groups)]
-    prompts = [row for index in order for row in range(starts[index], starts[index + 1])]
-    return in_order.plan(), sorted(range(len(prompts)), key=prompts.__getitem__)
+    rows = [row for index in order for row in range(starts[index], starts[index + 1])]
+    return in_order.plan(), sorted(range(len(rows)), key=rows.__getitem__)
 
 
 def _check_rope(model: PreTrainedModel, longest: int) -> None:
@@ -186,3 +188,114 @@ def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None
                     "use its own tokenizer"
                 )
         row += group.count
+
+
+def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
+    """Convert prompts to ``input_ids`` and ``attention_mask`` tensors.
+
+    Args:
+        inputs: ``input_ids`` ``[prompts, length]``, a list of prompts, or a mapping with one of these as
+            ``input_ids`` and an optional ``attention_mask`` of the same form.
+
+    Returns:
+        ``input_ids`` and ``attention_mask``, both ``[prompts, length]``; lists are left-padded. The mask is None
+        if none was given, or if a list needs no padding.
+
+    Raises:
+        ValueError: `inputs` are not prompts.
+    """
+    if not isinstance(inputs, Mapping):
+        inputs = {"input_ids": inputs}
+    input_ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not isinstance(input_ids, Tensor | list | tuple):
+        raise ValueError(
+            f"input_ids must be a tensor or a list of prompts, got {type(input_ids).__name__}; {_TOKENIZE}"
+        )
+    for name, value in inputs.items():
+        if name not in ("input_ids", "attention_mask") and not is_nothing(value) and not _is_of_text(name, value):
+            raise ValueError(
+                f"of prompts of text prefill takes input_ids and attention_mask, got {name!r} too; leave it out, or "
+                "if the model takes images, pass all that its processor returns with return_tensors='pt'"
+            )
+    if not isinstance(input_ids, Tensor):
+        return _padded(input_ids, mask)
+    if not isinstance(mask, Tensor | None):
+        raise ValueError(
+            f"attention_mask must be a tensor, as input_ids is, got {type(mask).__name__}; call the tokenizer with "
+            "return_tensors='pt'"
+        )
+    return _checked(input_ids), mask
+
+
+def _is_of_text(name: str, value: object) -> bool:
+    """Whether an argument says of all tokens that they are of text, as processors say it of prompts without images."""
+    return name == "mm_token_type_ids" and isinstance(value, Tensor) and not bool(value.any())
+
+
+def _checked(input_ids: Tensor) -> Tensor:
+    if input_ids.dim() != 2:
+        shape = list(input_ids.shape)
+        remedy = "; for one prompt, input_ids[None]" if input_ids.dim() == 1 else ""
+        raise ValueError(f"input_ids must have shape [prompts, length], got {shape}{remedy}")
+    if input_ids.numel() == 0:
+        raise ValueError(
+            f"the prompts are empty: input_ids has shape {list(input_ids.shape)}; give at least one token"
+        )
+    _check_dtype(input_ids, "input_ids")
+    return input_ids
+
+
+def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | None]:
+    if not prompts:
+        raise ValueError("the list of prompts is empty; give at least one prompt")
+    ids = [_integers(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+    shown = [torch.ones_like(one) for one in ids]
+    if masks is not None:
+        if not isinstance(masks, list | tuple) or len(masks) != len(ids):
+            found = f"a list of {len(masks)}" if isinstance(masks, list | tuple) else type(masks).__name__
+            raise ValueError(
+                f"attention_mask must be a list of {len(ids)} rows, as input_ids is, got {found}; pass what one call "
+                "of the tokenizer returned"
+            )
+        shown = [_integers(mask, f"attention_mask of prompt {index}") for index, mask in enumerate(masks)]
+        for index, (own, mask) in enumerate(zip(ids, shown, strict=True)):
+            if len(own) != len(mask):
+                raise ValueError(
+                    f"prompt {index} has {len(own)} ids and an attention_mask of {len(mask)}; pass what one call of "
+                    "the tokenizer returned"
+                )
+    input_ids, mask = (pad_sequence(lists, batch_first=True, padding_side="left") for lists in (ids, shown))
+    return input_ids, None if bool((mask == 1).all()) else mask
+
+
+def _integers(values: object, name: str) -> Tensor:
+    """Convert one prompt's ids or mask to ``[length]`` int64 on the CPU."""
+    if isinstance(values, Tensor):
+        if values.dim() != 1:
+            remedy = "pass ids[0] of it" if values.dim() == 2 and len(values) == 1 else "pass one tensor for each"
+            raise ValueError(f"{name} in a list must have shape [length], got {list(values.shape)}; {remedy}")
+        _check_dtype(values, name)
+        found = values.long().cpu()
+    elif isinstance(values, list | tuple):
+        for place, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ValueError(
+                    f"{name} must be a list of integers, got {_shown(value)} at position {place}; {_TOKENIZE}"
+                )
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+    else:
+        remedy = "for one prompt, pass [input_ids]" if isinstance(values, int) else _TOKENIZE
+        raise ValueError(f"{name} must be a list of ids or a tensor [length], got {_shown(values)}; {remedy}")
+    if not len(found):
+        raise ValueError(f"{name} is empty; give at least one token, or leave the prompt out")
+    return found
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def _check_dtype(ids: Tensor, name: str) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        found = str(ids.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be int64 or int32, got {found}; {_TOKENIZE}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
 from ...attention.active_passes import no_autocast
-from ...attention.forest import Path
+from ...attention.forest import Path, Span
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ...parallel.divided_pass import FEWEST_TOKENS
@@ -21,57 +21,9 @@ from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
-
-class CapturedPasses(Protocol):
-    """Runs prefill passes by captured graphs, see `PrefillPasses`."""
-
-    def __call__(self, cache: SharedContextCache, tokens: Tensor, wanted: Sequence[int]) -> Tensor | None:
-        """Prefill the cache's current items: logits ``[len(wanted), vocabulary]``; None to run the pass eagerly."""
-        ...
-
-
-@torch.no_grad()
-def prefill_nodes(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    *,
-    max_tokens: int,
-    length: int | None = None,
-    captured: CapturedPasses | None = None,
-) -> Tensor | None:
-    """Compute the plan's new nodes into the cache and set its forest.
-
-    Args:
-        cache: The cache the plan was made for; the new tokens become its next segment.
-        length: Padded length of the rows, see `SharedContextCache.set_forest`.
-        captured: Runs passes by captured graphs where it can.
-
-    Returns:
-        ``[groups, vocabulary]``: the logits after each group's last token; None if a group's last token was already
-        stored, so that its logits are unknown.
-    """
-    found = node_logits(model, cache, plan, max_tokens=max_tokens, length=length, captured=captured)
-    known = [logits for logits in found if logits is not None]
-    return stacked(model, known) if known and len(known) == len(found) else None
-
-
-def node_logits(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    *,
-    max_tokens: int,
-    length: int | None = None,
-    captured: CapturedPasses | None = None,
-) -> list[Tensor | None]:
-    """As `prefill_nodes`, the logits of each group; None where a group's last token is in no new node."""
-    wanted = sorted({end for end in plan.ends if end is not None})
-    logits: dict[int | None, Tensor] = {}
-    passes = prefill_passes(model, cache, plan, wanted, max_tokens=max_tokens, length=length, captured=captured)
-    for run in passes:
-        logits |= zip(run.wanted, run.logits, strict=True)
-    return [logits.get(end) for end in plan.ends]
+CapturedPasses = Callable[[SharedContextCache, Tensor, Sequence[int]], Tensor | None]
+"""Prefills a cache's current items of these tokens by captured graphs: logits ``[wanted, vocabulary]`` of the tokens
+with these indices; None to run the pass eagerly. See `PrefillPasses`."""
 
 
 def stacked(model: PreTrainedModel, logits: Sequence[Tensor]) -> Tensor:
@@ -180,23 +132,63 @@ def packed_passes(
                 ids, positions = ids[divided.indices], positions[divided.indices]
                 wanted_here, indices = divided.own(wanted_here)
             keep = torch.tensor(wanted_here or [len(ids) - 1], device=device)
-            given = (
-                {"input_ids": ids[None].to(device)} if embeddings is None else {"inputs_embeds": embeddings(ids)[None]}
-            )
-            output = forward_pass(
-                model,
-                cache,
-                positions[None].to(device),
-                **given,
-                use_cache=True,
-                return_dict=True,
-                **arguments,
-                **({"logits_to_keep": keep} if keeps else {}),
-            )
+            given: dict[str, Any] = {"input_ids": ids[None].to(device)}
+            if embeddings is not None:
+                given = {"inputs_embeds": embeddings(ids)[None]}
+            given |= {"use_cache": True, "return_dict": True} | ({"logits_to_keep": keep} if keeps else {})
+            output = forward_pass(model, cache, positions[None].to(device), **given, **arguments)
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
             kept = divided.numbers_of_all(kept, indices, len(here))
         yield PrefillPass(here, kept, output)
+
+
+@dataclass(frozen=True)
+class UnsharedPrompts:
+    """For each row its last prompt tokens, those that no other row shares: ``[length]`` int64 each, on the CPU."""
+
+    tokens: tuple[Tensor, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(map(len, self.tokens), default=0)
+
+    @property
+    def total(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row: ``[rows]`` int64, on the CPU."""
+        return torch.tensor([len(tokens) for tokens in self.tokens], dtype=torch.long, device="cpu")
+
+    def of_rows(self, rows: Sequence[int]) -> UnsharedPrompts:
+        """Those of some of the rows."""
+        return UnsharedPrompts(tuple(self.tokens[row] for row in rows))
+
+
+def prefill_unshared(
+    model: PreTrainedModel, cache: SharedContextCache, unshared: UnsharedPrompts, *, max_tokens: int
+) -> dict[int, Tensor]:
+    """Prefill unshared tokens into the suffixes of a cache that has the nodes of these rows.
+
+    Returns, by row, the logits ``[vocabulary]`` after its last token, for the rows that have some.
+    """
+    rows = [row for row, tokens in enumerate(unshared.tokens) if len(tokens)]
+    if not rows:  # a wave of rows that share all of their prompts
+        return {}
+    ends = (torch.cumsum(unshared.lengths[rows], 0) - 1).tolist()
+    tokens = torch.cat([unshared.tokens[row] for row in rows])
+    logits: dict[int, Tensor] = {}
+    with torch.no_grad(), cache.prefilling_suffixes(unshared.tokens) as numbers:
+        items = [
+            PrefillItem(Span(numbers[row], 0, len(unshared.tokens[row])), cache.forest.paths[row]) for row in rows
+        ]
+        for run in packed_passes(model, cache, items, tokens, ends, max_tokens=max_tokens):
+            logits |= zip(run.wanted, run.logits, strict=True)
+    return {row: logits[end] for row, end in zip(rows, ends, strict=True)}
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:

@@ -68,18 +68,7 @@ def check_call(
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
     check_processes(structure)
-    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
-        if structure.layout.cross:
-            raise Unsupported("assisted decoding is not accelerated yet for models with an encoder")
-        # Of other states than convolutions' transformers refuses it.
-        raise Unsupported(
-            "transformers' own cache keeps the earlier inputs of convolutions that it takes to remove drafts"
-        )
-    if mode in _BEAM_MODES and hasattr(model, "_reorder_cache"):
-        raise Unsupported(f"{type(model).__name__} reorders its cache by a method of its own")
-    own = own_code_of(type(model))
-    if mode in _BEAM_MODES and own is not None and own.states is not None and not own.states.beams:
-        raise Unsupported(f"transformers does not reorder the states of {type(model).__name__} for beams, and raises")
+    _check_mode(model, structure, mode)
     if config.is_assistant:
         raise Unsupported("the model assists another one")
     if config.use_cache is False:
@@ -87,15 +76,8 @@ def check_call(
     if config.output_attentions:
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     _check_cache_implementation(config)
-    cache, cross = arguments.get(CACHE), bool(structure.layout.cross)
-    if cache is not None and not isinstance(cache, SharedContextCache):
-        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
-    if cache is not None and cross:
-        raise Unsupported(
-            "the cache of a model with an encoder is of the inputs of its call, so that no call continues it"
-        )
-    if cache is not None and cache.inputs is not None:
-        raise Unsupported("the cache holds images of the call that returned it, so that no call continues it")
+    cross = bool(structure.layout.cross)
+    _check_given_cache(arguments.get(CACHE), cross=cross)
     check_arguments(arguments, _KNOWN_ARGUMENTS | ({*prompt_names(model), ENCODER_OUTPUTS} if cross else set()))
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
@@ -105,6 +87,38 @@ def check_call(
         raise Unsupported(
             f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
         )
+
+
+def _check_mode(model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
+    """Check that a model's cache can follow what a mode does with its rows."""
+    name, own = type(model).__name__, own_code_of(type(model))
+    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
+        if structure.layout.cross:
+            raise Unsupported("assisted decoding is not accelerated yet for models with an encoder")
+        # Of other states than convolutions' transformers refuses it.
+        raise Unsupported(
+            "transformers' own cache keeps the earlier inputs of convolutions that it takes to remove drafts"
+        )
+    if mode not in _BEAM_MODES:
+        return
+    if hasattr(model, "_reorder_cache"):
+        raise Unsupported(f"{name} reorders its cache by a method of its own")
+    if own is not None and own.states is not None and not own.states.beams:
+        raise Unsupported(f"transformers does not reorder the states of {name} for beams, and raises")
+
+
+def _check_given_cache(cache: object, *, cross: bool) -> None:
+    """Check that a call can continue the cache that it is given, if any."""
+    if cache is None:
+        return
+    if not isinstance(cache, SharedContextCache):
+        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
+    if cross:
+        raise Unsupported(
+            "the cache of a model with an encoder is of the inputs of its call, so that no call continues it"
+        )
+    if cache.inputs is not None:
+        raise Unsupported("the cache holds images of the call that returned it, so that no call continues it")
 
 
 def _check_cache_implementation(config: GenerationConfig) -> None:
