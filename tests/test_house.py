@@ -14,21 +14,20 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
-BOUNDS = {"files": 358, "lines": 60530}
+BOUNDS = {"files": 314, "lines": 60338}
 """Of the package's Python files. They are to come to 300 and 50,000."""
 
 FEATURES = {
-    "several processes": (r"ranks?|peers?|parallel|collectives?|distributed", 43),
-    "latents": (r"latents?", 20),
+    "several processes": (r"ranks?|peers?|parallel|collectives?|distributed", 42),
+    "latents": (r"latents?", 19),
     "images": (r"images?|pixels?|videos?", 14),
-    "states": (r"states|stateful|recurrent", 34),
-    "encoders": (r"encoders?|encoded|cross", 38),
+    "states": (r"states|stateful|recurrent", 33),
+    "encoders": (r"encoders?|encoded|cross", 36),
 }
 """By feature, the words of names that tell of it, and files of the core with such a name; these are to come to 15."""
 
 MOST_BRANCHES = 20
 LONG = {
-    "conversion/fit/layer_plan.py": {"fit_layer"},
     "evals/report.py": {"_measured"},
     "evals/scoring/python/job.py": {"job_of"},
     "kernels/experts/config.py": {"refusal"},

@@ -10,7 +10,8 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.prompts import gain
-from hf_fastdecode.generation.prompts.gain import COSTS, LOOPS, Estimate, HostCosts, Savings
+from hf_fastdecode.generation.prompts.gain import Estimate
+from hf_fastdecode.generation.prompts.short_calls import COSTS, LOOPS, HostCosts, Savings
 from hf_fastdecode.generation.structure import Structure
 from tools.host_costs import HEADER, KINDS, OTHER_LOOPS, line_of, loop_of_a_user
 from tools.pages import DOCS

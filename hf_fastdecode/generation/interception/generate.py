@@ -39,7 +39,7 @@ from ..inputs.encoded import encode_distinct, tokens_of_encoder
 from ..inputs.hooks import expand_inputs, hold_before_encoding
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
-from ..prompts.gain import TextCall
+from ..prompts.short_calls import TextCall
 from ..report import CallReport
 from ..same_calls import require_same_call, require_same_draws
 from ..support.call import check_call, other_loop
