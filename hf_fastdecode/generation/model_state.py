@@ -26,7 +26,7 @@ from .steps.captures import Captures
 from .structure import KeptStructure, Structure
 
 if TYPE_CHECKING:
-    from .prompts.gain import ShortCalls
+    from .prompts.short_calls import ShortCalls
 
 
 class ModelState:
