@@ -220,7 +220,7 @@ class DecodeKV(SharedKV):
 
     def _by_kernels(self, query: Tensor, scoring: Scoring) -> bool:
         backend = self.layer.state.backend
-        if backend != "triton" and not (query.is_cuda and backend == "auto"):
+        if backend != "triton" and not self._chooses(query):
             return False
         reason = self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
