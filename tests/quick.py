@@ -13,8 +13,7 @@ import pytest
 KINDS = {
     "algebra": ["attention/test_partial.py", "attention/test_forest.py"],
     "plan": [
-        *("attention/test_plan.py", "attention/test_chains.py::test_chains_are_for_short_nodes"),
-        "generation/test_planning.py::test_forests_are_those_of_the_oracle",
+        *("attention/test_plan.py", "generation/test_planning.py::test_forests_are_those_of_the_oracle"),
     ],
     "tables": [
         f"attention/test_step_tables.py::test_{name}"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from .quick import KINDS
+
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
@@ -107,6 +109,15 @@ def test_features_do_not_spread(feature):
     pattern, bound = FEATURES[feature]
     files = [path for path, words in words_of_core().items() if any(re.fullmatch(pattern, one) for one in words)]
     check_bound(f"files of the core that know {feature}", len(files), bound)
+
+
+def test_the_quick_list_names_tests():
+    """`make quick` is not part of CI, and tests move."""
+    for name in (one for kind in KINDS.values() for one in kind):
+        file, _, test = name.partition("::")
+        path = Path(__file__).parent / file
+        assert path.exists(), f"tests/quick.py names {file}"
+        assert f"def {test.partition('[')[0]}" in path.read_text(), f"tests/quick.py names {name}"
 
 
 def test_the_counts_count():

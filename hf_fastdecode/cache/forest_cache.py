@@ -126,9 +126,9 @@ class ForestCache(Cache):
                 the model the cache is empty then.
         """
         length = self.state.padded_length
-        self.state.padded_length = 0 if tensors else length
-        self.state.current = self.state.prefill(items, rows, divide=divide, tensors=tensors)
         try:
+            self.state.padded_length = 0 if tensors else length
+            self.state.current = self.state.prefill(items, rows, divide=divide, tensors=tensors)
             for layer in self.state_layers:
                 layer.begin_rows([end_of(item.context) for item in items])
             yield
