@@ -16,7 +16,7 @@ from .quick import KINDS
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_fastdecode"
 CORE = ("attention", "cache", "generation")
 
-BOUNDS = {"files": 314, "lines": 60338}
+BOUNDS = {"files": 314, "lines": 60323}
 """Of the package's Python files. They are to come to 300 and 50,000."""
 
 FEATURES = {

@@ -159,21 +159,6 @@ class SharedState:
         return self.__dict__ | {"tables": {}, "met": None, "expanded": None, "current": Pass()}
 
     @property
-    def packed(self) -> Sequence[PrefillItem]:
-        """The items of the pass in progress; () outside of prefill."""
-        return self.current.items
-
-    @property
-    def divided(self) -> DividedPass | None:
-        """What this process computes of the pass in progress; None for all of it."""
-        return self.current.divided
-
-    @property
-    def tensors_of_pass(self) -> tuple[int, int] | None:
-        """Rows and width of the pass in progress, if transformers' own attention computes it."""
-        return self.current.tensors
-
-    @property
     def torch_backend(self) -> TorchBackend:
         """Backend for PyTorch's operators, which always compute prefill."""
         return "auto" if self.backend == "triton" else self.backend

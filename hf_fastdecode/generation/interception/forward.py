@@ -58,7 +58,7 @@ def _forward_shared(
     input_ids = given.get(called.ids)
     inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
-    if not cache.state.packed:
+    if not cache.state.current.items:
         if cache.checks_masks:
             check_mask(cache, given.get(called.mask), queries)
         unplaced = given.get(called.positions) is None and takes_positions(model)
@@ -75,7 +75,7 @@ def _forward_shared(
     active_call, was_empty = active_call_of_thread.get(), cache.is_empty
     if active_call is not None and active_call.loop is not None:
         structure.forget()  # the user's loop may have changed the model since the last pass
-        if not cache.state.packed:  # prefill replaces methods for its time
+        if not cache.state.current.items:  # prefill replaces methods for its time
             structure.known = model_state.structure_of(model).known
             require_same_pass(model, structure.ranks, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
@@ -101,13 +101,13 @@ def _run_eagerly(
 ) -> Any:
     """Run a pass over a shared-context cache by the model's own method, in `shape` rows and tokens of each."""
     queries = shape[1]
-    own = cache.state.tensors_of_pass is not None  # by transformers' own attention
+    own = cache.state.current.tensors is not None  # by transformers' own attention
     with (
         structure.ranks.watchdog.running_pass(model_state.options.peer_timeout),
         nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries))),
         cache.all_or_nothing(*shape),
     ):
-        if active_call_of_thread.get() is None and not cache.state.packed:  # prefill may divide a pass
+        if active_call_of_thread.get() is None and not cache.state.current.items:  # prefill may divide a pass
             require_same_pass(model, structure.ranks, input_ids, queries)
         if cache.state.met is None or cache.state.met() is not model:
             cache.meet(structure.layout)
@@ -120,7 +120,7 @@ def _run_eagerly(
             else:
                 output = run(**{CACHE: cache.inputs.view(cache, cache.state)})
                 output[CACHE] = cache
-        if not cache.state.packed and isinstance(input_ids, Tensor):
+        if not cache.state.current.items and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
     return output
 
@@ -136,7 +136,7 @@ def _note_model(
     """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache."""
     active_call = active_call_of_thread.get()
     users = active_call is None or active_call.model is not model or active_call.loop is not None
-    if cache.kept and not cache.state.packed and (users or cache.fingerprint is None):
+    if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
         before = None if was_empty else cache.fingerprint
         cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
     report = model_state.last_call

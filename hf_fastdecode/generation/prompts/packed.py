@@ -128,7 +128,7 @@ def packed_passes(
         wanted_here = [token - start for token in here]
         ids, positions = tokens[start:stop], _positions(items_of_pass)
         with cache.prefilling(items_of_pass, divide=divide):
-            if (divided := cache.state.divided) is not None:
+            if (divided := cache.state.current.divided) is not None:
                 ids, positions = ids[divided.indices], positions[divided.indices]
                 wanted_here, indices = divided.own(wanted_here)
             keep = torch.tensor(wanted_here or [len(ids) - 1], device=device)
