@@ -22,8 +22,8 @@ from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .readme import draw_readme_figures, readme_table
-from .sampling.table import sampling_table
-from .slim.table import slim_table
+from .sampling.cases import sampling_table
+from .slim.cases import slim_table
 from .workloads.tables import levels_page, questions_page, samples_page
 
 _ROOT = RESULTS.parents[1]

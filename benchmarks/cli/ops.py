@@ -22,8 +22,7 @@ from hf_fastdecode.measurement.rows import check_out
 from ..ops.cases import OP_SETS, OpCase, with_dtype
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ..slim.cases import SLIM_SETS, SLIM_WAYS
-from .options import Check, ListCases, Only, repeatable, sets_of
-from .report import chosen, report, show_cases
+from .options import Check, ListCases, Only, chosen, repeatable, report, sets_of, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -162,8 +161,8 @@ def sampling(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
+        from ..sampling.cases import sampling_table
         from ..sampling.measure import SamplingBench
-        from ..sampling.table import sampling_table
 
     rows = measured(cases, ways, SamplingBench(place, check=check).measure, place, out)
     report(rows, out, sampling_table, plot=False)
@@ -205,8 +204,8 @@ def slim(
     check_out(out)
     place = find_device(device)
     with exit_on_interrupt():
+        from ..slim.cases import slim_table
         from ..slim.measure import SlimBench
-        from ..slim.table import slim_table
 
     rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
     show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run

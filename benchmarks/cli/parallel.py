@@ -30,8 +30,7 @@ from ..parallel.cases import (
     StepCase,
     collective_cases,
 )
-from .options import Check, ListCases, ShapeDtype, repeatable
-from .report import show_cases
+from .options import Check, ListCases, ShapeDtype, repeatable, show_cases
 
 if TYPE_CHECKING:
     from ..parallel.bench import ParallelBench
@@ -215,8 +214,7 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int
 def _simulate(
     shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
 ) -> None:
-    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, predictions
-    from ..parallel.measured_links import measured_cluster
+    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, measured_cluster, predictions
     from ..parallel.scaling_figure import draw_scaling, scaling_table
 
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)

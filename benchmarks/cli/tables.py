@@ -21,8 +21,7 @@ from ..ops.cases import OpCase
 from ..paper_tables import PAPER_TABLES
 from .generate import check_models, check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
-from .options import Check, ListCases, Only, repeatable
-from .report import chosen, report, show_cases
+from .options import Check, ListCases, Only, chosen, repeatable, report, show_cases
 
 
 def tables(

@@ -24,8 +24,7 @@ from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
 
 from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
-from .options import repeatable
-from .report import report_workload
+from .options import repeatable, report_workload
 
 if TYPE_CHECKING:
     from hf_fastdecode.measurement.rows import Measurement
@@ -107,8 +106,8 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
+        from ..workloads.calls import HierBench
         from ..workloads.figures import draw_levels
-        from ..workloads.hier import HierBench
         from ..workloads.tables import levels_table
 
         bench = HierBench(
@@ -180,9 +179,9 @@ def longqa(
     model.check()
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
+        from ..workloads.calls import QuestionsBench
         from ..workloads.document import make_document
         from ..workloads.figures import draw_questions
-        from ..workloads.longqa import QuestionsBench
         from ..workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens

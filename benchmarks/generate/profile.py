@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_fastdecode.measurement.calls import collect, percentiles, prefill_and_decode, synchronize, what_ran
-from hf_fastdecode.measurement.rows import status_of
+from hf_fastdecode.measurement.calls import guarded, percentiles, prefill_and_decode, synchronize, what_ran
 
-from .calls import LatestModel, caller
+from .calls import caller
 from .cases import KINDS, GenerateCase, ProfileCase
+from .measure import Bench
 from .ways import GenerateWay, find_way, using
 
 _PATTERNS = {
@@ -97,12 +97,12 @@ def _short(name: str) -> str:
     return name.partition("<")[0].partition("(")[0].rpartition("::")[2].removeprefix("void ").strip() or name[:40]
 
 
-class ProfileBench:
+class ProfileBench(Bench):
     """Profiles ways of ours and stock's on a CUDA device."""
 
     def __init__(self, device: torch.device, *, repeats: int = 3, budget_s: float = 20.0):
-        self.device, self.repeats, self.budget_s = device, repeats, budget_s
-        self._model = LatestModel(device)
+        super().__init__(device, check=False)
+        self.repeats, self.budget_s = repeats, budget_s
         self._found: dict[tuple[GenerateCase, str], dict[str, dict[str, Any]]] = {}
 
     def measure(self, case: ProfileCase, way_name: str) -> dict[str, Any]:
@@ -113,15 +113,13 @@ class ProfileBench:
         that kind; as kernels may overlap, their sum may be more than ``busy_ms``. ``launches``: kernels and copies.
         ``largest``: kernels that take the most time. ``ran``: what our report says ran.
         """
-        result = dict.fromkeys(_COLUMNS)
-        try:
+
+        def profiled() -> dict[str, Any]:
             if (key := (case.call, way_name)) not in self._found:
                 self._found[key] = self._profiled(case.call, find_way(way_name))
-            return result | {"status": "ok"} | self._found[key][case.part]
-        except Exception as error:
-            return result | {"status": status_of(error)}
-        finally:
-            collect()
+            return self._found[key][case.part]
+
+        return guarded(_COLUMNS, profiled)
 
     def _profiled(self, case: GenerateCase, way: GenerateWay) -> dict[str, dict[str, Any]]:
         model = self._model.of(case, way)

@@ -11,7 +11,7 @@ from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..page_tables import cell
 from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
-from .inputs.shapes import INPUT_SHAPES
+from .shapes import INPUT_SHAPES
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""

@@ -12,11 +12,9 @@ from torch import Tensor
 from hf_fastdecode.measurement.calls import Times, collect
 from hf_fastdecode.measurement.rows import NotAvailableError
 
-from ..operator_time import in_us, time_operator
-from .accuracy import BOUND, Oracle, make_oracle
+from ..operator_time import Ceilings, in_us, measure_ceilings, time_operator
 from .cases import OpCase
-from .ceilings import Ceilings, measure_ceilings
-from .inputs import OpInputs, make_inputs, sets_needed
+from .inputs import BOUND, OpInputs, Oracle, make_inputs, make_oracle, sets_needed
 from .ways import OP_WAYS, OpWay, Unmerged
 
 

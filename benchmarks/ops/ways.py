@@ -87,7 +87,7 @@ def _ours_over_nodes(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     """The first launch of what the package runs; where that is PyTorch's operators, all of it."""
     if not _kernels_are_chosen(sets[0]):
         return _ours(sets)
-    from .node_kernel import NodeKernel
+    from .kernel_ways import NodeKernel
 
     return {"kernel": [NodeKernel(inputs).attend for inputs in sets]}
 
@@ -168,14 +168,14 @@ def _compiled(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 def _in_turn(inputs: OpInputs) -> bool:
     """Whether suffixes are attended to after the nodes, as the cost model has it."""
-    from .node_kernel import plan_of
+    from .kernel_ways import plan_of
 
     plan = plan_of(inputs)
     return plan.programs(inputs.case.suffix - 1) == plan.grid
 
 
 def _sketch(sets: Sequence[OpInputs], *, context_only: bool = False) -> dict[str, list[Call]]:
-    from .sketch import Sketch  # needs Triton
+    from .kernel_ways import Sketch  # needs Triton
 
     found: dict[int, tuple[str, list[Call]]] = {}
     for programs in (132, 264):

@@ -10,14 +10,11 @@ from hf_fastdecode.measurement.calls import Times, begin_peak, collect
 from hf_fastdecode.measurement.rows import status_of
 
 from ..operator_time import in_us
-from ..ops.accuracy import BOUND, Oracle, make_oracle
-from . import volumes
-from .attention_ways import make_step
+from ..ops.inputs import BOUND, Oracle, make_oracle
+from . import cases as volumes
+from .attention_ways import Stack, first_layer, make_stack, make_step
 from .cases import AttentionCase
-from .processes import OneProcess, PeerStatusError, Processes
-from .sends import counted_sends
-from .stack import Stack, first_layer, make_stack
-from .timing import time_together
+from .processes import OneProcess, PeerStatusError, Processes, counted_sends, time_together
 
 _BUDGET_S = 0.4  # of timing a way
 

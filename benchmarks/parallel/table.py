@@ -8,8 +8,7 @@ from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
 from ..page_tables import cell
 from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS
-from .cost_model import Prediction
-from .measured_links import DEVICE, fitted, predict_row
+from .cost_model import DEVICE, Prediction, fitted, predict_row
 
 
 def parallel_table(rows: Sequence[Measurement]) -> str:

@@ -16,9 +16,8 @@ from hf_fastdecode.kernels.slim_decode.inputs import RotaryTables, Scales, refus
 from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 
 from ..operator_time import in_us, time_operator
-from ..ops.accuracy import BOUND
 from ..ops.cases import NodeSpec, OpCase
-from ..ops.inputs import sets_needed
+from ..ops.inputs import BOUND, sets_needed
 from ..ops.measure import OpBench
 from .cases import SlimCase
 

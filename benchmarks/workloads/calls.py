@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +20,12 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.calls import (
     begin_peak,
     collect,
+    continuation,
+    end_tokens_of,
     peak_over,
     percentiles,
     prefill_and_decode,
@@ -31,6 +35,10 @@ from hf_fastdecode.measurement.calls import (
     what_ran,
 )
 from hf_fastdecode.measurement.rows import status_of
+from hf_fastdecode.model_names import max_positions
+
+from .cases import LEVELS, HierCase, Level, QuestionsCase, check_point
+from .document import LongDocument, is_right
 
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
@@ -243,3 +251,171 @@ def _free_memory() -> int:
         return min(free, int(_CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):  # no such limit, or "max"
         return free
+
+
+CHECKED_TOKENS: Final = 8
+
+
+class HierBench:
+    """Measures calls in which two levels may be shared.
+
+    `prompts` are the tokens of each problem's prompt, neighbours of which begin alike; `name`, `task` and `shots` are
+    columns; `mode` and `sampler` are options of `enable`. In float32, with `check`, a level is measured only if its
+    greedy tokens are stock's. Raises InputError where a prompt leaves no room for the new tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        *,
+        name: str,
+        task: str,
+        shots: int,
+        timing: Timing,
+        mode: str = "auto",
+        sampler: str = "auto",
+        check: bool = True,
+    ):
+        self.model, self.prompts, self.timing = model, prompts, timing
+        self._columns: dict[str, Any] = {"model": name, "dtype": dtype_of(model), "task": task, "shots": shots}
+        self._options = {"mode": mode, "sampler": sampler}
+        self._check = check and model.dtype == torch.float32
+        self._stock: tuple[HierCase, Tensor] | None = None
+        limit, longest = max_positions(model.config), max(map(len, prompts))
+        if limit is not None and longest + timing.new_tokens > limit:
+            raise InputError(
+                f"a prompt of {longest} tokens with {timing.new_tokens} new ones is longer than the {limit} positions "
+                "of this model; lower `shots` or `new_tokens`"
+            )
+
+    def case(self, problems: int, samples: int) -> HierCase:
+        """A case of the first problems; InputError as of `check_point`."""
+        check_point(problems, samples, len(self.prompts))
+        own = self.prompts[:problems]
+        return HierCase(
+            **self._columns,
+            problems=problems,
+            samples=samples,
+            shared_tokens=min(_common(left, right) for left, right in pairwise(own)),
+            prompt_tokens=max(map(len, own)),
+            new_tokens=self.timing.new_tokens,
+        )
+
+    def measure(self, case: HierCase, level_name: str) -> dict[str, Any]:
+        """The measured columns of a level, see `Measured`."""
+        return guarded(lambda: self._measured(case, LEVELS[level_name])).columns
+
+    def _measured(self, case: HierCase, level: Level) -> Measured:
+        if self._check and level.shared and not torch.equal(self._greedy(case, level), self._stock_tokens(case)):
+            return Measured({"status": "wrong: other greedy tokens than stock"})
+        return measure_calls(self.model, self._batch(case, level), self._enable(case, level), self.timing)
+
+    def _enable(self, case: HierCase, level: Level) -> dict[str, Any] | None:
+        """Options of `enable` under which exactly this level's runs are shared."""
+        if not level.shared:
+            return None
+        if not level.problems_apart:
+            return self._options
+        # No run of more tokens than this is common to two problems; the rows of one are one node all the same.
+        longest = max(_common(left, right) for left, right in pairwise(self.prompts[: case.problems]))
+        return self._options | {"min_shared_tokens": longest + 1}
+
+    def _batch(self, case: HierCase, level: Level) -> Batch:
+        rows = [number // case.samples for number in range(case.problems * case.samples)]
+        if level.rows_apart:
+            rows = [number % case.problems for number in range(len(rows))]
+        return Batch.of([self.prompts[row] for row in rows], self.model)
+
+    def _greedy(self, case: HierCase, level: Level) -> Tensor:
+        """``[problems, samples, tokens]``: the first tokens, whatever the order of the rows."""
+        most = min(CHECKED_TOKENS, self.timing.new_tokens)
+        found = greedy_tokens(self.model, self._batch(case, level), self._enable(case, level), most)
+        if level.rows_apart:
+            return found.view(case.samples, case.problems, -1).transpose(0, 1)
+        return found.view(case.problems, case.samples, -1)
+
+    def _stock_tokens(self, case: HierCase) -> Tensor:
+        if self._stock is None or self._stock[0] != case:
+            one = greedy_tokens(self.model, self._one_each(case), None, min(CHECKED_TOKENS, self.timing.new_tokens))
+            self._stock = case, one[:, None].expand(-1, case.samples, -1)
+        return self._stock[1]
+
+    def _one_each(self, case: HierCase) -> Batch:
+        return Batch.of(self.prompts[: case.problems], self.model)
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens that two prompts begin with."""
+    different = (place for place, (one, other) in enumerate(zip(left, right)) if one != other)
+    return next(different, min(len(left), len(right)))
+
+
+class QuestionsBench:
+    """Measures calls that ask many questions about one text; answers are drawn greedily.
+
+    `name` and `document_name` are columns; `mode` is an option of `enable`. Raises InputError where a prompt leaves no
+    room for the answer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        document: LongDocument,
+        *,
+        name: str,
+        document_name: str,
+        timing: Timing,
+        mode: str = "auto",
+    ):
+        self.model, self.tokenizer, self.document, self.timing = model, tokenizer, document, timing
+        self._mode = mode
+        self._prompts = [tokenizer(document.prompt(fact), verbose=False).input_ids for fact in document.facts]
+        self._answers: tuple[QuestionsCase, Tensor] | None = None
+        self._columns: dict[str, Any] = {
+            "model": name,
+            "dtype": dtype_of(model),
+            "document": document_name,
+            "facts": len(document.facts),
+            "prefix_tokens": len(tokenizer(document.prefix, verbose=False).input_ids),
+        }
+        limit, longest = max_positions(model.config), max(map(len, self._prompts))
+        if limit is not None and longest + timing.new_tokens > limit:
+            raise InputError(
+                f"text and question of {longest} tokens with {timing.new_tokens} new ones are longer than the {limit} "
+                "positions of this model; lower `tokens` or `new_tokens`"
+            )
+
+    def case(self, questions: int) -> QuestionsCase:
+        """A case of so many questions."""
+        return QuestionsCase(**self._columns, questions=questions, new_tokens=self.timing.new_tokens)
+
+    def measure(self, case: QuestionsCase, way: str) -> dict[str, Any]:
+        """The measured columns of a way, see `Measured`; and ``correct``: answers that are right."""
+        measured = guarded(lambda: self._measured(case, way))
+        if measured.tokens is None:
+            return measured.columns
+        return measured.columns | {"correct": self._correct(measured.tokens)}
+
+    def _measured(self, case: QuestionsCase, way: str) -> Measured:
+        asked = [self._prompts[number % len(self._prompts)] for number in range(case.questions)]
+        batch = Batch.of(asked, self.model)
+        enable = {"mode": self._mode} if way == "shared" else None
+        measured = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
+        if measured.tokens is not None and self.model.dtype == torch.float32:
+            if self._answers is None or self._answers[0] != case:
+                self._answers = case, measured.tokens
+            elif not torch.equal(measured.tokens, self._answers[1]):
+                return Measured({"status": "wrong: shared and stock give other tokens"})
+        return measured
+
+    def _correct(self, tokens: Tensor) -> int:
+        ends = set(end_tokens_of(self.model))
+        right = 0
+        for row, drawn in enumerate(tokens.tolist()):
+            at = row % len(self._prompts)
+            length = next((place for place, token in enumerate(drawn) if token in ends), len(drawn))
+            text = continuation(self.tokenizer, self._prompts[at], drawn[:length])
+            right += is_right(text, self.document.facts[at])
+        return right

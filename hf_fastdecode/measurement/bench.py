@@ -18,6 +18,7 @@ from . import SAMPLING
 from .calls import (
     begin_peak,
     collect,
+    guarded,
     peak_over,
     percentiles,
     prefill_and_decode,
@@ -27,7 +28,7 @@ from .calls import (
     what_ran,
 )
 from .figures import COLOURS, add_legend, add_title, new_figure, save, style_axis
-from .rows import Measurement, by, markdown, status_of
+from .rows import Measurement, by, markdown
 
 WAYS: Final = ("stock", "shared")
 """transformers' `generate`, and that of the enabled model."""
@@ -78,12 +79,7 @@ class StockBesideEnabled:
         on CUDA. ``ran``: what the report says of the enabled model's call. Times are medians. In float32, tokens that
         are not stock's make the status ``wrong``.
         """
-        try:
-            found = self._measured(case, way)
-        except Exception as error:
-            found = {"status": status_of(error)}
-        collect()  # after the handler, since the error holds the frames that hold the memory
-        return dict.fromkeys(_COLUMNS) | found
+        return guarded(_COLUMNS, lambda: self._measured(case, way))
 
     def _measured(self, case: BenchCase, way: str) -> dict[str, Any]:
         model, device, shared = self.model, self.model.device, way == "shared"
@@ -118,7 +114,6 @@ class StockBesideEnabled:
             ran = what_ran(model) if shared else None
             last = explain(model).last_call if shared else None
         return {
-            "status": "ok",
             "first_call_s": seconds,
             "prefill_s": percentiles(prefills).p50,
             **step_columns(decodes, case.new_tokens - 1, case.samples * (case.new_tokens - 1)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +20,7 @@ from .._compat import CACHE
 from ..api import explain
 from ..errors import InputError, out_of_memory
 from ..generation.decoding.token_log_probs import NotFiniteError, TokenLogProbs
-from .rows import NotAvailableError
+from .rows import NotAvailableError, status_of
 
 
 class Times(NamedTuple):
@@ -308,6 +308,16 @@ def begin_peak(device: torch.device) -> int | None:
 def peak_over(device: torch.device, before: int | None) -> int | None:
     """Peak bytes since `begin_peak`, over the bytes held `before`; None where these are unknown."""
     return None if before is None else torch.cuda.max_memory_allocated(device) - before
+
+
+def guarded(columns: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The columns of a measurement: those that `measure` returns, or the status of what it raises; the others None."""
+    try:
+        found = {"status": "ok"} | measure()
+    except Exception as error:
+        found = {"status": status_of(error)}
+    collect()  # after the handler, since the error holds the frames that hold the memory
+    return dict.fromkeys(columns) | found
 
 
 def collect() -> None:

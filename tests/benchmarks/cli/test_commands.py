@@ -11,7 +11,7 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.cli import app
 from benchmarks.cli.ops import OP_WAY_NAMES
-from benchmarks.cli.report import noisy
+from benchmarks.cli.options import noisy
 from benchmarks.generate import first_calls
 from benchmarks.ops.table import ops_table
 from benchmarks.ops.ways import OP_WAYS, OpWay

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.generate import completions
+from benchmarks.generate import measure as completions
 from benchmarks.generate.cases import GenerateCase, PromptTree, spans
-from benchmarks.generate.completions import CompletionBench, StepClock
+from benchmarks.generate.measure import CompletionBench, StepClock
 from benchmarks.generate.table import completions_table
-from benchmarks.ops.ceilings import Ceilings
+from benchmarks.operator_time import Ceilings
 from hf_fastdecode.files import read_rows
 
 from ..cli import command_line
@@ -25,9 +25,9 @@ def bench(monkeypatch):
 
 def test_spans_are_of_one_call(bench, monkeypatch):
     measured = []
-    time_call = CompletionBench._measured
+    time_call = CompletionBench._timed_call
     monkeypatch.setattr(
-        CompletionBench, "_measured", lambda self, *given: measured.append(given) or time_call(self, *given)
+        CompletionBench, "_timed_call", lambda self, *given: measured.append(given) or time_call(self, *given)
     )
     rows = [bench.measure(case, way) for case in CASES for way in ("stock", "shared")]
     assert [row["status"] for row in rows] == ["ok"] * 4

@@ -5,11 +5,10 @@ import logging
 import pytest
 import torch
 
-from benchmarks.generate import replaced_attention as replacing
-from benchmarks.generate.calls import caller, load
+from benchmarks.generate import ways as replacing
+from benchmarks.generate.calls import caller, check_way, load, logits_error, small_case
 from benchmarks.generate.cases import GenerateCase, PromptTree
-from benchmarks.generate.check import check_way, logits_error, small_case
-from benchmarks.generate.inputs.shapes import INPUT_SHAPES, given_of
+from benchmarks.generate.shapes import INPUT_SHAPES, given_of
 from benchmarks.generate.ways import find_way, using
 from hf_fastdecode.errors import InputError
 

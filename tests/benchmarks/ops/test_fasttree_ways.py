@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.ops.accuracy import BOUND, make_oracle
+from benchmarks.operator_time import Ceilings
 from benchmarks.ops.cases import OP_SETS, NodeSpec, OpCase, shared, tree_case
-from benchmarks.ops.ceilings import Ceilings
 from benchmarks.ops.fasttree_ways import LAYOUTS, fasttree_calls, fasttree_refusal, tree_of
-from benchmarks.ops.inputs import make_inputs
+from benchmarks.ops.inputs import BOUND, make_inputs, make_oracle
 from benchmarks.ops.measure import OpBench
 from benchmarks.ops.ways import OP_WAYS, OpWay
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.ops.accuracy import BOUND, make_oracle
+from benchmarks.operator_time import Ceilings
 from benchmarks.ops.cases import OP_SETS, NodeSpec, OpCase, shared
-from benchmarks.ops.ceilings import Ceilings
 from benchmarks.ops.flashinfer_ways import (
     PAGE_SIZE,
     PagePool,
@@ -21,7 +20,7 @@ from benchmarks.ops.flashinfer_ways import (
     levels,
     whole_rows,
 )
-from benchmarks.ops.inputs import make_inputs
+from benchmarks.ops.inputs import BOUND, make_inputs, make_oracle
 from benchmarks.ops.measure import OpBench
 from benchmarks.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.measurement.rows import NotAvailableError

@@ -5,10 +5,9 @@ from itertools import product
 
 import pytest
 
-from benchmarks.parallel import volumes
+from benchmarks.parallel import cases as volumes
 from benchmarks.parallel.cases import AttentionCase
-from benchmarks.parallel.cost_model import Cluster, Heads, Link, predict, predictions
-from benchmarks.parallel.measured_links import DEVICE, fitted, measured_cluster
+from benchmarks.parallel.cost_model import DEVICE, Cluster, Heads, Link, fitted, measured_cluster, predict, predictions
 from benchmarks.parallel.scaling_figure import draw_scaling, scaling_table
 from benchmarks.parallel.table import predicted_table
 

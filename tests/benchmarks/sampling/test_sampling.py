@@ -7,10 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks import summary
-from benchmarks.ops.ceilings import Ceilings
+from benchmarks.operator_time import Ceilings
 from benchmarks.sampling.cases import SAMPLING_SETS, SETTINGS, SamplingCase
-from benchmarks.sampling.check import logprob_error, outside_support
-from benchmarks.sampling.measure import SamplingBench, processors_of
+from benchmarks.sampling.measure import SamplingBench, logprob_error, outside_support, processors_of
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.kernels.sampling import api
 

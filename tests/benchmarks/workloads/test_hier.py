@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from benchmarks.workloads import calls, hier
+from benchmarks.workloads import calls
+from benchmarks.workloads import calls as hier
+from benchmarks.workloads.calls import HierBench
 from benchmarks.workloads.cases import LEVELS
-from benchmarks.workloads.hier import HierBench
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement import calls as measurement
 

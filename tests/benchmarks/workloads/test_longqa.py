@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.workloads import longqa
-from benchmarks.workloads.calls import Measured
+from benchmarks.workloads import calls as longqa
+from benchmarks.workloads.calls import Measured, QuestionsBench
 from benchmarks.workloads.document import make_document
-from benchmarks.workloads.longqa import QuestionsBench
 from hf_fastdecode.errors import InputError
 
 from .models import QUICK_GREEDY, reading_model

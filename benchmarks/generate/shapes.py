@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from .encoders import EncodedText, Recording
-from .given import Given, TokenIds
-from .images import OneImage
+from .inputs import EncodedText, OneImage, Recording, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +30,7 @@ class InputShape:
     model_type: str
     auto_class: str
     fields: Mapping[str, Any]
-    given: Given
+    given: TokenIds
     context: int
     small: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -216,6 +214,6 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
 _TOKEN_IDS: Final = TokenIds()
 
 
-def given_of(shape: str) -> Given:
+def given_of(shape: str) -> TokenIds:
     """What calls of a shape or a checkpoint are given."""
     return INPUT_SHAPES[shape].given if shape in INPUT_SHAPES else _TOKEN_IDS
