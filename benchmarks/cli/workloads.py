@@ -29,7 +29,7 @@ from .options import repeatable, report_workload
 if TYPE_CHECKING:
     from hf_fastdecode.measurement.rows import Measurement
 
-    from ..workloads.calls import Timing
+    from ..workloads.measure import Timing
 
 app = command_group()
 
@@ -106,8 +106,8 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
-        from ..workloads.calls import HierBench
         from ..workloads.figures import draw_levels
+        from ..workloads.measure import HierBench
         from ..workloads.tables import levels_table
 
         bench = HierBench(
@@ -179,9 +179,9 @@ def longqa(
     model.check()
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
-        from ..workloads.calls import QuestionsBench
         from ..workloads.document import make_document
         from ..workloads.figures import draw_questions
+        from ..workloads.measure import QuestionsBench
         from ..workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens
@@ -212,7 +212,7 @@ class _Prepared:
 
     def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
         """How calls are timed on this device."""
-        from ..workloads.calls import Timing
+        from ..workloads.measure import Timing
 
         return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workloads import calls as hier
-from benchmarks.workloads import calls as longqa
 from benchmarks.workloads import figures
+from benchmarks.workloads import measure as hier
+from benchmarks.workloads import measure as longqa
 from hf_fastdecode.files import read_rows
 
 from . import command_line

@@ -1,4 +1,8 @@
-"""One batch of rows through `generate` in a given way: prefill apart from decode, tokens prefilled, memory."""
+"""Workloads measured: one batch of rows through `generate` in each way, prefill apart from decode, and memory.
+
+`HierBench` has samples of many problems behind one few-shot prompt, shared at no, one or two levels (Hydragen, section
+4.4), `QuestionsBench` many questions about one long text (section 4.3).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,9 @@ from hf_fastdecode.measurement.calls import (
     begin_peak,
     collect,
     continuation,
+    count_before_end,
     end_tokens_of,
+    guarded,
     peak_over,
     percentiles,
     prefill_and_decode,
@@ -34,39 +40,13 @@ from hf_fastdecode.measurement.calls import (
     wall_samples,
     what_ran,
 )
-from hf_fastdecode.measurement.rows import status_of
 from hf_fastdecode.model_names import max_positions
 
 from .cases import LEVELS, HierCase, Level, QuestionsCase, check_point
 from .document import LongDocument, is_right
 
+CHECKED_TOKENS: Final = 8
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of a call: ``[rows, width]`` int64 each, padded on the left, with a mask of 0 for padding."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> Batch:
-        """A batch of the tokens of each row, on the model's device."""
-        width, device, pad = max(map(len, prompts)), model.device, model.generation_config.pad_token_id or 0
-        ids = [[pad] * (width - len(own)) + list(own) for own in prompts]
-        mask = [[0] * (width - len(own)) + [1] * len(own) for own in prompts]
-        return cls(torch.tensor(ids, device=device), torch.tensor(mask, device=device))
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.input_ids.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Tokens of a row with its padding."""
-        return self.input_ids.shape[1]
 
 
 @dataclass(frozen=True)
@@ -82,43 +62,38 @@ class Timing:
     sampling: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What calls of a batch gave.
-
-    Attributes:
-        columns: ``prefill_s``: seconds to the first token of all rows; ``decode_s``: seconds for the others;
-            ``total_s``: both; ``ms_per_step``: `decode_s` over the steps; ``tokens_per_s``: tokens drawn in
-            `decode_s`, over it; ``prefilled_tokens``: with stock's padding; ``kv_bytes``: of keys and values at the
-            end; ``peak_bytes``: most memory over what was held before, on CUDA. Times are medians.
-        tokens: ``[rows, new_tokens]`` int64 on the CPU, of the first call; None without numbers.
-    """
-
-    columns: dict[str, Any]
-    tokens: Tensor | None = None
-
-
-def guarded(measure: Callable[[], Measured]) -> Measured:
-    """What was measured, or the status of the error that it raised."""
-    try:
-        return measure()
-    except Exception as error:
-        status = status_of(error)
-    collect()  # behind the handler, since the error holds the frames that hold the memory
-    return Measured({"status": status})
+def batch_of(prompts: Sequence[Sequence[int]], model: PreTrainedModel) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` ``[rows, width]`` int64 on the model's device, padded on the left."""
+    width, pad = max(map(len, prompts)), model.generation_config.pad_token_id or 0
+    ids = [[pad] * (width - len(own)) + list(own) for own in prompts]
+    mask = [[0] * (width - len(own)) + [1] * len(own) for own in prompts]
+    both = {"input_ids": ids, "attention_mask": mask}
+    return {name: torch.tensor(rows, device=model.device) for name, rows in both.items()}
 
 
 def measure_calls(
-    model: PreTrainedModel, batch: Batch, enable: dict[str, Any] | None, timing: Timing, *, must_share: bool = True
-) -> Measured:
+    model: PreTrainedModel,
+    batch: dict[str, Tensor],
+    enable: dict[str, Any] | None,
+    timing: Timing,
+    *,
+    must_share: bool = True,
+) -> dict[str, Any]:
     """Time calls of the rows after a warm-up, prefill and decode separately; `enable` is None for stock transformers.
 
     Raises NotAvailableError where an enabled model's call ran stock though it `must_share`.
+
+    Returns:
+        ``prefill_s``: seconds to the first token of all rows; ``decode_s``: seconds for the others; ``total_s``: both;
+        ``ms_per_step``: `decode_s` over the steps; ``tokens_per_s``: tokens drawn in `decode_s`, over it;
+        ``prefilled_tokens``: with stock's padding; ``kv_bytes``: of keys and values at the end; ``peak_bytes``: most
+        memory over what was held before, on CUDA. Times are medians. ``tokens``: those of the first call, ``[rows,
+        new_tokens]`` int64 on the CPU. A ``status`` alone, where stock's rows would not fit into memory.
     """
-    if enable is None and (status := _too_large(model, batch, timing.new_tokens)):
-        return Measured({"status": status})
+    if enable is None and (status := _too_large(model, batch["input_ids"], timing.new_tokens)):
+        return {"status": status}
     with _without_ends(model), enabled(model, **enable) if enable is not None else nullcontext():
-        found, tokens = _measured(model, batch, timing)
+        found = _timed(model, batch, timing)
         if enable is not None:
             ran, call = what_ran(model, must_share=must_share), explain(model).last_call
             if call is not None and call.path == "shared":
@@ -128,33 +103,34 @@ def measure_calls(
                     "forest": call.forest,
                 }
             found["ran"] = ran
-    return Measured({"status": "ok"} | found, tokens)
+    return found
 
 
-def dtype_of(model: PreTrainedModel) -> str:
-    """The dtype of the parameters, such as ``float32``."""
-    return str(model.dtype).removeprefix("torch.")
-
-
-def greedy_tokens(model: PreTrainedModel, batch: Batch, enable: dict[str, Any] | None, new_tokens: int) -> Tensor:
+def greedy_tokens(
+    model: PreTrainedModel, batch: dict[str, Tensor], enable: dict[str, Any] | None, new_tokens: int
+) -> Tensor:
     """``[rows, new_tokens]`` int64 on the CPU: the most likely tokens."""
     with _without_ends(model), enabled(model, **enable) if enable is not None else nullcontext():
-        return _caller(model, batch, {"do_sample": False})(new_tokens)[:, batch.width :].cpu()
+        drawn: Tensor = model.generate(**batch, do_sample=False, max_new_tokens=new_tokens)
+    return drawn[:, batch["input_ids"].shape[1] :].cpu()
 
 
-def _measured(model: PreTrainedModel, batch: Batch, timing: Timing) -> tuple[dict[str, Any], Tensor]:
-    device, most = model.device, timing.new_tokens
-    call = _caller(model, batch, timing.sampling)
+def _timed(model: PreTrainedModel, batch: dict[str, Tensor], timing: Timing) -> dict[str, Any]:
+    device, most, (rows, width) = model.device, timing.new_tokens, batch["input_ids"].shape
     limits: dict[str, Any] = {"repeats": timing.repeats, "budget_s": timing.budget_s}
+
+    def call(new_tokens: int, **arguments: Any) -> Any:
+        return model.generate(**batch, max_new_tokens=new_tokens, **timing.sampling, **arguments)
+
     with seeded(device):
         first = call(most, return_dict_in_generate=True)
-        tokens, cache = first.sequences[:, batch.width :].cpu(), first[CACHE]
+        tokens, cache = first.sequences[:, width:].cpu(), first[CACHE]
         held = None if cache is None else cache_bytes(cache)  # rows that were cut into waves leave none
         del first, cache
         collect()
         before = begin_peak(device)
         if before is None:
-            prefills, decodes = prefill_and_decode_on_cpu(call, most, **limits)
+            prefills, decodes = _prefill_and_decode_on_cpu(call, most, **limits)
         else:
             call(1)  # captures what it needs by itself
             prefills, decodes, _ = prefill_and_decode(model, call, most, **limits)
@@ -163,14 +139,15 @@ def _measured(model: PreTrainedModel, batch: Batch, timing: Timing) -> tuple[dic
         "prefill_s": prefill,
         "decode_s": decode,
         "total_s": prefill + decode,
-        **step_columns(decodes, most - 1, batch.rows * (most - 1)),
-        "prefilled_tokens": batch.input_ids.numel(),
+        **step_columns(decodes, most - 1, rows * (most - 1)),
+        "prefilled_tokens": rows * width,
         "kv_bytes": held,
         "peak_bytes": peak_over(device, before),
-    }, tokens
+        "tokens": tokens,
+    }
 
 
-def prefill_and_decode_on_cpu(
+def _prefill_and_decode_on_cpu(
     call: Callable[..., object], new_tokens: int, *, repeats: int, budget_s: float
 ) -> tuple[list[float], list[float]]:
     """Seconds to the first logits of whole calls and after them: a CPU has computed logits when it hands them over."""
@@ -196,19 +173,6 @@ class _FirstLogits(LogitsProcessor):
         return scores
 
 
-def _caller(model: PreTrainedModel, batch: Batch, sampling: dict[str, Any]) -> Callable[..., Any]:
-    def call(new_tokens: int, **arguments: Any) -> Any:
-        return model.generate(
-            batch.input_ids,
-            attention_mask=batch.attention_mask,
-            max_new_tokens=new_tokens,
-            **sampling,
-            **arguments,
-        )
-
-    return call
-
-
 @contextmanager
 def _without_ends(model: PreTrainedModel) -> Iterator[None]:
     """Within, no token ends a row and nothing that comes with a checkpoint changes what is drawn."""
@@ -220,7 +184,7 @@ def _without_ends(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = given
 
 
-def _too_large(model: PreTrainedModel, batch: Batch, new_tokens: int) -> str:
+def _too_large(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> str:
     """Why stock's rows do not fit into a CPU's memory, where the system would end this process; empty if they do.
 
     Sharing takes a part of that which depends on the prompts, and prefills in parts.
@@ -234,8 +198,8 @@ def _too_large(model: PreTrainedModel, batch: Batch, new_tokens: int) -> str:
     # A layer's pass holds several hidden states and the widened ones of its MLP beside what the cache keeps.
     hidden = model.config.hidden_size
     widened = getattr(model.config, "intermediate_size", None) or 4 * hidden
-    passing = batch.rows * batch.width * (4 * hidden + 3 * widened) * model.dtype.itemsize
-    needed = shape.kv_bytes(batch.rows, batch.width, new_tokens, model.dtype.itemsize).stock + passing
+    passing = ids.numel() * (4 * hidden + 3 * widened) * model.dtype.itemsize
+    needed = shape.kv_bytes(*ids.shape, new_tokens, model.dtype.itemsize).stock + passing
     free = _free_memory()
     return f"out of memory: {needed / 2**30:.1f} GiB of {free / 2**30:.1f}" if needed > free else ""
 
@@ -253,15 +217,30 @@ def _free_memory() -> int:
         return free
 
 
-CHECKED_TOKENS: Final = 8
+class _Workload:
+    """A model with the tokens of its prompts; raises InputError where a prompt leaves no room for the new tokens."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        timing: Timing,
+        too_long: str,
+        columns: dict[str, Any],
+    ):
+        self.model, self.prompts, self.timing = model, prompts, timing
+        self._columns = {**columns, "dtype": str(model.dtype).removeprefix("torch.")}
+        limit, longest = max_positions(model.config), max(map(len, prompts))
+        if limit is not None and longest + timing.new_tokens > limit:
+            raise InputError(too_long.format(longest=longest, new=timing.new_tokens, limit=limit))
 
 
-class HierBench:
+class HierBench(_Workload):
     """Measures calls in which two levels may be shared.
 
     `prompts` are the tokens of each problem's prompt, neighbours of which begin alike; `name`, `task` and `shots` are
     columns; `mode` and `sampler` are options of `enable`. In float32, with `check`, a level is measured only if its
-    greedy tokens are stock's. Raises InputError where a prompt leaves no room for the new tokens.
+    greedy tokens are stock's.
     """
 
     def __init__(
@@ -277,17 +256,14 @@ class HierBench:
         sampler: str = "auto",
         check: bool = True,
     ):
-        self.model, self.prompts, self.timing = model, prompts, timing
-        self._columns: dict[str, Any] = {"model": name, "dtype": dtype_of(model), "task": task, "shots": shots}
+        too_long = (
+            "a prompt of {longest} tokens with {new} new ones is longer than the {limit} positions of this model; "
+            "lower `shots` or `new_tokens`"
+        )
+        super().__init__(model, prompts, timing, too_long, {"model": name, "task": task, "shots": shots})
         self._options = {"mode": mode, "sampler": sampler}
         self._check = check and model.dtype == torch.float32
         self._stock: tuple[HierCase, Tensor] | None = None
-        limit, longest = max_positions(model.config), max(map(len, prompts))
-        if limit is not None and longest + timing.new_tokens > limit:
-            raise InputError(
-                f"a prompt of {longest} tokens with {timing.new_tokens} new ones is longer than the {limit} positions "
-                "of this model; lower `shots` or `new_tokens`"
-            )
 
     def case(self, problems: int, samples: int) -> HierCase:
         """A case of the first problems; InputError as of `check_point`."""
@@ -303,12 +279,14 @@ class HierBench:
         )
 
     def measure(self, case: HierCase, level_name: str) -> dict[str, Any]:
-        """The measured columns of a level, see `Measured`."""
-        return guarded(lambda: self._measured(case, LEVELS[level_name])).columns
+        """The columns of a level, see `measure_calls`."""
+        found = guarded((), lambda: self._measured(case, LEVELS[level_name]))
+        found.pop("tokens", None)
+        return found
 
-    def _measured(self, case: HierCase, level: Level) -> Measured:
+    def _measured(self, case: HierCase, level: Level) -> dict[str, Any]:
         if self._check and level.shared and not torch.equal(self._greedy(case, level), self._stock_tokens(case)):
-            return Measured({"status": "wrong: other greedy tokens than stock"})
+            return {"status": "wrong: other greedy tokens than stock"}
         return measure_calls(self.model, self._batch(case, level), self._enable(case, level), self.timing)
 
     def _enable(self, case: HierCase, level: Level) -> dict[str, Any] | None:
@@ -321,11 +299,10 @@ class HierBench:
         longest = max(_common(left, right) for left, right in pairwise(self.prompts[: case.problems]))
         return self._options | {"min_shared_tokens": longest + 1}
 
-    def _batch(self, case: HierCase, level: Level) -> Batch:
-        rows = [number // case.samples for number in range(case.problems * case.samples)]
-        if level.rows_apart:
-            rows = [number % case.problems for number in range(len(rows))]
-        return Batch.of([self.prompts[row] for row in rows], self.model)
+    def _batch(self, case: HierCase, level: Level) -> dict[str, Tensor]:
+        rows = range(case.problems * case.samples)
+        order = [row % case.problems if level.rows_apart else row // case.samples for row in rows]
+        return batch_of([self.prompts[row] for row in order], self.model)
 
     def _greedy(self, case: HierCase, level: Level) -> Tensor:
         """``[problems, samples, tokens]``: the first tokens, whatever the order of the rows."""
@@ -337,12 +314,10 @@ class HierBench:
 
     def _stock_tokens(self, case: HierCase) -> Tensor:
         if self._stock is None or self._stock[0] != case:
-            one = greedy_tokens(self.model, self._one_each(case), None, min(CHECKED_TOKENS, self.timing.new_tokens))
+            one_each = batch_of(self.prompts[: case.problems], self.model)
+            one = greedy_tokens(self.model, one_each, None, min(CHECKED_TOKENS, self.timing.new_tokens))
             self._stock = case, one[:, None].expand(-1, case.samples, -1)
         return self._stock[1]
-
-    def _one_each(self, case: HierCase) -> Batch:
-        return Batch.of(self.prompts[: case.problems], self.model)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
@@ -351,11 +326,10 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return next(different, min(len(left), len(right)))
 
 
-class QuestionsBench:
+class QuestionsBench(_Workload):
     """Measures calls that ask many questions about one text; answers are drawn greedily.
 
-    `name` and `document_name` are columns; `mode` is an option of `enable`. Raises InputError where a prompt leaves no
-    room for the answer.
+    `name` and `document_name` are columns; `mode` is an option of `enable`.
     """
 
     def __init__(
@@ -369,53 +343,47 @@ class QuestionsBench:
         timing: Timing,
         mode: str = "auto",
     ):
-        self.model, self.tokenizer, self.document, self.timing = model, tokenizer, document, timing
-        self._mode = mode
-        self._prompts = [tokenizer(document.prompt(fact), verbose=False).input_ids for fact in document.facts]
+        def ids_of(text: str) -> list[int]:
+            ids: list[int] = tokenizer(text, verbose=False).input_ids
+            return ids
+
+        too_long = (
+            "text and question of {longest} tokens with {new} new ones are longer than the {limit} positions of this "
+            "model; lower `tokens` or `new_tokens`"
+        )
+        columns = {"model": name, "document": document_name, "facts": len(document.facts)}
+        columns["prefix_tokens"] = len(ids_of(document.prefix))
+        prompts = [ids_of(document.prompt(fact)) for fact in document.facts]
+        super().__init__(model, prompts, timing, too_long, columns)
+        self.tokenizer, self.document, self._mode = tokenizer, document, mode
         self._answers: tuple[QuestionsCase, Tensor] | None = None
-        self._columns: dict[str, Any] = {
-            "model": name,
-            "dtype": dtype_of(model),
-            "document": document_name,
-            "facts": len(document.facts),
-            "prefix_tokens": len(tokenizer(document.prefix, verbose=False).input_ids),
-        }
-        limit, longest = max_positions(model.config), max(map(len, self._prompts))
-        if limit is not None and longest + timing.new_tokens > limit:
-            raise InputError(
-                f"text and question of {longest} tokens with {timing.new_tokens} new ones are longer than the {limit} "
-                "positions of this model; lower `tokens` or `new_tokens`"
-            )
 
     def case(self, questions: int) -> QuestionsCase:
         """A case of so many questions."""
         return QuestionsCase(**self._columns, questions=questions, new_tokens=self.timing.new_tokens)
 
     def measure(self, case: QuestionsCase, way: str) -> dict[str, Any]:
-        """The measured columns of a way, see `Measured`; and ``correct``: answers that are right."""
-        measured = guarded(lambda: self._measured(case, way))
-        if measured.tokens is None:
-            return measured.columns
-        return measured.columns | {"correct": self._correct(measured.tokens)}
+        """The columns of a way, see `measure_calls`; and ``correct``: answers that are right."""
+        found = guarded((), lambda: self._measured(case, way))
+        tokens: Tensor | None = found.pop("tokens", None)
+        return found if tokens is None else found | {"correct": self._correct(tokens)}
 
-    def _measured(self, case: QuestionsCase, way: str) -> Measured:
-        asked = [self._prompts[number % len(self._prompts)] for number in range(case.questions)]
-        batch = Batch.of(asked, self.model)
+    def _measured(self, case: QuestionsCase, way: str) -> dict[str, Any]:
+        batch = batch_of([self.prompts[number % len(self.prompts)] for number in range(case.questions)], self.model)
         enable = {"mode": self._mode} if way == "shared" else None
-        measured = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
-        if measured.tokens is not None and self.model.dtype == torch.float32:
+        found = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
+        if "tokens" in found and self.model.dtype == torch.float32:
             if self._answers is None or self._answers[0] != case:
-                self._answers = case, measured.tokens
-            elif not torch.equal(measured.tokens, self._answers[1]):
-                return Measured({"status": "wrong: shared and stock give other tokens"})
-        return measured
+                self._answers = case, found["tokens"]
+            elif not torch.equal(found["tokens"], self._answers[1]):
+                return {"status": "wrong: shared and stock give other tokens"}
+        return found
 
     def _correct(self, tokens: Tensor) -> int:
-        ends = set(end_tokens_of(self.model))
-        right = 0
+        ends, right = end_tokens_of(self.model), 0
         for row, drawn in enumerate(tokens.tolist()):
-            at = row % len(self._prompts)
-            length = next((place for place, token in enumerate(drawn) if token in ends), len(drawn))
-            text = continuation(self.tokenizer, self._prompts[at], drawn[:length])
+            at = row % len(self.prompts)
+            answer = drawn[: count_before_end(drawn, ends)]
+            text = continuation(self.tokenizer, list(self.prompts[at]), answer)
             right += is_right(text, self.document.facts[at])
         return right
