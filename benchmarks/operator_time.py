@@ -27,7 +27,6 @@ _MOST_LAUNCHES = 512
 
 
 def in_us(times: Times) -> dict[str, float]:
-    """Microseconds as columns of a measurement."""
     return {f"us_{name}": 1e6 * seconds for name, seconds in times._asdict().items()}
 
 

@@ -116,7 +116,6 @@ def ages(rows: Sequence[Measurement]) -> str:
 
 @cache
 def _dates() -> dict[str, str]:
-    """The date of each commit that rows name, by its first seven letters."""
     return dict(line.split() for line in COMMITS.read_text().splitlines())
 
 

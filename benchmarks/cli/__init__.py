@@ -12,8 +12,6 @@ from . import generate, ops, parallel, tables, workloads
 
 
 class Benchmarks(OneLineErrors):
-    """The commands."""
-
     program = "benchmarks"
 
 

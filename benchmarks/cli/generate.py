@@ -166,7 +166,6 @@ def generate(
 def run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
 ) -> list[Measurement]:
-    """Measure whole calls into `out`."""
     with exit_on_interrupt():
         from ..generate.measure import GenerateBench
         from ..generate.ways import find_way

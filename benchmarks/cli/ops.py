@@ -117,7 +117,6 @@ def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str
 def run_ops(
     cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
 ) -> list[Measurement]:
-    """Measure operators into `out`."""
     with exit_on_interrupt():
         from ..ops.measure import OpBench
 

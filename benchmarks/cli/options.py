@@ -62,14 +62,12 @@ def points(default: str, *, trees: bool = True, inputs: bool = False) -> Any:
 
 
 def sets_of(names: Iterable[str], default: str) -> Any:
-    """The option ``--set`` of a command with these sets of cases."""
     return typer.Option(
         "--set", help=f"Named set of cases, repeatable: {', '.join(names)}.", show_default=f"{default}, on a CPU tiny"
     )
 
 
 def repeatable(names: Iterable[str], default: str) -> Any:
-    """An option that may be one or several of these names."""
     return typer.Option(help=f"Repeatable: {', '.join(names)}.", show_default=default)
 
 

@@ -214,8 +214,9 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int
 def _simulate(
     shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
 ) -> None:
+    from ..figures import draw_scaling
     from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, measured_cluster, predictions
-    from ..parallel.scaling_figure import draw_scaling, scaling_table
+    from ..parallel.table import scaling_table
 
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
     heads = PAPER_HEADS

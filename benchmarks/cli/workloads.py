@@ -106,7 +106,7 @@ def hier(
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
     with _prepared(model, out) as found:
-        from ..workloads.figures import draw_levels
+        from ..figures import draw_levels
         from ..workloads.measure import HierBench
         from ..workloads.tables import levels_table
 
@@ -179,8 +179,8 @@ def longqa(
     model.check()
     prose = None if document is None else _text(document)
     with _prepared(model, out) as found:
+        from ..figures import draw_questions
         from ..workloads.document import make_document
-        from ..workloads.figures import draw_questions
         from ..workloads.measure import QuestionsBench
         from ..workloads.tables import questions_table
 
@@ -200,18 +200,14 @@ def longqa(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What both workloads run on."""
-
     model: Any
     tokenizer: Any
     out: Path
 
     def count(self, text: str) -> int:
-        """Tokens of a text."""
         return len(self.tokenizer(text, verbose=False).input_ids)
 
     def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
-        """How calls are timed on this device."""
         from ..workloads.measure import Timing
 
         return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)

@@ -107,14 +107,12 @@ class PromptTree:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompts, each counted once."""
         return self.shared + self.problems * self.own
 
     def __str__(self) -> str:
         return f"{self.shared}+{self.problems}x{self.own}x{self.samples}"
 
     def case(self, shape: str, new_tokens: int, dtype: str = "bfloat16") -> GenerateCase:
-        """The case whose prompts these are."""
         context, samples = self.shared + self.own, self.problems * self.samples
         return GenerateCase(shape, context, samples, new_tokens, dtype, tree=self)
 
@@ -152,12 +150,10 @@ class GenerateCase:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts."""
         return 1 if self.tree is None else self.tree.problems
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts, each counted once."""
         return self.context if self.tree is None else self.tree.tokens
 
     @property
@@ -185,7 +181,6 @@ class GenerateCase:
         return [spread[index * stride % self.samples] for index in range(self.samples)]
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case; a tree stands behind the shape, so that all rows have the same columns."""
         columns = asdict(self)
         del columns["tree"]
         return columns if self.tree is None else columns | {"shape": f"{self.shape}{TREE}{self.tree}"}
@@ -218,7 +213,6 @@ class CompletionCase:
         return self.call.prompt_tokens + self.call.samples * (first + last) / 2
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         first, last = self.span
         return self.call.call_columns() | {"from_token": first, "to_token": last}
 
@@ -238,7 +232,6 @@ class FirstCallsCase:
     caches: str
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return self.call.call_columns() | {"caches": self.caches}
 
 
@@ -264,7 +257,6 @@ class ProfileCase:
     part: str
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return self.call.call_columns() | {"part": self.part}
 
 

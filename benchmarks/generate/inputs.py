@@ -201,7 +201,6 @@ class OneImage(_WithoutTrees):
 
 
 def _of_ids(ids: Tensor, config: Any) -> dict[str, Tensor]:
-    """Ids with a mask of ones, and which of them stand for an image."""
     return {
         "input_ids": ids,
         "attention_mask": ids.new_ones(ids.shape),
@@ -217,5 +216,4 @@ def _followed(prompt: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _for_rows(given: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Tensors of one prompt, repeated for so many rows."""
     return {name: value.repeat(rows, *[1] * (value.dim() - 1)) for name, value in given.items()}

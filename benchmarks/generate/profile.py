@@ -54,7 +54,6 @@ class Profile:
 
     @classmethod
     def of(cls, kernels: Iterable[Kernel]) -> Profile:
-        """The sums of what ran in a call."""
         found = cls(defaultdict(float), defaultdict(float), 0, 0.0)
         end = float("-inf")
         for one in sorted(kernels, key=lambda kernel: kernel.begin):
@@ -79,7 +78,6 @@ class Profile:
         )
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a measurement."""
         ordered = sorted(self.kernels.items(), key=lambda entry: -entry[1])[:_MOST_NAMED]
         largest = [f"{_short(name)} {us:.0f} us" for name, us in ordered]
         kinds = {f"{kind}_ms": self.kinds.get(kind, 0.0) / 1e3 for kind in KINDS}
@@ -88,7 +86,6 @@ class Profile:
 
 @cache
 def kind_of(name: str) -> str:
-    """The kind of a kernel, one of `KINDS`."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 

@@ -49,7 +49,6 @@ class InputShape:
         return model
 
     def parameters(self) -> int:
-        """The number of weights; none are made."""
         import torch
 
         return sum(parameter.numel() for parameter in self.model("meta", torch.bfloat16).parameters())
@@ -215,5 +214,4 @@ _TOKEN_IDS: Final = TokenIds()
 
 
 def given_of(shape: str) -> TokenIds:
-    """What calls of a shape or a checkpoint are given."""
     return INPUT_SHAPES[shape].given if shape in INPUT_SHAPES else _TOKEN_IDS

@@ -23,7 +23,6 @@ _SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to
 
 
 def where_measured(rows: Sequence[Measurement]) -> str:
-    """Device, dtype and versions."""
     first = rows[0]
     return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
 
@@ -298,7 +297,6 @@ def _stored(stock: Measurement | None, shared: Measurement) -> str:
 
 
 def _model_type(row: Measurement) -> str | None:
-    """The model type of a named shape."""
     shape = row["shape"].partition(TREE)[0]
     if shape in INPUT_SHAPES:
         return INPUT_SHAPES[shape].model_type
@@ -319,7 +317,6 @@ def _change(stock: Measurement | None, shared: Measurement, column: str, shown: 
 
 
 def _share(row: Measurement | None, ceiling: Measurement | None) -> str:
-    """Throughput of a way over that of its ceiling."""
     if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
         return ""
     return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
@@ -336,7 +333,6 @@ def _model(row: Measurement) -> str:
 
 
 def _point(row: Measurement) -> tuple[str, str]:
-    """Context and samples."""
     return f"{int(row['context']):,}", row["samples"]
 
 

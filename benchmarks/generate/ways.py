@@ -245,7 +245,6 @@ def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor 
 
 
 def _used(kv: ForestKV) -> Segment:
-    """The suffixes' tokens, ``[rows, kv_heads, length, head_dim]`` each."""
     _, length = kv.suffix_bounds
     return Segment(kv.suffix.keys[:, :, :length], kv.suffix.values[:, :, :length])
 

@@ -55,7 +55,6 @@ class OpCase:
 
     @property
     def context_lengths(self) -> list[int]:
-        """Tokens on each row's path."""
         lengths = [0] * self.rows
         for node in self.nodes:
             for row in range(node.row_start, node.row_start + node.row_count):
@@ -64,16 +63,13 @@ class OpCase:
 
     @property
     def context(self) -> int:
-        """Tokens on the longest row's path."""
         return max(self.context_lengths)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens of the nodes, each counted once."""
         return sum(node.length for node in self.nodes)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
     def bytes(self, itemsize: int) -> int:
@@ -82,26 +78,21 @@ class OpCase:
         return tokens * self.bytes_per_token(itemsize) + 2 * self.rows * self.heads * self.head_dim * itemsize
 
     def copied_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values when each row has a copy of its whole context."""
         return (sum(self.context_lengths) + self.rows * self.suffix) * self.bytes_per_token(itemsize)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products."""
         return 4 * self.heads * self.head_dim * (sum(self.context_lengths) + self.rows * self.suffix)
 
     @property
     def prefix_only(self) -> OpCase:
-        """The case without its suffixes, but for the new token."""
         return replace(self, suffix=1)
 
     @property
     def suffix_only(self) -> OpCase:
-        """The case without its nodes."""
         return replace(self, nodes=())
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {
             "case": self.name,
             "rows": self.rows,
@@ -140,7 +131,6 @@ def tree_case(tree: Tree, heads: int, kv_heads: int, **options: Any) -> OpCase:
 
 
 def with_dtype(cases: Iterable[OpCase], dtype: str | None) -> list[OpCase]:
-    """The cases in another dtype; as they are for None."""
     return [case if dtype is None else replace(case, dtype=dtype) for case in cases]
 
 

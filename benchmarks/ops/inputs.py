@@ -51,22 +51,18 @@ class OpInputs:
 
     @property
     def scale(self) -> float:
-        """Factor on the scores."""
         return float(self.query.shape[-1]) ** -0.5
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """Storage of the nodes."""
         return {0: self.segment}
 
     @property
     def version(self) -> object:
-        """The version of the storage, which does not move."""
         return self.case
 
     @property
     def kv(self) -> ForestKV:
-        """Keys and values as the reference takes them."""
         return ForestKV(self.forest, [self.segment], self.suffix, self.case.suffix)
 
     def levels(self) -> list[list[NodeBatch]]:

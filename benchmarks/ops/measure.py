@@ -27,7 +27,6 @@ class OpBench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """The device's rates, measured when they are first needed."""
         return measure_ceilings(self.device)
 
     @torch.no_grad()
@@ -128,5 +127,4 @@ class OpBench:
         return sets
 
     def drop_inputs(self) -> None:
-        """Let go of the inputs of the latest case."""
         self._prepared = None

@@ -20,9 +20,8 @@ from hf_fastdecode.kernels.forest_decode.limits import refusal
 
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .cases import OpCase
-from .fasttree_ways import fasttree_calls, fasttree_refusal
-from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .inputs import OpInputs
+from .library_ways import cascade_calls, decode_calls, fasttree_calls, fasttree_refusal, flashinfer_refusal
 
 
 class Unmerged(Protocol):

@@ -51,7 +51,6 @@ class AttentionBench:
             collect()
 
     def drop(self) -> None:
-        """Let go of the inputs."""
         self._stack = None
         collect()
 

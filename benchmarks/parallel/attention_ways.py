@@ -169,7 +169,6 @@ class Ring:
         self._here = here(stack, forest, self._buffers)
 
     def step(self) -> list[Tensor]:
-        """Attend in every layer."""
         return [self._here.finish(layer, self._nodes(layer)) for layer in range(self._stack.case.layers)]
 
     def _nodes(self, layer: int) -> Partial:
@@ -218,12 +217,10 @@ class StoredLayer:
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """Storage of the nodes."""
         return {0: Segment(self.held[0], self.held[1])}
 
     @property
     def version(self) -> object:
-        """The version of the storage, which does not move."""
         return self.held
 
 
@@ -244,7 +241,6 @@ class Stack:
 
     @property
     def scoring(self) -> Scoring:
-        """Score options."""
         return Scoring(self.case.head_dim**-0.5)
 
     def new(self, layer: int) -> Segment:
@@ -286,7 +282,6 @@ def _part(case: AttentionCase, device: torch.device, layer: int, rank: int) -> T
 
 
 def _own(case: AttentionCase, device: torch.device, layer: int) -> tuple[Tensor, Segment]:
-    """A layer's queries and suffixes, which every rank has."""
     generator = torch.Generator(device).manual_seed(1_000_003 + layer)
 
     def normal(*shape: int) -> Tensor:

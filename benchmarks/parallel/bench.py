@@ -37,11 +37,9 @@ class ParallelBench:
         return self._measure(case, way)
 
     def finish(self) -> None:
-        """Let the other processes go; on rank 0."""
         self.processes.first(None)
 
     def follow(self) -> None:
-        """Measure what rank 0 does, on another rank."""
         while (asked := self.processes.first(None)) is not None:
             self._measure(*asked)
 

@@ -69,11 +69,9 @@ class AttentionCase:
 
     @property
     def tokens_here(self) -> int:
-        """Tokens of the context on one rank."""
         return self.context // self.ranks
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {
             "case": f"attention-{self.shape}-m{self.context}-n{self.rows}",
             "shape": self.shape,
@@ -106,7 +104,6 @@ class StepCase:
     dtype: str = "bfloat16"
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {
             "case": f"steps-{self.shape}-m{self.context}-n{self.rows}",
             "shape": self.shape,
@@ -127,7 +124,6 @@ class CollectiveCase:
     ranks: int
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {"case": f"collective-{self.bytes}", "bytes": self.bytes, "ranks": self.ranks}
 
 
@@ -168,5 +164,4 @@ def tree_volume(case: AttentionCase) -> int:
 
 
 def _queries(case: AttentionCase) -> int:
-    """``b d``."""
     return case.rows * case.heads * case.head_dim

@@ -61,7 +61,6 @@ class Link:
         return cls(1e9 * rate, 1e-6 * latency)
 
     def seconds(self, size: float) -> float:
-        """Of a message of so many bytes."""
         return self.latency_s + size / self.bytes_per_s
 
     def __str__(self) -> str:
@@ -125,13 +124,14 @@ class Heads:
     kv_heads: int
     head_dim: int
 
+    def __str__(self) -> str:
+        return f"{self.heads} heads over {self.kv_heads} KV heads of {self.head_dim}"
+
     def kv_bytes(self, tokens: float) -> float:
-        """Keys and values of so many tokens."""
         return 4 * tokens * self.kv_heads * self.head_dim
 
     @property
     def numerator_bytes(self) -> int:
-        """A numerator, or a partial's output, of one row."""
         return _PARTIAL * self.heads * self.head_dim
 
     @property
@@ -175,7 +175,6 @@ def predict(cluster: Cluster, heads: Heads, context: int, gpus: int) -> Predicti
 def predictions(
     cluster: Cluster, heads: Heads, contexts: Iterable[int], gpus: Iterable[int] = GPUS
 ) -> list[Prediction]:
-    """For each context, every number of GPUs."""
     numbers = list(gpus)
     return [predict(cluster, heads, context, count) for context in contexts for count in numbers]
 

@@ -50,13 +50,11 @@ class Processes:
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
 
     def gathered(self, one: Any) -> list[Any]:
-        """What each process gave, an object that can be pickled."""
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, one, group=self._host)
         return found
 
     def first(self, one: Any) -> Any:
-        """What rank 0 gave."""
         box = [one]
         dist.broadcast_object_list(box, src=0, group=self._host)
         return box[0]
@@ -100,17 +98,14 @@ class OneProcess:
         self.device = device
 
     def gathered(self, one: Any) -> list[Any]:
-        """What it gave."""
         return [one]
 
 
 def launched() -> int:
-    """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, which writes files."""
     return os.environ.get("RANK", "0") == "0"
 
 

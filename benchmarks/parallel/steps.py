@@ -62,7 +62,6 @@ class StepBench:
             collect()
 
     def drop(self) -> None:
-        """Let go of the model."""
         self._model = None
         collect()
 
@@ -134,7 +133,6 @@ _COLUMNS = (
 
 
 def _largest(processes: Processes | OneProcess, one: Any) -> Any:
-    """A column of all processes: the largest time or size."""
     found = processes.gathered(one)
     return max(found) if isinstance(one, int | float) else found[0]
 
@@ -247,7 +245,6 @@ def make_model(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, transformers tells nothing but errors, and shows no progress."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

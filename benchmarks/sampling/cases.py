@@ -43,7 +43,6 @@ class SamplingCase:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
         return self.settings == GREEDY
 
     def bytes(self, itemsize: int) -> int:
@@ -51,7 +50,6 @@ class SamplingCase:
         return self.rows * self.vocabulary * itemsize
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {
             "case": f"n{self.rows}-v{self.vocabulary}-{self.settings}",
             "rows": self.rows,

@@ -55,7 +55,6 @@ class SamplingBench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """The device's rates, measured when they are first needed."""
         return measure_ceilings(self.device)
 
     @torch.no_grad()
@@ -86,7 +85,6 @@ class SamplingBench:
         return result | found
 
     def _fast(self, case: SamplingCase) -> dict[str, Any]:
-        """The times or a red status, and the error found."""
         from hf_fastdecode.kernels.sampling import api  # needs Triton
 
         sets, processors = self._logits(case), processors_of(case)

@@ -37,15 +37,12 @@ class SlimCase:
 
     @property
     def columns_of_keys(self) -> int:
-        """Numbers per cached key of all heads."""
         return self.heads * self.head_dim
 
     def rank(self, way: str) -> int:
-        """V-coordinates of a slim way."""
         return self.columns_of_keys // RANK_DIVISOR if way.startswith("slim-k+r") else 0
 
     def cache_dtype(self, way: str) -> str:
-        """Name in torch of the dtype that a way caches."""
         return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
 
     def bytes(self, way: str, itemsize: int) -> int:
@@ -63,7 +60,6 @@ class SlimCase:
         return tokens * (width * itemsize + scales) + self.rows * self.heads * width * 4
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {
             "case": f"n{self.rows}-m{self.context}",
             "rows": self.rows,

@@ -95,7 +95,6 @@ class SlimBench:
         return result
 
     def _with_values(self, case: SlimCase, way: str) -> dict[str, Any]:
-        """Attention over keys and values, as `ops` measures it."""
         self._prepared = None
         shape: dict[str, Any] = {"heads": case.heads, "kv_heads": case.heads, "head_dim": case.head_dim}
         name = case.columns()["case"]

@@ -64,7 +64,6 @@ class HierCase:
     new_tokens: int
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return asdict(self)
 
 
@@ -84,7 +83,6 @@ class QuestionsCase:
     new_tokens: int
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return asdict(self)
 
 

@@ -63,7 +63,6 @@ class LongDocument:
     facts: tuple[Fact, ...]
 
     def prompt(self, fact: Fact) -> str:
-        """The text and a question, up to where its answer begins."""
         return self.prefix + _asked(fact)
 
 
@@ -133,12 +132,10 @@ def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[st
 
 
 def _fitting(count: Callable[[str], int], facts: Sequence[Fact], room: int) -> int:
-    """How many of the first facts fit into so many tokens."""
     return bisect.bisect_right(list(accumulate(count(fact.sentence + " ") for fact in facts)), room)
 
 
 def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
-    """The pieces with the facts between them, evenly."""
     parts = list(pieces)
     for number in reversed(range(len(facts))):  # from the end, so that places before stay
         parts.insert(round((number + 1) * len(pieces) / (len(facts) + 1)), facts[number].sentence + " ")

@@ -266,7 +266,6 @@ class HierBench(_Workload):
         self._stock: tuple[HierCase, Tensor] | None = None
 
     def case(self, problems: int, samples: int) -> HierCase:
-        """A case of the first problems; InputError as of `check_point`."""
         check_point(problems, samples, len(self.prompts))
         own = self.prompts[:problems]
         return HierCase(
@@ -321,7 +320,6 @@ class HierBench(_Workload):
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Tokens that two prompts begin with."""
     different = (place for place, (one, other) in enumerate(zip(left, right)) if one != other)
     return next(different, min(len(left), len(right)))
 
@@ -359,7 +357,6 @@ class QuestionsBench(_Workload):
         self._answers: tuple[QuestionsCase, Tensor] | None = None
 
     def case(self, questions: int) -> QuestionsCase:
-        """A case of so many questions."""
         return QuestionsCase(**self._columns, questions=questions, new_tokens=self.timing.new_tokens)
 
     def measure(self, case: QuestionsCase, way: str) -> dict[str, Any]:

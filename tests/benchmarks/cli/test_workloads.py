@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workloads import figures
+from benchmarks import figures
 from benchmarks.workloads import measure as hier
 from benchmarks.workloads import measure as longqa
 from hf_fastdecode.files import read_rows
@@ -113,8 +113,10 @@ def test_facts_are_hidden_in_a_given_text(tmp_path):
 
 def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
     drawn = []
-    finish = figures._finish
-    monkeypatch.setattr(figures, "_finish", lambda figure, *args: drawn.append(figure) or finish(figure, *args))
+    finish = figures._finish_workload
+    monkeypatch.setattr(
+        figures, "_finish_workload", lambda figure, *args: drawn.append(figure) or finish(figure, *args)
+    )
     measure = longqa.QuestionsBench.measure
 
     def measured(bench, case, way):
@@ -147,7 +149,7 @@ def test_bars_are_as_high_as_the_rows_say(tmp_path):
         return path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "_finish", keep)
+        patch.setattr(figures, "_finish_workload", keep)
         figures.draw_levels(rows, tmp_path / "picture.png")
     time, memory = found[0].axes
     assert [(bar.get_y(), bar.get_height()) for bar in time.patches] == [(0, 1.5), (1.5, 0.5), (0, 1.5), (1.5, 0.25)]

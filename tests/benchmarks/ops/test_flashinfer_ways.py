@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.operator_time import Ceilings
 from benchmarks.ops.cases import OP_SETS, NodeSpec, OpCase, shared
-from benchmarks.ops.flashinfer_ways import (
+from benchmarks.ops.inputs import BOUND, make_inputs, make_oracle
+from benchmarks.ops.library_ways import (
     PAGE_SIZE,
     PagePool,
     cascade_calls,
@@ -20,7 +21,6 @@ from benchmarks.ops.flashinfer_ways import (
     levels,
     whole_rows,
 )
-from benchmarks.ops.inputs import BOUND, make_inputs, make_oracle
 from benchmarks.ops.measure import OpBench
 from benchmarks.ops.ways import OP_WAYS, OpWay
 from hf_fastdecode.measurement.rows import NotAvailableError
@@ -213,7 +213,7 @@ def stand_in(monkeypatch):
     module = types.ModuleType("flashinfer")
     vars(module).update(STAND_INS, __version__="0.0")
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr("benchmarks.ops.flashinfer_ways._WORKSPACE_BYTES", 16)
+    monkeypatch.setattr("benchmarks.ops.library_ways._WORKSPACE_BYTES", 16)
     return module
 
 

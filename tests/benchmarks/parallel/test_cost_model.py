@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 
+from benchmarks.figures import draw_scaling
 from benchmarks.parallel import cases as volumes
 from benchmarks.parallel.cases import AttentionCase
 from benchmarks.parallel.cost_model import DEVICE, Cluster, Heads, Link, fitted, measured_cluster, predict, predictions
-from benchmarks.parallel.scaling_figure import draw_scaling, scaling_table
-from benchmarks.parallel.table import predicted_table
+from benchmarks.parallel.table import predicted_table, scaling_table
 
 # Numbers that are easy to follow: 100 bytes a second and 1 s within nodes of two GPUs, 10 and 2 between them.
 OWN = {"gather_s": 3, "reduce_s": 5, "pass_s": 7}
