@@ -208,7 +208,7 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
     depth = layers or fields["num_hidden_layers"]
-    return AttentionCase(shape, context, rows, depth, heads, kv_heads, head_dim, ranks, dtype)
+    return AttentionCase(shape, context, rows, ranks, depth, heads, kv_heads, head_dim, dtype)
 
 
 def _simulate(

@@ -12,6 +12,7 @@ from math import gcd, log
 from typing import Any, Final
 
 from hf_fastdecode.generation.options import CHOICES, Options
+from hf_fastdecode.measurement.rows import Case
 
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
@@ -118,7 +119,7 @@ class PromptTree:
 
 
 @dataclass(frozen=True)
-class GenerateCase:
+class GenerateCase(Case):
     """One setting: `samples` completions of up to `new_tokens` tokens after a prompt of `context` tokens.
 
     Attributes:
@@ -192,7 +193,7 @@ class GenerateCase:
 
 
 @dataclass(frozen=True)
-class CompletionCase:
+class CompletionCase(Case):
     """A span of the steps of one call, whose samples all run to the end: from ``marks[index]`` to the next mark.
 
     `marks` are numbers of tokens per sample at which time is taken, rising; the last one ends the call.
@@ -225,7 +226,7 @@ CACHES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class FirstCallsCase:
+class FirstCallsCase(Case):
     """Calls of a fresh process that finds `caches`, one of `CACHES`."""
 
     call: GenerateCase
@@ -250,7 +251,7 @@ PARTS = ("first token", "step")
 
 
 @dataclass(frozen=True)
-class ProfileCase:
+class ProfileCase(Case):
     """The first token or a step of a call, one of `PARTS`."""
 
     call: GenerateCase

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, product
 from typing import Any, Final
 
+from hf_fastdecode.measurement.rows import Case
+
 
 @dataclass(frozen=True)
 class NodeSpec:
@@ -22,7 +24,7 @@ class NodeSpec:
 
 
 @dataclass(frozen=True)
-class OpCase:
+class OpCase(Case):
     """One decode step of one layer: every row asks one query of its nodes and of its own suffix.
 
     Attributes:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hf_fastdecode.measurement.rows import Case
+
 ATTENTION_WAYS: dict[str, str] = {
     "one-gpu": "the whole context on rank 0",
     "tree": "this package: kernels over each rank's part, one all-gather a layer, one merge",
@@ -42,7 +44,7 @@ SUFFIX = 64
 
 
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Case):
     """Attention of one decode step of a layer stack over one context that all rows share.
 
     Attributes:
@@ -53,11 +55,11 @@ class AttentionCase:
     shape: str
     context: int
     rows: int
+    ranks: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    ranks: int
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -72,22 +74,11 @@ class AttentionCase:
         return self.context // self.ranks
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "case": f"attention-{self.shape}-m{self.context}-n{self.rows}",
-            "shape": self.shape,
-            "context": self.context,
-            "rows": self.rows,
-            "ranks": self.ranks,
-            "layers": self.layers,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
+        return {"case": f"attention-{self.shape}-m{self.context}-n{self.rows}"} | super().columns()
 
 
 @dataclass(frozen=True)
-class StepCase:
+class StepCase(Case):
     """Decode steps of a model over one context that all rows share.
 
     Attributes:
@@ -104,27 +95,18 @@ class StepCase:
     dtype: str = "bfloat16"
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "case": f"steps-{self.shape}-m{self.context}-n{self.rows}",
-            "shape": self.shape,
-            "context": self.context,
-            "rows": self.rows,
-            "ranks": self.ranks,
-            "new_tokens": self.new_tokens,
-            "fill": self.fill,
-            "dtype": self.dtype,
-        }
+        return {"case": f"steps-{self.shape}-m{self.context}-n{self.rows}"} | super().columns()
 
 
 @dataclass(frozen=True)
-class CollectiveCase:
+class CollectiveCase(Case):
     """A collective in which each rank gives so many bytes."""
 
     bytes: int
     ranks: int
 
     def columns(self) -> dict[str, Any]:
-        return {"case": f"collective-{self.bytes}", "bytes": self.bytes, "ranks": self.ranks}
+        return {"case": f"collective-{self.bytes}"} | super().columns()
 
 
 def collective_cases(ranks: int, *, most: int = 4 << 20) -> list[CollectiveCase]:

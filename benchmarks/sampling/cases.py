@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from hf_fastdecode.measurement.rows import Measurement, by, markdown
+from hf_fastdecode.measurement.rows import Case, Measurement, by, markdown
 
 from ..page_tables import cell
 
@@ -29,7 +29,7 @@ SAMPLING_WAYS = ("fast", "hf")
 
 
 @dataclass(frozen=True)
-class SamplingCase:
+class SamplingCase(Case):
     """One step: a token for each row of logits of `dtype`, drawn as `settings` say, a name in `SETTINGS`.
 
     The logits are divided by the temperature, but for greedy decoding.
@@ -50,14 +50,11 @@ class SamplingCase:
         return self.rows * self.vocabulary * itemsize
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "case": f"n{self.rows}-v{self.vocabulary}-{self.settings}",
-            "rows": self.rows,
-            "vocabulary": self.vocabulary,
-            "settings": self.settings,
-            "temperature": "" if self.greedy else self.temperature,
-            "dtype": self.dtype,
-        }
+        return (
+            {"case": f"n{self.rows}-v{self.vocabulary}-{self.settings}"}
+            | super().columns()
+            | {"temperature": "" if self.greedy else self.temperature}
+        )
 
 
 SAMPLING_SETS: dict[str, tuple[SamplingCase, ...]] = {

@@ -32,6 +32,10 @@ _WARPERS: dict[str, Callable[..., Any]] = {
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
 }
+_COLUMNS = (
+    *("status", "us_p20", "us_p50", "us_p80", "over_floor", "tb_per_s", "bytes", "floor_us", "copy_tb_per_s"),
+    "error_ratio",
+)
 _DRAWS = 8  # of each row in the check
 _SPREAD = 2.0  # standard deviation of the logits
 _REPEATS, _BUDGET_S = 30, 1.0  # timed calls of transformers' sampler, at most
@@ -69,9 +73,8 @@ class SamplingBench:
         """
         size = case.bytes(getattr(torch, case.dtype).itemsize)
         floor = size / self.ceilings.bytes_per_s
-        result: dict[str, Any] = {"status": "ok", "us_p20": None, "us_p50": None, "us_p80": None}
-        result |= {"over_floor": None, "tb_per_s": None, "bytes": size, "floor_us": 1e6 * floor}
-        result |= {"copy_tb_per_s": self.ceilings.bytes_per_s / 1e12, "error_ratio": None}
+        result: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"status": "ok", "bytes": size, "floor_us": 1e6 * floor}
+        result["copy_tb_per_s"] = self.ceilings.bytes_per_s / 1e12
         if way == "fast" and (reason := limits.refusal(self.device, getattr(torch, case.dtype))):
             return result | {"status": f"not run: {reason}"}
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from hf_fastdecode.measurement.rows import Measurement, markdown
+from hf_fastdecode.measurement.rows import Case, Measurement, markdown
 
 RANK_DIVISOR = 8
 """Numbers per cached key for each V-coordinate of ``slim-k+r``."""
@@ -26,7 +26,7 @@ SLIM_WAYS = (
 
 
 @dataclass(frozen=True)
-class SlimCase:
+class SlimCase(Case):
     """One decode step of one multi-head attention layer, over so many cached tokens of each row, the context."""
 
     rows: int
@@ -60,14 +60,7 @@ class SlimCase:
         return tokens * (width * itemsize + scales) + self.rows * self.heads * width * 4
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "case": f"n{self.rows}-m{self.context}",
-            "rows": self.rows,
-            "context": self.context,
-            "heads": self.heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
+        return {"case": f"n{self.rows}-m{self.context}"} | super().columns()
 
 
 SLIM_SETS: dict[str, tuple[SlimCase, ...]] = {

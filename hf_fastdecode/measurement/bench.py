@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from .calls import (
     what_ran,
 )
 from .figures import COLOURS, add_legend, add_title, new_figure, save, style_axis
-from .rows import Measurement, by, markdown
+from .rows import Case, Measurement, by, markdown
 
 WAYS: Final = ("stock", "shared")
 """transformers' `generate`, and that of the enabled model."""
@@ -41,7 +41,7 @@ _BUDGET_S: Final = 20.0  # seconds after which a call is not repeated
 
 
 @dataclass(frozen=True)
-class BenchCase:
+class BenchCase(Case):
     """`samples` completions of `new_tokens` tokens of one prompt of `context` random tokens.
 
     `shape` is the model's name, and `dtype` that of its weights.
@@ -52,10 +52,6 @@ class BenchCase:
     samples: int
     new_tokens: int
     dtype: str
-
-    def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return asdict(self)
 
 
 class StockBesideEnabled:

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
@@ -125,11 +126,13 @@ def status_of(error: Exception) -> str:
     return "failed: " + textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
-class Case(Protocol):
+@dataclass(frozen=True)
+class Case:
     """A case to measure."""
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
+        return asdict(self)
 
 
 def check_out(out: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from ...errors import InputError
 from ...evals.run_folder import LATENCY, SETTINGS, read_settings
+from ...measurement.rows import Case
 from ..checks import split_values
 from ..console import forced_options, note, quiet_libraries
 from ..options import Sampler, expand_option_groups
@@ -56,7 +57,7 @@ def latency(
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _Timed(Case):
     """Drawing n samples of the first prompts of a run; `about` are columns that say what is drawn."""
 
     n: int

@@ -101,4 +101,4 @@ def test_the_papers_equations():
 
 def test_parts_must_be_equal():
     with pytest.raises(ValueError, match=r"a multiple of the number of processes, 8, .* got 1001; give 1000"):
-        AttentionCase("x", 1001, 1, 1, 4, 2, 32, ranks=8)
+        AttentionCase("x", 1001, 1, 8, 1, 4, 2, 32)
