@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from hf_fastdecode.cli.console import OneLineErrors
+from hf_fastdecode.cli.console import OneLineErrors, prints_tables
 from hf_fastdecode.cli.options import HELP_NAMES
-from hf_fastdecode.cli.tables import prints_tables
 
 from . import generate, ops, parallel, tables, workloads
 

@@ -11,10 +11,9 @@ import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.bench import C, check_positions, check_weights, measured, parse_point, place_of_calls
-from hf_fastdecode.cli.checks import check_choice
 from hf_fastdecode.cli.console import bad_input
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, SHAPES, parameters

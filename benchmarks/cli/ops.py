@@ -11,10 +11,9 @@ import typer
 
 from hf_fastdecode.attention.torch_operators import BACKEND_VARIABLE
 from hf_fastdecode.cli.bench import C, find_device, measured, refuse_red
-from hf_fastdecode.cli.checks import check_choice, check_device
+from hf_fastdecode.cli.console import show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot
-from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, check_choice, check_device
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import check_out

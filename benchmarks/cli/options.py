@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_fastdecode.cli.bench import C, refuse_red
-from hf_fastdecode.cli.console import FailedCheck
-from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.cli.console import FailedCheck, show_tables
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.shapes import SHAPES
 

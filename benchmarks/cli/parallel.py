@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_fastdecode.cli.bench import measured, parse_point
-from hf_fastdecode.cli.checks import check_choice
-from hf_fastdecode.cli.console import bad_input, note
+from hf_fastdecode.cli.console import bad_input, note, show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import Repeats
-from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.cli.options import Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import check_out, failed

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_fastdecode.cli.bench import find_device
-from hf_fastdecode.cli.checks import check_choice, check_device, check_enable_options
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import Device, Plot, Repeats
+from hf_fastdecode.cli.options import Device, Plot, Repeats, check_choice, check_device, check_enable_options
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import check_out
 

@@ -12,12 +12,21 @@ import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.bench import C, measured
-from hf_fastdecode.cli.checks import check_choice, check_enable_options, parse_counts, pick_device
-from hf_fastdecode.cli.console import quiet_libraries
+from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups
-from hf_fastdecode.cli.tables import prints_tables
+from hf_fastdecode.cli.options import (
+    CsvFile,
+    Mode,
+    Repeats,
+    Sampler,
+    check_choice,
+    check_enable_options,
+    command_group,
+    expand_option_groups,
+    parse_counts,
+    pick_device,
+)
 from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks

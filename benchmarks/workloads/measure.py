@@ -199,7 +199,8 @@ def _too_large(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> str:
     hidden = model.config.hidden_size
     widened = getattr(model.config, "intermediate_size", None) or 4 * hidden
     passing = ids.numel() * (4 * hidden + 3 * widened) * model.dtype.itemsize
-    needed = shape.kv_bytes(*ids.shape, new_tokens, model.dtype.itemsize).stock + passing
+    rows, width = ids.shape
+    needed = shape.kv_bytes(rows, width, new_tokens, model.dtype.itemsize).stock + passing
     free = _free_memory()
     return f"out of memory: {needed / 2**30:.1f} GiB of {free / 2**30:.1f}" if needed > free else ""
 

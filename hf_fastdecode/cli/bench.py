@@ -14,12 +14,20 @@ from ..errors import InputError
 from ..measurement.rows import check_out
 from ..measurement.shapes import MAX_POSITIONS, parameters
 from ..model_names import SHAPE, load_config, max_positions
-from .checks import check_device, check_enable_options, pick_device
-from .console import FailedCheck, moved, note, quiet_libraries
+from .console import FailedCheck, moved, note, prints_tables, quiet_libraries, show_tables
 from .evaluation.options import ModelOptions
 from .interrupts import exit_on_interrupt
-from .options import CsvFile, Mode, Plot, Repeats, Sampler, expand_option_groups
-from .tables import prints_tables, show_tables
+from .options import (
+    CsvFile,
+    Mode,
+    Plot,
+    Repeats,
+    Sampler,
+    check_device,
+    check_enable_options,
+    expand_option_groups,
+    pick_device,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +111,6 @@ def bench(
 
 
 def parse_point(text: str) -> tuple[int, int]:
-    """Context and samples of ``CONTEXTxN``."""
     context, cross, samples = text.partition("x")
     if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
         raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}; write one so")
@@ -137,7 +144,6 @@ def _check_size(model: ModelOptions, points: Sequence[tuple[int, int]], new_toke
 
 
 def check_positions(asked: str, context: int, new_tokens: int, limit: int | None, model: str) -> None:
-    """Refuse rows longer than the model's positions."""
     if limit is not None and context + new_tokens > limit:
         raise InputError(
             f"{asked} with {new_tokens} new tokens is longer than the {limit} positions of {model}; ask for a shorter "

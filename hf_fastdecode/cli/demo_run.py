@@ -23,8 +23,8 @@ from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
 from ..measurement.calls import Drawn, end_tokens_of
-from .completions import Completion, check_memory, draw, encode, read_completions
 from .console import FailedCheck, bytes_text, progress_bar
+from .models import Completion, check_memory, draw, encode, read_completions
 from .options import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
@@ -32,8 +32,6 @@ _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two `generate` calls."""
-
     path: str  # "stock" or "shared"
     reason: str  # why this path
     prompt_tokens: int  # that went through the embedding layer until the logits of the first token
@@ -44,22 +42,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A distinct completion."""
-
     completion: Completion  # of the equal ones, that with the highest mean log-probability
     count: int  # samples with this text
     verdict: Verdict | None  # of the task's tests; None where they were not run
 
     @property
     def passed(self) -> bool:
-        """Whether all tests were run and passed."""
         return self.verdict is not None and self.verdict.passed
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Results of the demo."""
-
     task: Task
     shots: int  # solved examples in the prompt
     prompt_length: int
@@ -72,12 +65,10 @@ class Demo:
 
     @property
     def samples(self) -> int:
-        """Completions drawn."""
         return sum(candidate.count for candidate in self.candidates)
 
     @property
     def passing(self) -> int:
-        """Completions that pass the tests, equal ones counted each."""
         return sum(candidate.count for candidate in self.candidates if candidate.passed)
 
 
@@ -184,7 +175,6 @@ def _rank(completions: Sequence[Completion], task: Task) -> tuple[list[Candidate
 
 
 def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableType:
-    """The demo's two calls side by side, then its best completions."""
     title = (
         f"{demo.samples} completions of one prompt: {demo.prompt_length:,} tokens ({demo.shots} solved examples and "
         f"task {demo.task['task_id']})"
@@ -256,7 +246,6 @@ def _tested(candidate: Candidate) -> Text:
 
 
 def _printable(text: str) -> str:
-    """Without characters that would move the cursor."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

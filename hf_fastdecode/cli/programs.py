@@ -136,7 +136,6 @@ def serve(context: typer.Context) -> None:
 
 
 def run_server(words: Sequence[str]) -> None:
-    """Run transformers' command line `serve` with these words."""
     if _BATCHING in words:
         raise InputError(
             f"{_BATCHING} decodes without `generate`, which is what hf_fastdecode makes fast; leave it out, "
@@ -303,7 +302,6 @@ def _module(name: str) -> Callable[[], Any]:
 
 
 def _command(program: str) -> Callable[[], Any]:
-    """A command of a package, or else a script."""
     names = {point.name: point for point in entry_points(group=_SCRIPTS)}
     if os.sep not in program and not program.endswith(".py") and (point := names.get(program)) is not None:
         sys.path.insert(0, os.path.join(sys.prefix, "bin"))  # as the command's own file has it

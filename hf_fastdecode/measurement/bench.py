@@ -140,11 +140,9 @@ class _Quantity:
     divided_by: float = 1.0
 
     def of(self, row: Measurement) -> float | None:
-        """The number in its unit; None where it was not measured."""
         return float(row[self.column]) / self.divided_by if row.get(self.column) else None
 
     def text(self, row: Measurement, missing: str = "") -> str:
-        """The number with three digits or more."""
         value = self.of(row)
         return missing if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 

@@ -39,7 +39,6 @@ def percentiles(samples: Sequence[float]) -> Times:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where there is one to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -105,7 +104,6 @@ class Drawn:
 
     @property
     def prompts(self) -> Tensor:
-        """``[rows, prompt_length]`` int64."""
         return self.sequences[:, : self.prompt_length]
 
     @property
@@ -115,7 +113,6 @@ class Drawn:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the logits of the first token."""
         return self.step_times[0] - self.started
 
     @property
@@ -204,7 +201,6 @@ def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -
 
 
 def end_tokens_of(model: Any) -> list[int]:
-    """The ids that end a completion."""
     end = model.generation_config.eos_token_id
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
@@ -321,7 +317,6 @@ def guarded(columns: Iterable[str], measure: Callable[[], dict[str, Any]]) -> di
 
 
 def collect() -> None:
-    """Free the memory that nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -59,7 +59,6 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
 
 
 def _arguments() -> list[str]:
-    """The arguments without those that say nothing about what is measured."""
     arguments: list[str] = []
     skip = 0
     for argument in sys.argv[1:]:

@@ -92,21 +92,3 @@ def test_the_command(tmp_path):
     assert (tmp_path / "rows-steps.png").stat().st_size > 5000
     line = f"| tiny | 40 | 3 | 6 to 12 | {float(rows[2]['kv_floor_ms']):.2f} | {float(rows[2]['ms_per_step']):.2f} |"
     assert line in completions_table(rows)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--marks", "a,b"], "whole numbers"),
-        (["--marks", "6,2"], "rising"),
-        (["--marks", "1"], "must end at 2 or more"),
-        (["--way", "beams"], "--way must be one of"),
-        (["--point", "7"], "CONTEXTxN"),
-        (["--tree", "8+2x30"], "SHARED+PROBLEMSxOWNxSAMPLES"),
-        (["--shape", "tiny", "--marks", "2,200000"], "longer than"),
-    ],
-)
-def test_what_is_refused(words, said, tmp_path):
-    found = run(*words, "--out", tmp_path / "rows.csv")
-    assert found.exit_code == 2
-    assert said in found.stderr

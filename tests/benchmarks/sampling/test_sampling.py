@@ -175,21 +175,6 @@ def test_a_table_names_what_did_not_run(tmp_path):
     assert "| 2 | 200 | top_k50, top_p0.95 | 1.5 | not run | 300.0 |  |  |" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--set nosuch", "--set must be one of grid, tiny, got 'nosuch'"),
-        ("--way nosuch", "--way must be one of fast, hf, got 'nosuch'"),
-        ("--only nosuch", "no case contains 'nosuch'"),
-    ],
-)
-def test_bad_input_is_one_line(words, message):
-    result = run(*words.split())
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_help_and_list():
     assert "python -m benchmarks sampling --only" in run("--help").stdout
     listed = run("--set", "grid", "--only", "greedy", "--list").stdout.splitlines()
