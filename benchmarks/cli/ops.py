@@ -98,11 +98,15 @@ def ops(
     if show:
         return show_cases(cases)
     check_backend()
-    check_out(out)
-    place = find_device(device)
     from ..ops.table import ops_table
 
-    report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
+    report(run_ops(cases, ways, _place(device, out), check, out), out, ops_table, plot=plot)
+
+
+def _place(device: str, out: Path) -> torch.device:
+    """The device, once the file of rows has been checked."""
+    check_out(out)
+    return find_device(device)
 
 
 def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str, default: str) -> list[C]:
@@ -156,8 +160,7 @@ def sampling(
     cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
     if show:
         return show_cases(cases)
-    check_out(out)
-    place = find_device(device)
+    place = _place(device, out)
     with exit_on_interrupt():
         from ..sampling.cases import sampling_table
         from ..sampling.measure import SamplingBench
@@ -199,8 +202,7 @@ def slim(
     cases = chosen(_cases(SLIM_SETS, sets, device, "grid"), only)
     if show:
         return show_cases(cases)
-    check_out(out)
-    place = find_device(device)
+    place = _place(device, out)
     with exit_on_interrupt():
         from ..slim.cases import slim_table
         from ..slim.measure import SlimBench

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
-from hf_fastdecode.cli.bench import C, measured
+from hf_fastdecode.cli.bench import measured
 from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
@@ -36,9 +35,7 @@ from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, p
 from .options import repeatable, report_workload
 
 if TYPE_CHECKING:
-    from hf_fastdecode.measurement.rows import Measurement
-
-    from ..workloads.measure import Timing
+    pass
 
 app = command_group()
 
@@ -114,24 +111,24 @@ def hier(
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
-    with _prepared(model, out) as found:
+    with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_levels
-        from ..workloads.measure import HierBench
+        from ..workloads.measure import HierBench, Timing
         from ..workloads.tables import levels_table
 
         bench = HierBench(
-            found.model,
-            [found.tokenizer(text, verbose=False).input_ids for text in texts[: max(wanted)[0]]],
+            loaded,
+            [tokenizer(text, verbose=False).input_ids for text in texts[: max(wanted)[0]]],
             name=model.model,
             task=task,
             shots=shots,
-            timing=found.timing(new_tokens, repeats, SAMPLING),
+            timing=Timing(new_tokens, repeats, budget_s, SAMPLING),
             mode=mode,
             sampler=sampler,
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
-        rows = found.run(cases, levels, bench.measure)
+        rows = measured(cases, levels, bench.measure, loaded.device, out, backend=backend_of_environment())
     report_workload(rows, out, levels_table, draw_levels)
 
 
@@ -187,58 +184,40 @@ def longqa(
     check_enable_options(mode=mode)
     model.check()
     prose = None if document is None else _text(document)
-    with _prepared(model, out) as found:
+    with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_questions
         from ..workloads.document import make_document
-        from ..workloads.measure import QuestionsBench
+        from ..workloads.measure import QuestionsBench, Timing
         from ..workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
-            found.model,
-            found.tokenizer,
-            make_document(found.count, length, shots=shots, seed=seed, prose=prose),
+            loaded,
+            tokenizer,
+            make_document(
+                lambda text: len(tokenizer(text, verbose=False).input_ids), length, shots=shots, seed=seed, prose=prose
+            ),
             name=model.model,
             document_name=f"made from seed {seed}" if document is None else document.name,
-            timing=found.timing(new_tokens, repeats, GREEDY),
+            timing=Timing(new_tokens, repeats, budget_s, GREEDY),
             mode=mode,
         )
-        rows = found.run([bench.case(number) for number in wanted], ways, bench.measure)
+        cases = [bench.case(number) for number in wanted]
+        rows = measured(cases, ways, bench.measure, loaded.device, out, backend=backend_of_environment())
     report_workload(rows, out, questions_table, draw_questions)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    model: Any
-    tokenizer: Any
-    out: Path
-
-    def count(self, text: str) -> int:
-        return len(self.tokenizer(text, verbose=False).input_ids)
-
-    def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
-        from ..workloads.measure import Timing
-
-        return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
-
-    def run(
-        self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]
-    ) -> list[Measurement]:
-        """Rows of the cases and ways, those of an earlier run or measured now."""
-        backend = backend_of_environment()
-        return measured(cases, ways, measure, self.model.device, self.out, backend=backend)
-
-
 @contextmanager
-def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
-    """Within, the model is loaded and libraries are quiet."""
+def _prepared(model: ModelOptions, out: Path) -> Iterator[tuple[Any, Any, float]]:
+    """Within, libraries are quiet; the model, its tokenizer, and seconds after which a call of it is not repeated."""
     from hf_fastdecode.measurement.rows import check_out
 
     check_out(out)
     with exit_on_interrupt():
         from hf_fastdecode.cli.models import load_model
     with quiet_libraries():
-        yield _Prepared(*load_model(model.model, model.dtype, pick_device(model.device)), out)
+        loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
+        yield loaded, tokenizer, _BUDGET_S.get(loaded.device.type, _BUDGET_S["cuda"])
 
 
 def _text(path: Path) -> str:
