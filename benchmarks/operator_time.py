@@ -1,4 +1,4 @@
-"""Times of operators, which are warm and find their inputs outside the L2 cache.
+"""Times of operators, warm and with inputs outside the L2 cache, and the device's ceilings, measured in the same run.
 
 On CUDA, calls are captured in one graph that runs over all their input sets, which together are larger than the cache:
 no launch overhead, no warm cache. Elsewhere, a wall clock.
@@ -33,7 +33,7 @@ def in_us(times: Times) -> dict[str, float]:
 def time_operator(
     calls: Sequence[Callable[[], Output]], device: torch.device, *, budget_s: float = 0.06
 ) -> tuple[Times, Output]:
-    """Seconds of one of calls that are alike but for their inputs, and what the first left behind when last timed.
+    """Seconds of one of calls that are alike but for their inputs, and what the first one returned when last timed.
 
     The inputs together should not fit into the L2 cache; `budget_s` is about how long to measure.
     """

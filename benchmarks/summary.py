@@ -1,4 +1,4 @@
-"""What the README and other pages show of the committed measurements: tables between markers, and figures.
+"""Tables and figures of README and other pages, from the committed measurements.
 
 ``python -m benchmarks summary`` rewrites them all; a test fails when a table does not match its CSV file.
 """
@@ -82,7 +82,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "levels": levels_page,
     "questions": questions_page,
 }
-"""What a marker can ask for behind the file's name."""
+"""What a marker can ask for after the file's name."""
 
 
 def refreshed(text: str) -> str:

@@ -108,7 +108,7 @@ def generate(
     `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
 
     A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
-    `+reuse_prefix=1000000` behind them: 1 MB, which keeps none of a longer prompt.
+    `+reuse_prefix=1000000` after them: 1 MB, which keeps none of a longer prompt.
 
     Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
     layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` and `tiny-mha`

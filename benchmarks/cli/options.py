@@ -1,4 +1,4 @@
-"""The options that the benchmarks' commands share, each defined once, beside those of `hf_fastdecode.cli.options`."""
+"""Options that the benchmarks' commands share, beside those of `hf_fastdecode.cli.options`, and how they show rows."""
 
 from __future__ import annotations
 

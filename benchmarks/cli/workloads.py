@@ -149,7 +149,7 @@ def longqa(
         Path | None,
         typer.Option(help="A UTF-8 text file whose sentences hide the facts.", show_default="made", dir_okay=False),
     ] = None,
-    shots: Annotated[int, typer.Option(help="Solved questions behind the text.", min=0)] = _QUESTION_SHOTS,
+    shots: Annotated[int, typer.Option(help="Solved questions after the text.", min=0)] = _QUESTION_SHOTS,
     questions: Annotated[
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",

@@ -1,4 +1,8 @@
-"""The calls that are measured: a model, prompts for a case, and functions that generate so many tokens."""
+"""Calls of `generate` to measure: the model and the prompts of a case, functions that draw, and the check of a way.
+
+In fp32 tokens must be stock's, for one seed. In half precision no two kernels round alike, so the error of the logits
+that the way chose its tokens by counts: against the model in fp64 it is at most twice stock's own.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +130,7 @@ def caller(
 
 
 def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
-    """The same by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
+    """Like `caller`, by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
     if not hasattr(model, "generate_batch") or case.finish or case.shape in INPUT_SHAPES:
         raise NotAvailableError("generate_batch does not take this case")
     ids: Tensor = given_of(case.shape).arguments(model, case)["input_ids"]
@@ -190,7 +194,7 @@ def gives_stock_tokens(way: GenerateWay, device: torch.device, case: GenerateCas
 
 
 def logits_error(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: GenerateCase = _TEXT) -> float:
-    """How many times stock's error the way's logits err, on its own tokens, against the model in fp64.
+    """Error of the way's logits on its own tokens against the model in fp64, in multiples of stock's error.
 
     Raises NotAvailableError where the way runs stock.
     """

@@ -40,7 +40,7 @@ WAYS: dict[str, str] = {
     "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
     "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
 }
-"""Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
+"""Ways and what they are. ``+name=value`` after one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
 LOOPS = ("beams", "lookup", "hidden-states")
 """Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
@@ -102,7 +102,7 @@ class PromptTree:
 
     @classmethod
     def of_row(cls, shape: str) -> PromptTree | None:
-        """The tree that stands behind the shape in a row, if one does."""
+        """The tree that stands after the shape in a row, if one does."""
         _, found, text = shape.partition(TREE)
         return cls.parse(text) if found else None
 
@@ -187,7 +187,7 @@ class GenerateCase(Case):
         return columns if self.tree is None else columns | {"shape": f"{self.shape}{TREE}{self.tree}"}
 
     def call_columns(self) -> dict[str, Any]:
-        """Those of `columns` that cases about a call have, in which all rows run to the end."""
+        """The columns of cases about a call in which all rows run to the end."""
         columns = self.columns()
         return {name: columns[name] for name in ("shape", "context", "samples", "new_tokens", "dtype")}
 

@@ -1,4 +1,4 @@
-"""What a call of `generate` is given of a shape: token ids, or with an encoder or images more.
+"""Inputs of a call of `generate` by shape: token ids, or for models with an encoder or images more.
 
 The bench knows nothing else of an encoder or of images: ways, their check and times are the same for all.
 """
@@ -125,7 +125,7 @@ class Recording(_WithoutTrees):
         return {**self._features(model), "language": "en", "task": "transcribe"}
 
     def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
-        """Of a beam search the best transcript: Whisper's `generate` searches again for each that it returns.
+        """For a beam search ask for the best transcript only: Whisper's `generate` searches again for each one.
 
         Numbers of new tokens would be warned of in each call, beside the lengths that Whisper's `generate` fills in
         when there are none. It adds the beginning to the longest itself.

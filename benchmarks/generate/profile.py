@@ -1,4 +1,4 @@
-"""Where the time of a first token and of a step goes on the GPU: kernels by what they compute, and pauses.
+"""Breakdown of the GPU time of a first token and of a step: kernels by what they compute, and pauses.
 
 A call of one new token and a whole call are timed, then each runs once more under PyTorch's profiler. What the whole
 call has more, divided by its steps, is a step.
@@ -65,7 +65,7 @@ class Profile:
         return found
 
     def step(self, first: Profile, steps: int) -> Profile:
-        """What a step takes, this being a whole call of so many steps and `first` a call without any."""
+        """The time of a step, this being a whole call of so many steps and `first` a call without any."""
 
         def part(whole: dict[str, float], before: dict[str, float]) -> dict[str, float]:
             return {name: max(0.0, us - before.get(name, 0.0)) / steps for name, us in whole.items()}

@@ -83,7 +83,7 @@ def _of_whisper(
 ) -> dict[str, Any]:
     """The generation config of a multilingual Whisper, by the ids of its special tokens.
 
-    Timestamps are suppressed, too, which no trained model draws behind "no timestamps": Whisper's `generate` would
+    Timestamps are suppressed, too, which no trained model draws after "no timestamps": Whisper's `generate` would
     take two of random weights for the end of a segment, and call again for the rest of the recording.
     """
     return {

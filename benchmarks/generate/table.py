@@ -37,7 +37,7 @@ def generate_table(
 ) -> str:
     """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
 
-    A paper's own numbers, `published` by context and samples in its `unit`, are shown behind ours.
+    A paper's own numbers, `published` by context and samples in its `unit`, are shown after ours.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
@@ -140,7 +140,7 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
 
 
 def profile_table(rows: Sequence[Measurement]) -> str:
-    """Where the time of first tokens and of steps goes."""
+    """Breakdown of the time of first tokens and of steps."""
     lines = []
     for row in rows:
         cells = [row["shape"], *_point(row), row["part"], row["way"], cell(row, lambda one: f"{float(one['ms']):.2f}")]
@@ -156,7 +156,7 @@ def profile_table(rows: Sequence[Measurement]) -> str:
     return markdown(_PROFILE, lines, f"{note}.")
 
 
-_LONG_NAMES = re.compile(r"(?<=\b\w{20})\w+")  # what libraries name their kernels behind the first letters
+_LONG_NAMES = re.compile(r"(?<=\b\w{20})\w+")  # what libraries name their kernels after the first letters
 _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "launches", "largest kernels")
 
 

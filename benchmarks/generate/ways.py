@@ -1,4 +1,9 @@
-"""The ways of generating, as data, and the block in which a model generates by one of them."""
+"""The ways of generating, as data, and the block in which a model generates by one of them.
+
+Other attention, none at all or a baseline's, runs in the package's own loop for the time of a measurement: the
+package's attention is registered with transformers under a name, and an entry of the registry's instance goes before
+it. Steps captured under another attention must not outlive it: enable the model inside of the block.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +76,7 @@ class GenerateWay:
         return backend
 
     def call_arguments(self, samples: int) -> dict[str, Any]:
-        """What one call of so many samples of one prompt gives `generate`, which may change it."""
+        """Arguments of `generate` for so many samples of one prompt, in a copy, as it may change them."""
         if not self.beams:
             return SAMPLING | {"num_return_sequences": samples} | deepcopy(self.arguments)  # 5.17 takes keys out
         return {"num_beams": samples, "num_return_sequences": samples}
@@ -180,7 +185,7 @@ class Replaced:
 @contextmanager
 def replaced_attention(attend: Attend) -> Iterator[Replaced]:
     """Within, shared-context attention is `attend`'s; restored on leaving, also by an error."""
-    seen = Replaced()
+    replaced = Replaced()
 
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor | None, **kwargs: Any
@@ -195,17 +200,17 @@ def replaced_attention(attend: Attend) -> Iterator[Replaced]:
             out = attend(key, query, query.shape[-1] ** -0.5 if scale is None else float(scale))
         if out is None:
             return shared_context_attention(module, query, key, value, mask, **kwargs)
-        seen.called = True
+        replaced.called = True
         return out.transpose(1, 2).contiguous(), None
 
-    # Compiled layers break where they break for what it stands in for.
+    # Compiled layers break where they break for the attention that it replaces.
     attention = torch.compiler.disable(attention)
     # An entry of this very instance is set and deleted: the one that registration made stays where it is.
     if ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] is not shared_context_attention:
         raise RuntimeError("attention is replaced already; leave that block first")
     ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = attention
     try:
-        yield seen
+        yield replaced
     finally:
         del ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
 

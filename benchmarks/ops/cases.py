@@ -75,7 +75,7 @@ class OpCase(Case):
         return 2 * self.kv_heads * self.head_dim * itemsize
 
     def bytes(self, itemsize: int) -> int:
-        """What must move at least: every stored token once, every suffix once, queries in and outputs out."""
+        """Least bytes to move: every stored token once, every suffix once, queries in and outputs out."""
         tokens = self.stored_tokens + self.rows * self.suffix
         return tokens * self.bytes_per_token(itemsize) + 2 * self.rows * self.heads * self.head_dim * itemsize
 

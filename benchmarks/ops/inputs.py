@@ -1,4 +1,8 @@
-"""Random inputs of operator cases, in as many sets as it takes for the L2 cache to hold none of the next one."""
+"""Random inputs of operator cases, in as many sets as the L2 cache cannot hold, and the oracle that checks outputs.
+
+The rule is the one of the tests: at most twice the error of PyTorch's own attention in the same dtype, in the largest
+and in the mean error, on some rows and KV heads, which the fp64 oracle can afford.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +89,7 @@ def _batch(stored: Tensor, start: int, length: int, count: int) -> Tensor:
 
 
 def sets_needed(bytes_of_one: int, device: torch.device, *, most: int = 256) -> int:
-    """How many sets of so many bytes are twice the L2 cache: 1 on a CPU, else 2 at least unless one is far larger."""
+    """Sets of so many bytes that are twice the L2 cache: 1 on a CPU, else at least 2 unless one is far larger."""
     if device.type != "cuda":
         return 1
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -136,7 +140,7 @@ _ROWS = 32  # of 1,024 with four query heads to a KV head, one of each tile of 1
 
 @dataclass(frozen=True)
 class Oracle:
-    """What a few rows and query heads of a case should be, and what PyTorch makes of them.
+    """Reference outputs for a few rows and query heads of a case, and PyTorch's own outputs.
 
     Attributes:
         rows, heads: Indices of those checked.
@@ -156,7 +160,7 @@ class Oracle:
     eager: Tensor
 
     def error(self, actual: Tensor, yardstick: str = "fused") -> float:
-        """How many times PyTorch's error `actual` ``[all rows, all heads, 1, head_dim]`` errs; inf when not finite.
+        """Error of `actual` ``[all rows, all heads, 1, head_dim]`` in multiples of PyTorch's; inf when not finite.
 
         The errors are the largest one and the Frobenius norm. PyTorch's count at least as half of `unit`, and a
         quarter, so that a case in which it is right to the last bit does not forbid rounding.

@@ -29,7 +29,7 @@ from .inputs import OpInputs
 
 
 def plan_of(inputs: OpInputs) -> LaunchPlan:
-    """How the kernels go over a case's forest."""
+    """The launch plan for a case's forest."""
     shape = HeadShape.of(inputs.query, inputs.new.keys, Scoring(inputs.scale))
     return LaunchPlan(inputs.forest, shape, inputs.query.device)
 
@@ -42,7 +42,7 @@ def new_token(inputs: OpInputs) -> Partial:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What the kernel left."""
+    """Partials that the kernel of nodes leaves to be merged."""
 
     inputs: OpInputs
     schedule: Schedule

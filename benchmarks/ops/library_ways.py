@@ -7,7 +7,7 @@ FlashInfer's wrappers, over pages of 16 tokens and tables that CUDA graphs can r
 - `cascade_calls`: `MultiLevelCascadeAttentionWrapper`: a level for each depth of nodes, one for the suffixes.
 
 Sequences are lists of pages, as servers keep them, and equal pages are stored once. The pages of a sequence lie in
-order, one behind the other. New tokens are in their places, as for all baselines.
+order, one after the other. New tokens are in their places, as for all baselines.
 
 Tokens of a case are numbered: those of the nodes, end to end as in their segment, then each row's suffix.
 
@@ -86,7 +86,7 @@ def cascade_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all wrappers of a case are made from."""
+    """Arguments that all wrappers of a case share."""
 
     flashinfer: Any
     inputs: OpInputs
@@ -352,7 +352,7 @@ def fasttree_calls(sets: Sequence[OpInputs]) -> dict[str, list[Callable[[], Tens
 
 @dataclass(frozen=True)
 class _Plan:
-    """What `fasttree_preparation` made of a case's tree: tables and workspace, and tiles of both launches."""
+    """Output of `fasttree_preparation` for a case: tables and workspace, and tiles of both launches."""
 
     tables: Sequence[Any]
     query_tiles: Sequence[int]

@@ -103,7 +103,7 @@ class OpBench:
         return self._prepared[1:]
 
     def _sets_of_copies(self, case: OpCase, most: int) -> int:
-        """How many sets of copies to make; OutOfMemoryError if they would not fit, as finding out takes seconds."""
+        """Number of sets of copies to make; OutOfMemoryError if they would not fit, as finding out takes seconds."""
         size = case.copied_bytes(getattr(torch, case.dtype).itemsize)
         sets = min(most, sets_needed(size, self.device))
         if self.device.type == "cuda":

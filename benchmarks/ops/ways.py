@@ -25,10 +25,10 @@ from .library_ways import cascade_calls, decode_calls, fasttree_calls, fasttree_
 
 
 class Unmerged(Protocol):
-    """What a kernel of a part leaves behind."""
+    """Output of a kernel of a part, before the merge."""
 
     def result(self) -> Tensor:
-        """What it makes of the case: ``[rows, heads, 1, head_dim]``."""
+        """The merged output: ``[rows, heads, 1, head_dim]``."""
         ...
 
 
@@ -76,7 +76,7 @@ class OpWay:
 
 
 def _ours(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
-    """What the package itself would run."""
+    """The kernels or operators that the package itself chooses."""
     if _kernels_are_chosen(sets[0]):
         return {"kernels" if _in_turn(sets[0]) else "kernels, suffixes beside nodes": kernel_calls(sets)}
     return {"operators": [_operators(inputs) for inputs in sets]}
@@ -124,7 +124,7 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
 
 
 def _operators(inputs: OpInputs) -> Call:
-    """What the package runs where its kernels are not the faster ones: PyTorch's operators over the forest."""
+    """PyTorch's operators over the forest, which the package runs where its kernels are not faster."""
     last = [part[:, :, -1:] for part in inputs.suffix]
 
     def call() -> Tensor:

@@ -139,7 +139,7 @@ class AttentionBench:
         return max(self.processes.gathered(torch.cuda.max_memory_allocated(self.processes.device)))
 
     def _paper(self, case: AttentionCase, way: str) -> dict[str, Any]:
-        """What the paper's equations say of a way, for all layers."""
+        """The bytes of a way by the paper's equations, for all layers."""
         size = getattr(torch, case.dtype).itemsize
         stored = volumes.stored_bytes(case, size)
         if way.startswith("ring") and way != "ring-partials":
@@ -158,7 +158,7 @@ _COLUMNS = (
 
 
 def _red(error: float) -> dict[str, Any] | None:
-    """What a row says when its way is wrong."""
+    """The status of a way that errs too much, else None."""
     if error <= BOUND:
         return None
     return {"status": f"wrong: it errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right"}

@@ -38,7 +38,7 @@ class Here(Protocol):
     """Attention to what this process holds."""
 
     def nodes(self, held: int, query: Tensor) -> Partial:
-        """To the nodes that a layer, or a buffer behind the layers, holds: fp32."""
+        """To the nodes that a layer, or a buffer after the layers, holds: fp32."""
         ...
 
     def finish(self, layer: int, nodes: Partial) -> Tensor:
@@ -125,7 +125,7 @@ def _divided(layer: StoredLayer, parallel: SequenceParallel) -> StoredLayer:
 
 
 def _by_tables(stored: Stack, tables: StepTables, stack: Stack) -> Step:
-    """What the package itself runs in a step, on what is stored here; new tokens are those of the whole stack."""
+    """The package's own step, over the tokens stored here; new tokens are those of the whole stack."""
     tables.follow(stored.forest, SuffixLengths.of(SUFFIX), dict(enumerate(stored.layers)))
 
     def step() -> list[Tensor]:

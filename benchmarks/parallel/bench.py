@@ -1,4 +1,4 @@
-"""Measures cases on the processes that torchrun started: rank 0 has the rows, and the others follow it."""
+"""Measures cases on the processes that torchrun started, collectives alone among them; rank 0 has the rows."""
 
 from __future__ import annotations
 

@@ -114,6 +114,11 @@ def collective_cases(ranks: int, *, most: int = 4 << 20) -> list[CollectiveCase]
     return [CollectiveCase(size, ranks) for size in (1 << bits for bits in range(14, 40, 2)) if size <= most]
 
 
+# Tree Attention's equations 8 to 14 of memory and communication, in bytes of one layer. The paper counts elements, for
+# multi-head attention with a context for each of `b` rows. Where KV heads are fewer, and rows share one context, keys
+# and values are narrower and are there once: ``2 t d`` has the width of the KV heads here, and ``b`` stands with
+# queries and partials alone.
+
 _PARTIAL = 4
 """Bytes of a partial's element: fp32."""
 

@@ -2,7 +2,7 @@
 
 A cluster has two levels: links within a node, and slower ones between nodes. A message takes the latency of its link,
 and its bytes over the bandwidth. Attention takes the bytes of the keys and values that a GPU reads over the bandwidth
-of its memory, and the time of its launches. `measured_links` fits a node's numbers to rows of 2, 4 and 8 GPUs; what is
+of its memory, and the time of its launches. `fitted` fits a node's rates to rows of 2, 4 and 8 GPUs; what is
 between nodes was not measured. (The paper measured tree 8 times as fast as ring at most, on 128 GPUs over 5.12M
 tokens.)
 
@@ -69,7 +69,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of GPUs. `measured_links.measured_cluster` has one whose nodes are measured.
+    """Nodes of GPUs. `measured_cluster` has one whose nodes are measured.
 
     Attributes:
         memory: From which a GPU reads keys and values; its latency is that of the launches of attention.
@@ -193,7 +193,16 @@ def measured_cluster() -> Cluster:
 
 
 def fitted(rows: Iterable[Measurement]) -> Cluster:
-    """The cluster of rows of attention in all ways, over two numbers of GPUs or more."""
+    """The cluster fitted to rows of attention in all ways, over two numbers of GPUs or more.
+
+    Lines by least squares of relative errors, through rows whose contexts one row of queries reads:
+
+    - memory: the time of *one-gpu* against the bytes of keys and values. Other ways take more time for
+      communication, and for launches that go with it.
+    - a link's bandwidth, and a pass's own time: a pass of *ring* against the bytes of keys and values that it sends.
+    - a link's latency, and an all-gather's own time: the remaining time of *tree* against the number of further GPUs.
+    - an all-reduce's own time: a third of what *three-all-reduces* then takes longer, on average.
+    """
     right = [row for row in rows if row["device"] == DEVICE and row["status"] == "ok" and row["rows"] == "1"]
 
     def of(way: str) -> list[Measurement]:
@@ -216,7 +225,7 @@ def fitted(rows: Iterable[Measurement]) -> Cluster:
 
 
 def predict_row(cluster: Cluster, row: Measurement) -> Prediction:
-    """What the cluster takes for a row's layer and context."""
+    """The prediction for a row's layer and context."""
     return predict(cluster, _heads(row), int(row["context"]), _gpus(row))
 
 

@@ -1,4 +1,4 @@
-"""The processes of a measurement: started by torchrun, they measure the same case in the same way at the same time.
+"""The processes of a measurement, which torchrun starts, what they send, and times of calls that all make at once.
 
 Rank 0 says what is measured, and has the rows; the others follow it. What they tell each other on the host goes over a
 gloo group of their own, so that a process that waits for another keeps its GPU idle.

@@ -1,4 +1,4 @@
-"""Decode steps of whole models measured: one GPU, the context divided, or the model split."""
+"""Decode steps of whole models measured, with random weights: one GPU, the context divided, or the model split."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StepBench:
         return self._model[1]
 
     def _split(self, way: str) -> tuple[int | None, bool]:
-        """How many processes a way's weights are split between, and whether each has all attention heads."""
+        """Processes that a way's weights are split between, and whether each has all attention heads."""
         return self.processes.count if way in ("tensor", "stock-tensor", "helix") else None, way == "helix"
 
     @contextmanager
@@ -101,7 +101,7 @@ class StepBench:
             yield
 
     def _red(self, way: str) -> str | None:
-        """What a row says of a way whose tokens are not stock's on a tiny model in fp32; on every process alike."""
+        """The status of a way whose tokens are not stock's on a tiny model in fp32, on every process; else None."""
         if way == "stock-tensor":
             return None
         if way not in self._checked:
@@ -201,7 +201,7 @@ def _steps(model: PreTrainedModel, call: Callable[[int], Tensor], case: StepCase
 
 
 def _watched(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[Any, float, int | None]:
-    """What a call returns, its seconds, and the most bytes that this process's device held meanwhile."""
+    """The result of a call, its seconds, and the most bytes that this process's device held meanwhile."""
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -264,7 +264,7 @@ def random_prompt(model: PreTrainedModel, context: int) -> Tensor:
 
 
 def random_context(model: PreTrainedModel, ids: Tensor) -> SharedContextCache:
-    """What `hf_fastdecode.prefill` would return for a prompt ``[1, length]``, with random keys and values.
+    """A cache as `hf_fastdecode.prefill` returns one for a prompt ``[1, length]``, with random keys and values.
 
     Its first tokens are computed; then its node is replaced by a longer one, of which this process draws its part.
     """

@@ -1,4 +1,4 @@
-"""Measured decoding over several GPUs as Markdown tables."""
+"""Measured and predicted decoding over several GPUs as Markdown tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling cases as data: the tokens of one step drawn from logits, and the named sets of them.
+"""Sampling cases as data, the tokens of one step drawn from logits, with their named sets and their table.
 
 Nothing here needs torch, so that the command line can list the sets at once.
 """
@@ -46,7 +46,7 @@ class SamplingCase(Case):
         return self.settings == GREEDY
 
     def bytes(self, itemsize: int) -> int:
-        """What must move at least: every logit once."""
+        """Least bytes to move: every logit once."""
         return self.rows * self.vocabulary * itemsize
 
     def columns(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class SamplingBench:
 
 
 def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorList, *, greedy: bool) -> int:
-    """How many of the tokens ``[rows, draws]`` int64 transformers would never draw from logits ``[rows, vocabulary]``.
+    """Number of tokens ``[rows, draws]`` int64 that transformers never draws from logits ``[rows, vocabulary]``.
 
     Its own processors each leave the largest logits, and -inf in place of the others; greedy, only the first of the
     largest may be taken. Of tokens that tie at the edge of top-p, its sort, which is not stable, leaves any: a token
@@ -167,7 +167,7 @@ def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorL
 
 
 def logprob_error(logits: Tensor, tokens: Tensor, logprobs: Tensor) -> float:
-    """How many times the error of PyTorch's fp32 `log_softmax` the log-probabilities err, against fp64.
+    """Error of log-probabilities against fp64, in multiples of the error of PyTorch's fp32 `log_softmax`.
 
     PyTorch's error counts at least as what rounding the log-sum-exp and the result to fp32 may lose. Of logits
     ``[rows, vocabulary]``, tokens ``[rows, draws]`` int64 and their log-probabilities in fp32.
@@ -183,7 +183,7 @@ def logprob_error(logits: Tensor, tokens: Tensor, logprobs: Tensor) -> float:
 def red(
     logits: Tensor, tokens: Tensor, logprobs: Tensor, processors: LogitsProcessorList, *, greedy: bool
 ) -> tuple[str | None, float]:
-    """What a row's status says when the draws are wrong, else None; and the error of the log-probabilities."""
+    """The status of wrong draws, else None; and the error of the log-probabilities."""
     error = logprob_error(logits, tokens.clamp(0, logits.shape[1] - 1), logprobs)
     if outside := outside_support(logits, tokens, processors, greedy=greedy):
         what = "are not the most likely" if greedy else "are none that transformers leaves"

@@ -1,4 +1,4 @@
-"""Slim attention cases as data: one decode step of one layer over a slim cache, and the ways of doing it.
+"""Slim attention cases as data, one decode step of one layer over a slim cache, with its ways and their table.
 
 Nothing here needs torch, so that the command line can list the cases at once.
 """

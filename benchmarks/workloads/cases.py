@@ -20,7 +20,7 @@ GREEDY: Final = {"do_sample": False}
 
 @dataclass(frozen=True)
 class Level:
-    """Which runs of tokens are stored once.
+    """A level of sharing: the runs of tokens that are stored once.
 
     Attributes:
         words: The same for people.

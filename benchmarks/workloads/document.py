@@ -57,7 +57,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class LongDocument:
-    """What all rows begin with, a text and solved questions, and the facts to ask about, at least one."""
+    """A text and solved questions, which begin all rows, and the facts to ask about, at least one."""
 
     prefix: str
     facts: tuple[Fact, ...]
@@ -120,7 +120,7 @@ def _asked(fact: Fact) -> str:
 
 
 def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[str]:
-    """Sentences of at least so many tokens, with the white space behind them."""
+    """Sentences of at least so many tokens, with the white space after them."""
     pieces: list[str] = []
     total = 0
     for sentence in make_prose(seed):

@@ -1,6 +1,6 @@
 """Workloads measured: one batch of rows through `generate` in each way, prefill apart from decode, and memory.
 
-`HierBench` has samples of many problems behind one few-shot prompt, shared at no, one or two levels (Hydragen, section
+`HierBench` has samples of many problems after one few-shot prompt, shared at no, one or two levels (Hydragen, section
 4.4), `QuestionsBench` many questions about one long text (section 4.3).
 """
 
@@ -51,7 +51,7 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Timing:
-    """How calls are timed: every row draws `new_tokens`, at least 2, as `sampling` says, and none ends before.
+    """Settings of timed calls: every row draws `new_tokens`, at least 2, as `sampling` says, and none ends before.
 
     A call is repeated `repeats` times at most, and not again after `budget_s` seconds.
     """

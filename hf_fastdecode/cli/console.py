@@ -1,4 +1,4 @@
-"""The terminal: one-line errors and exit codes, quiet libraries, progress bars."""
+"""The terminal: one-line errors and exit codes, quiet libraries, progress bars, tables folded to its width."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _OPTIONS: Final = {name: f"--{name.replace('_', '-')}" for name in _NAMES.split(
 
 
 class FailedCheck(Exception):  # noqa: N818 - an outcome of a command, in one line, with exit code 1
-    """What a command checked or measured is not right."""
+    """A check or measurement of a command failed."""
 
 
 class OneLineErrors(TyperGroup):
@@ -185,7 +185,7 @@ def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int
 
 
 def _usage_line(error: Any, words: Sequence[str]) -> str:
-    """What typer has to say about a command line, with the word that it complains about."""
+    """typer's message about a command line, with the word that it complains about."""
     message = " ".join(error.format_message().split()).rstrip(".")
     names = getattr(getattr(error, "param", None), "opts", [])
     given = [after for name, after in pairwise(words) if name in names]
@@ -385,11 +385,11 @@ def _folded(part: Any, width: int) -> Iterator[Any]:
     for group in groups:
         piece = copy(part)
         piece.columns = [copy(part.columns[index]) for index in group]
-        room = width - edges - sum(sizes[index][0] + between for index in group)
+        free = width - edges - sum(sizes[index][0] + between for index in group)
         for place, (column, index) in enumerate(zip(piece.columns, group, strict=True)):
             least, most = sizes[index]
-            column._index, column.width = place, least + max(0, min(room, most - least))
-            column.overflow, room = "fold", room - column.width + least
+            column._index, column.width = place, least + max(0, min(free, most - least))
+            column.overflow, free = "fold", free - column.width + least
         piece.title = part.title if group is groups[0] else None
         piece.caption = part.caption if group is groups[-1] else None
         yield piece

@@ -32,7 +32,7 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What the layers of a slim checkpoint cache, and what that is measured on."""
+    """Caches of the layers of a slim checkpoint, and the text that they are measured on."""
 
     plan: Annotated[
         str,
@@ -329,7 +329,7 @@ def _append_warnings(report: dict[str, Any], closing: Text) -> None:
 
 
 def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
-    """What int8 keys and values would take, and why layers are not in 8 bits though these were asked for."""
+    """The bytes of int8 keys and values, and why layers are not in 8 bits though these were asked for."""
     baselines = [layer["measured"]["ordinary_int8"] for layer in report["layers"]]
     if not all(baselines):
         return

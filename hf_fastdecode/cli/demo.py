@@ -84,7 +84,7 @@ def demo(
 
 
 def _next_steps(python: Path) -> str:
-    """What to do after the demo: by the interpreter that ran it, as it is named from the working folder."""
+    """Next steps after the demo, by the interpreter that ran it, as it is named from the working folder."""
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
     pages = Path(__file__).resolve().parents[2] / "docs" / "README.md"

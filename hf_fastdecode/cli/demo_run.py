@@ -1,4 +1,4 @@
-"""What `demo` runs: the same completions with stock transformers and with shared context, ranked and tested."""
+"""The run of `demo`: the same completions with stock transformers and with shared context, ranked and tested."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Demo:
     task: Task
     shots: int  # solved examples in the prompt
     prompt_length: int
-    steps: int  # tokens drawn per row, with padding behind the end
+    steps: int  # tokens drawn per row, with padding after the end
     drawn_tokens: int  # of all completions, without that padding
     stock: Side
     shared: Side
@@ -102,7 +102,7 @@ def run_demo(model: Any, tokenizer: Any, task: Task, sampling: Sampling, *, shot
 
 
 def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
-    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]`` behind a prompt of this length."""
+    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]`` after a prompt of this length."""
     if torch.equal(stock, shared):
         return
     length = min(stock.shape[1], shared.shape[1])

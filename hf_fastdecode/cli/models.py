@@ -1,4 +1,4 @@
-"""From a name on the command line to a model, and the machine in words."""
+"""Models of the command line: loaded by name, and completions drawn with them, if they fit into memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that commands share, each defined once, and groups of options that are dataclasses.
+"""The options that commands share, each defined once with its bounds, and groups of options that are dataclasses.
 
 A command that means something else by an option, or has more to say about it, defines its own.
 """
@@ -30,7 +30,7 @@ HELP_NAMES: Final[dict[str, Any]] = {"help_option_names": ["-h", "--help"]}
 
 
 def command_group() -> typer.Typer:
-    """An app for the commands of one subject, which come behind its name."""
+    """An app for the commands of one subject, which come after its name."""
     return typer.Typer(
         add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", context_settings=HELP_NAMES
     )
@@ -110,7 +110,7 @@ SAMPLES: Final = 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one `generate` call draws; a value out of its bounds raises an InputError.
+    """Settings of drawing in one `generate` call; a value out of its bounds raises an InputError.
 
     With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
     """

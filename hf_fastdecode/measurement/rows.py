@@ -73,7 +73,7 @@ def _arguments() -> list[str]:
 
 
 def _program() -> str:
-    """How this process was started, such as ``python -m hf_fastdecode``."""
+    """The program of this process, such as ``python -m hf_fastdecode``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return Path(sys.argv[0]).name

@@ -1,4 +1,4 @@
-"""``eval generate``: from options to tasks, prompts and a model, and its samples."""
+"""``eval generate`` and ``eval latency``: tasks, prompts and a model from options; samples, and times of drawing."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class PromptOptions:
         typer.Option(
             "--chat",
             help="Put tasks to a chat model, by its tokenizer's chat template. Where that has the model think first, "
-            "the program is the first code block behind the thoughts, which count as tokens of the sample.",
+            "the program is the first code block after the thoughts, which count as tokens of the sample.",
         ),
     ] = False
     chat_template_kwargs: Annotated[

@@ -1,4 +1,7 @@
-"""Stored samples with their tasks, of a run's folder or a file: ``eval score``, ``check``, ``export``, ``rescore``."""
+"""Stored samples with their tasks, of a run's folder or a file: ``eval score``, ``check``, ``export``, ``rescore``.
+
+And ``eval run`` and ``eval report``: draw, time and score samples, and report accuracy against latency.
+"""
 
 from __future__ import annotations
 
@@ -210,7 +213,7 @@ def stored_samples(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Samp
 
 
 def prompt_options(path: Path, given: PromptOptions) -> PromptOptions:
-    """How tasks became the prompts of stored samples: a run's folder knows, for a file the options say."""
+    """The prompt options of stored samples: a run's folder knows them, for a file they are given."""
     if not path.is_dir():
         return given
     if given != PromptOptions():

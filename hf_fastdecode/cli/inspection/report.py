@@ -1,4 +1,4 @@
-"""All that `inspect` counts for one model: bytes of keys and values, with and without sharing, and of slim caches."""
+"""Counts of `inspect` for one model, and their tables: keys and values, with and without sharing, and slim caches."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _can_share(model: PreTrainedModel | str) -> tuple[bool | None, str]:
     with enabled(model):
         try:
             prefill(model, torch.zeros(1, _PROBE, dtype=torch.long))
-        except Exception as error:  # operators that need numbers, behind the checks of the model, masks and layers
+        except Exception as error:  # operators that need numbers, after the checks of the model, masks and layers
             if isinstance(error.__cause__, Unsupported):
                 return False, str(error.__cause__)
     return True, ""
@@ -358,7 +358,7 @@ def _notes(reports: Sequence[ModelReport]) -> Iterator[str]:
 
 
 def _layers(report: ModelReport, layers: Sequence[LayerCache]) -> Table:
-    """What the layers of a slim checkpoint cache; neighbours that cache the same in one line."""
+    """The caches of a slim checkpoint's layers; neighbours that cache the same in one line."""
     table = Table(title=Text(f"{report.model}: what its layers cache", style="bold"), title_justify="left")
     table.add_column("layers")
     table.add_column("cache")
