@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
-from hf_fastdecode.cli.bench import C, check_positions, check_weights, measured, parse_point, place_of_calls
+from hf_fastdecode.cli.bench import check_positions, check_weights, parse_point, place_of_calls
 from hf_fastdecode.cli.console import bad_input
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.rows import C, Measurement, provenance, run
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from hf_fastdecode.model_names import EMBEDDED, load_config, max_positions
 
@@ -52,10 +53,9 @@ from .options import (
 if TYPE_CHECKING:
     import torch
 
-    from hf_fastdecode.measurement.rows import Measurement
 
 Measure = Callable[[C, str], dict[str, Any]]
-Table = Callable[[list["Measurement"]], str]
+Table = Callable[[list[Measurement]], str]
 
 
 def generate(
@@ -173,7 +173,7 @@ def run_generate(
         for way in ways:  # numbers that options of ways cannot be, which takes torch to know
             find_way(way)
     bench = GenerateBench(device, repeats=repeats, check=check)
-    return measured(cases, ways, bench.measure, device, out, backend=backend_of_environment())
+    return run(cases, ways, bench.measure, provenance=provenance(device, backend=backend_of_environment()), out=out)
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
@@ -245,7 +245,8 @@ def _measure(
     with exit_on_interrupt():
         measure, table = make(place)
         check_models(calls, device, place)
-    report(measured(cases, ways, measure, place, out, backend=backend_of_environment()), out, table, plot=plot)
+    where = provenance(place, backend=backend_of_environment())
+    report(run(cases, ways, measure, provenance=where, out=out), out, table, plot=plot)
 
 
 _NO_COMPLETIONS = ("generate_batch", *LOOPS, *(f"stock-{name}" for name in LOOPS))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_fastdecode.attention.torch_operators import BACKEND_VARIABLE
-from hf_fastdecode.cli.bench import C, find_device, measured, refuse_red
+from hf_fastdecode.cli.bench import find_device, refuse_red
 from hf_fastdecode.cli.console import show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import CsvFile, Device, Plot, check_choice, check_device
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import check_out
+from hf_fastdecode.measurement.rows import C, Measurement, check_out, provenance, run
 
 from ..ops.cases import OP_SETS, OpCase, with_dtype
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
@@ -26,7 +26,6 @@ from .options import Check, ListCases, Only, chosen, repeatable, report, sets_of
 if TYPE_CHECKING:
     import torch
 
-    from hf_fastdecode.measurement.rows import Measurement
 
 OP_WAY_NAMES = (
     "ours",
@@ -123,7 +122,7 @@ def run_ops(
     with exit_on_interrupt():
         from ..ops.measure import OpBench
 
-    return measured(cases, ways, OpBench(device, check=check).measure, device, out)
+    return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
 
 
 def check_backend() -> None:
@@ -165,7 +164,7 @@ def sampling(
         from ..sampling.cases import sampling_table
         from ..sampling.measure import SamplingBench
 
-    rows = measured(cases, ways, SamplingBench(place, check=check).measure, place, out)
+    rows = run(cases, ways, SamplingBench(place, check=check).measure, provenance=provenance(place), out=out)
     report(rows, out, sampling_table, plot=False)
 
 
@@ -207,7 +206,7 @@ def slim(
         from ..slim.cases import slim_table
         from ..slim.measure import SlimBench
 
-    rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
+    rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
     show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
     refuse_red(rows, out)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from hf_fastdecode.cli.bench import C, refuse_red
+from hf_fastdecode.cli.bench import refuse_red
 from hf_fastdecode.cli.console import FailedCheck, show_tables
 from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.rows import C, Case, Measurement
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..generate.shapes import INPUT_SHAPES
-
-if TYPE_CHECKING:
-    from hf_fastdecode.measurement.rows import Case, Measurement
 
 
 def _shapes(names: Iterable[str]) -> Any:

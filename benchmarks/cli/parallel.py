@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_fastdecode.cli.bench import measured, parse_point
+from hf_fastdecode.cli.bench import parse_point
 from hf_fastdecode.cli.console import bad_input, note, show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import check_out, failed
+from hf_fastdecode.measurement.rows import check_out, failed, provenance, run
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..parallel.cases import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..parallel.bench import ParallelBench
 
 KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
-"""What is measured, and in which ways."""
+"""Ways of each kind of measurement."""
 
 _WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
 _START = "torchrun --nproc-per-node 2 -m benchmarks -- parallel"
@@ -194,7 +194,7 @@ def _measure(
     found = []
     for name, own in cases.items():
         chosen = [one for one in ways if one in KINDS[name]]
-        rows = measured(own, chosen, bench.measure, bench.processes.device, _file(out, name))
+        rows = run(own, chosen, bench.measure, provenance=provenance(bench.processes.device), out=_file(out, name))
         show_tables(parallel_table(rows))
         typer.echo(f"rows: {_file(out, name)}")
         found += rows

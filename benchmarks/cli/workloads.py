@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
-from hf_fastdecode.cli.bench import measured
 from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
@@ -30,6 +29,7 @@ from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
+from hf_fastdecode.measurement.rows import check_out, provenance, run
 
 from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
 from .options import repeatable, report_workload
@@ -128,7 +128,8 @@ def hier(
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
-        rows = measured(cases, levels, bench.measure, loaded.device, out, backend=backend_of_environment())
+        where = provenance(loaded.device, backend=backend_of_environment())
+        rows = run(cases, levels, bench.measure, provenance=where, out=out)
     report_workload(rows, out, levels_table, draw_levels)
 
 
@@ -203,15 +204,14 @@ def longqa(
             mode=mode,
         )
         cases = [bench.case(number) for number in wanted]
-        rows = measured(cases, ways, bench.measure, loaded.device, out, backend=backend_of_environment())
+        where = provenance(loaded.device, backend=backend_of_environment())
+        rows = run(cases, ways, bench.measure, provenance=where, out=out)
     report_workload(rows, out, questions_table, draw_questions)
 
 
 @contextmanager
 def _prepared(model: ModelOptions, out: Path) -> Iterator[tuple[Any, Any, float]]:
     """Within, libraries are quiet; the model, its tokenizer, and seconds after which a call of it is not repeated."""
-    from hf_fastdecode.measurement.rows import check_out
-
     check_out(out)
     with exit_on_interrupt():
         from hf_fastdecode.cli.models import load_model

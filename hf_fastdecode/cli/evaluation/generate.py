@@ -16,7 +16,8 @@ from ...evals.prompts import PromptFormat
 from ...evals.records import read_samples, thoughts_line
 from ...evals.run_folder import LATENCY, SETTINGS, Drawing, RunSettings, prompts_digest, read_settings, sample_files
 from ...evals.tasks import TaskSet
-from ...measurement.rows import Case
+from ...files import read_rows
+from ...measurement.rows import Case, provenance, run
 from ...model_names import max_positions
 from ..console import forced_options, note, quiet_libraries, resumed_by_same_command
 from ..interrupts import exit_on_interrupt
@@ -123,7 +124,6 @@ def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
     from ...evals.generation import generate_samples
     from ...evals.rescore import model_digest
-    from ...measurement.rows import provenance
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options
     settings = RunSettings(
@@ -270,7 +270,6 @@ class _Timed(Case):
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
     """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
     from ...evals.generation import measure_latency
-    from ...measurement.rows import provenance, run
 
     options = prepared.options
     about = {
@@ -325,8 +324,6 @@ def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _check_rows(path: Path, about: Mapping[str, Any]) -> None:
-    from ...files import read_rows
-
     for row in read_rows(path) if path.exists() else []:
         for name, value in about.items():
             if row.get(name, str(value)) != str(value):
