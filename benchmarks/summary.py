@@ -40,20 +40,21 @@ _MARKERS = re.compile(
 _MOST_LINES = 16  # of operators; more are summed up
 
 
+_BY_COLUMN: dict[str, Callable[[list[Measurement]], str]] = {
+    "ranks": parallel_table,
+    "vocabulary": sampling_table,
+    "busy_ms": generate.profile_table,
+    "caches": generate.first_calls_table,
+    "to_token": generate.completions_table,
+    "bandwidth_share": slim_table,
+}
+"""Tables of rows that alone have a column."""
+
+
 def table(rows: list[Measurement]) -> str:
     """A Markdown table of measurements, by the command that made them."""
-    if "ranks" in rows[0]:
-        return parallel_table(rows)
-    if "vocabulary" in rows[0]:
-        return sampling_table(rows)
-    if "busy_ms" in rows[0]:
-        return generate.profile_table(rows)
-    if "caches" in rows[0]:
-        return generate.first_calls_table(rows)
-    if "to_token" in rows[0]:
-        return generate.completions_table(rows)
-    if "bandwidth_share" in rows[0]:
-        return slim_table(rows)
+    if column := next((name for name in _BY_COLUMN if name in rows[0]), None):
+        return _BY_COLUMN[column](rows)
     if "case" in rows[0]:
         return ops_table(rows) if len({row["case"] for row in rows}) <= _MOST_LINES else ops_digest(rows)
     if {"stock", "shared"} <= {row["way"] for row in rows} <= {"stock", "shared", "vllm"}:

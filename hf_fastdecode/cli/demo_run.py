@@ -22,7 +22,7 @@ from hf_fastdecode.evals.sandbox import SandboxError, choose
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
-from ..measurement.calls import Drawn, end_tokens_of
+from ..measurement.calls import Drawn, counted_tokens, end_tokens_of
 from .console import FailedCheck, bytes_text, progress_bar
 from .models import Completion, check_memory, draw, encode, read_completions
 from .options import Sampling
@@ -126,22 +126,15 @@ def _counted(
     model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]
 ) -> tuple[Drawn, int]:
     """A call, and the tokens that went through the embedding layer until its first logits."""
-    embedded, until_first = 0, 0
-
-    def hook(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal embedded
-        embedded += arguments[0].numel()
+    until_first = 0
 
     def step(drawn: int) -> None:
         nonlocal until_first
-        until_first = until_first or embedded
+        until_first = until_first or sum(counted)
         on_step(drawn)
 
-    handle = model.get_input_embeddings().register_forward_hook(hook)
-    try:
+    with counted_tokens(model.get_input_embeddings()) as counted:
         drawn = draw(model, inputs, sampling, on_step=step)
-    finally:
-        handle.remove()
     return drawn, until_first
 
 

@@ -159,15 +159,8 @@ class SamplingOptions:
         given = {"--temperature": self.temperature, "--top-p": self.top_p, "--top-k": self.top_k}
         if self.greedy and (clash := [name for name, value in given.items() if value is not None]):
             raise InputError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
-        return Sampling(
-            n=self.n if self.n is not None else 1 if self.greedy else SAMPLES,
-            max_new_tokens=self.max_new_tokens,
-            temperature=TEMPERATURE if self.temperature is None else self.temperature,
-            top_p=TOP_P if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            greedy=self.greedy,
-            seed=self.seed,
-        )
+        chosen = {name: value for name, value in vars(self).items() if value is not None}
+        return Sampling(**({"n": 1} if self.greedy else {}) | chosen)
 
 
 def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
