@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cli.console import quiet_libraries
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.calls import collect, idle_time, seeded, step_columns, what_ran
 from hf_fastdecode.measurement.rows import status_of
@@ -232,7 +232,10 @@ def make_model(
         family: type[PreTrainedModel] = type(AutoModelForCausalLM.from_config(config))
     plan = fd.sequence_parallel_plan(config) if whole_heads else None
     torch.manual_seed(0)
-    with _quiet():  # without a checkpoint every weight is missing, and is drawn as a new model's is
+    with (
+        quiet_libraries(),
+        warnings.catch_warnings(action="ignore"),
+    ):  # without a checkpoint every weight is missing, and is drawn as a new model's is
         model = family.from_pretrained(
             None,
             config=config,
@@ -241,20 +244,6 @@ def make_model(
             distributed_config=DistributedConfig(tp_size=split, tp_plan=plan),
         )
     return model.eval()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def random_prompt(model: PreTrainedModel, context: int) -> Tensor:

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -30,6 +28,7 @@ from hf_fastdecode.measurement.calls import (
     collect,
     continuation,
     count_before_end,
+    cpu_memory,
     end_tokens_of,
     guarded,
     peak_over,
@@ -46,7 +45,6 @@ from .cases import LEVELS, HierCase, Level, QuestionsCase, check_point
 from .document import LongDocument, is_right
 
 CHECKED_TOKENS: Final = 8
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -201,21 +199,8 @@ def _too_large(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> str:
     passing = ids.numel() * (4 * hidden + 3 * widened) * model.dtype.itemsize
     rows, width = ids.shape
     needed = shape.kv_bytes(rows, width, new_tokens, model.dtype.itemsize).stock + passing
-    free = _free_memory()
+    free = cpu_memory(free=True)
     return f"out of memory: {needed / 2**30:.1f} GiB of {free / 2**30:.1f}" if needed > free else ""
-
-
-def _free_memory() -> int:
-    """Bytes of memory that are free or can be freed; all there are where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(free, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such limit, or "max"
-        return free
 
 
 class _Workload:

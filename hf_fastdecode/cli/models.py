@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,14 @@ from hf_fastdecode.generation.report import Report
 from ..dtypes import parse_dtype
 from ..errors import InputError, out_of_memory
 from ..measurement import calls as measurement
-from ..measurement.calls import Drawn, continuation, count_before_end, end_tokens_of, memory_and_logit_errors
+from ..measurement.calls import (
+    Drawn,
+    continuation,
+    count_before_end,
+    cpu_memory,
+    end_tokens_of,
+    memory_and_logit_errors,
+)
 from ..measurement.shapes import SHAPES, random_model
 from ..model_loading import load_tokenizer, load_weights, takes_text_only
 from ..model_names import EMBEDDED, SHAPE, load_config, max_positions
@@ -106,9 +112,6 @@ def _prepare(model: Any, tokenizer: Any) -> None:
     model.generation_config = GenerationConfig(
         eos_token_id=end, pad_token_id=tokenizer.pad_token_id, **{name: getattr(given, name) for name in kept}
     )
-
-
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -290,7 +293,8 @@ def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: b
     needed = rows * (8 * (length + sampling.max_new_tokens) + 4 * vocabulary_of(model))  # ids, and float32 logits
     if model.device.type == "cpu":
         needed += _kv_bytes(model, prompts, length, sampling, shared)
-    if needed > (memory := _memory(model.device)):
+    on_gpu = model.device.type == "cuda"
+    if needed > (memory := torch.cuda.mem_get_info(model.device)[1] if on_gpu else cpu_memory()):
         raise InputError(
             f"{_rows(rows, sampling)} need up to {bytes_text(needed)} of memory, {model.device} has "
             f"{bytes_text(memory)}; lower --n or --max-new-tokens"
@@ -308,13 +312,3 @@ def _kv_bytes(model: Any, prompts: int, length: int, sampling: Sampling, shared:
         return 0
     stored = shape.kv_bytes(sampling.n, length, sampling.max_new_tokens, model.dtype.itemsize)
     return prompts * (stored.shared if shared else stored.stock)
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such limit, or "max"
-        return total

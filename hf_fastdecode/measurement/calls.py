@@ -5,10 +5,12 @@ and what ran.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -304,6 +306,17 @@ def begin_peak(device: torch.device) -> int | None:
 def peak_over(device: torch.device, before: int | None) -> int | None:
     """Peak bytes since `begin_peak`, over the bytes held `before`; None where these are unknown."""
     return None if before is None else torch.cuda.max_memory_allocated(device) - before
+
+
+def cpu_memory(*, free: bool = False) -> int:
+    """Bytes of this machine's memory, or what is free or can be freed, up to the limit of a container."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, StopIteration):  # where the system does not tell
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if free else []
+        found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with suppress(OSError, ValueError):  # no such limit, or "max"
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found
 
 
 def guarded(columns: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

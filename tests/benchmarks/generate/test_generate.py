@@ -174,13 +174,15 @@ def test_attention_that_was_not_replaced_is_noticed(model):
     assert not fd.explain(model).enabled
 
 
-def test_without_attention_tokens_differ(model):
+def test_without_attention_in_steps_tokens_after_the_first_differ(model):
+    """Prefill attends all the same: a captured pass stores keys and values where its attention is called."""
     drawn = []
     for way in ("eager", "eager-no-attention"):
         torch.manual_seed(0)
         with using(model, find_way(way)):
             drawn.append(caller(model, CASE, find_way(way))(8))
     assert not torch.equal(*drawn)
+    assert torch.equal(*(tokens[:, : CASE.context + 1] for tokens in drawn))
 
 
 def test_models(tmp_path, model):

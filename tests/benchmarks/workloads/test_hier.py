@@ -121,7 +121,7 @@ def test_memory_that_runs_out_is_a_row(monkeypatch, bench, case):
 
 
 def test_rows_that_the_system_would_end_the_process_for_are_not_run(monkeypatch, bench, case):
-    monkeypatch.setattr(calls, "_free_memory", lambda: 2**20)
+    monkeypatch.setattr(calls, "cpu_memory", lambda free: 2**20)
     assert bench.measure(case, "none") == {"status": "out of memory: 0.0 GiB of 0.0"}
     assert bench.measure(case, "two-level")["status"] == "ok"
     assert bench.measure(case, "none").keys() == {"status"}
@@ -143,7 +143,7 @@ def test_errors_are_rows(monkeypatch, bench, case):
 
 
 def test_free_memory_is_some():
-    assert 2**20 < calls._free_memory() < 2**50
+    assert 2**20 < calls.cpu_memory(free=True) <= calls.cpu_memory() < 2**50
 
 
 @pytest.mark.parametrize("level", ["none", "two-level"])
@@ -156,10 +156,6 @@ def test_where_calls_are_captured_decoding_is_what_is_over_one_token(monkeypatch
     def counted(*args, **kwargs):
         lengths.append(kwargs["max_new_tokens"])
         return inner(*args, **kwargs)
-
-    def half_a_second_a_token(call, *args, **kwargs):
-        call()
-        return [0.5 * lengths[-1]]
 
     monkeypatch.setattr(bench.model, "generate", counted)
     monkeypatch.setattr(calls, "begin_peak", lambda device: 10)
