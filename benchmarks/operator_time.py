@@ -1,4 +1,4 @@
-"""Times of operators, which are warm and find their inputs outside the L2 cache.
+"""Times of operators, warm and with inputs outside the L2 cache, and the device's ceilings, measured in the same run.
 
 On CUDA, calls are captured in one graph that runs over all their input sets, which together are larger than the cache:
 no launch overhead, no warm cache. Elsewhere, a wall clock.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import TypeVar
 
 import torch
 
 from hf_fastdecode.measurement.calls import Times, percentiles
+
+from .ops.cases import OpCase
 
 Output = TypeVar("Output")
 
@@ -23,14 +27,13 @@ _MOST_LAUNCHES = 512
 
 
 def in_us(times: Times) -> dict[str, float]:
-    """Microseconds as columns of a measurement."""
     return {f"us_{name}": 1e6 * seconds for name, seconds in times._asdict().items()}
 
 
 def time_operator(
     calls: Sequence[Callable[[], Output]], device: torch.device, *, budget_s: float = 0.06
 ) -> tuple[Times, Output]:
-    """Seconds of one of calls that are alike but for their inputs, and what the first left behind when last timed.
+    """Seconds of one of calls that are alike but for their inputs, and what the first one returned when last timed.
 
     The inputs together should not fit into the L2 cache; `budget_s` is about how long to measure.
     """
@@ -86,3 +89,46 @@ def _time_on_cpu(calls: Sequence[Callable[[], Output]], budget_s: float) -> tupl
             call()
         samples.append((time.perf_counter() - start) / len(calls))
     return percentiles(samples), output
+
+
+# Clocks follow power: from one short measurement to the next, a GPU multiplies matrices a fifth faster or slower. One
+# alone would move the floors of all operators, which are timed at many moments.
+_BURSTS = 9
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of one device: of an element-wise kernel, and of a large product of bf16 matrices (on a CPU of fp32)."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def floor_s(self, case: OpCase, itemsize: int) -> float:
+        """Least seconds of a case: its bytes at one rate, or its arithmetic at the other."""
+        return max(case.bytes(itemsize) / self.bytes_per_s, case.flops / self.flops_per_s)
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Measure both rates: on a GPU, medians of short measurements with pauses between them.
+
+    The streaming kernel is an addition: a plain copy in a CUDA graph becomes a copy node, which is a third slower.
+    """
+    cuda = device.type == "cuda"
+    x = torch.randn(2**28 if cuda else 2**21, device=device)
+    y = torch.empty_like(x)
+    streaming = _seconds(lambda: torch.add(x, 1.0, out=y), device)
+    size, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    multiplying = _seconds(lambda: a @ b, device)
+    return Ceilings(2 * x.nbytes / streaming, 2 * size**3 / multiplying)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        return time_operator([call] * 4, device)[0].p50
+    found = []
+    for _ in range(_BURSTS):
+        time.sleep(_PAUSE_S)
+        found.append(time_operator([call] * 4, device)[0].p50)
+    return median(found)

@@ -28,17 +28,14 @@ _ROLLOUT_WAYS: Final = {
 
 
 def training_table(rows: Sequence[Measurement]) -> str:
-    """The trainers' lines."""
     return _clients_table([row for row in rows if row["program"].startswith("TRL")], same="weights")
 
 
 def evaluation_table(rows: Sequence[Measurement]) -> str:
-    """The lines of evaluation harnesses and of pipelines."""
     return _clients_table([row for row in rows if row["program"] in _HARNESSES], same="samples")
 
 
 def programs_table(rows: Sequence[Measurement]) -> str:
-    """The lines of all programs with the embedded model."""
     return _clients_table([row for row in rows if row["model"] == "embedded"], same="results")
 
 

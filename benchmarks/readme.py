@@ -66,7 +66,6 @@ def readme_table(rows: Sequence[Measurement]) -> str:
 
 
 def _cases(rows: Sequence[Measurement]) -> dict[tuple[int, int], dict[str, Measurement]]:
-    """The measurements of one prompt by context and samples, and by way."""
     found = cases_of([row for row in rows if row["shape"] == SHAPE])
     return {(int(ways["shared"]["context"]), int(ways["shared"]["samples"])): ways for ways in found}
 

@@ -1,4 +1,4 @@
-"""What the README and other pages show of the committed measurements: tables between markers, and figures.
+"""Tables and figures of README and other pages, from the committed measurements.
 
 ``python -m benchmarks summary`` rewrites them all; a test fails when a table does not match its CSV file.
 """
@@ -22,8 +22,8 @@ from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
 from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
 from .readme import draw_readme_figures, readme_table
-from .sampling.table import sampling_table
-from .slim.table import slim_table
+from .sampling.cases import sampling_table
+from .slim.cases import slim_table
 from .workloads.tables import levels_page, questions_page, samples_page
 
 _ROOT = RESULTS.parents[1]
@@ -40,20 +40,21 @@ _MARKERS = re.compile(
 _MOST_LINES = 16  # of operators; more are summed up
 
 
+_BY_COLUMN: dict[str, Callable[[list[Measurement]], str]] = {
+    "ranks": parallel_table,
+    "vocabulary": sampling_table,
+    "busy_ms": generate.profile_table,
+    "caches": generate.first_calls_table,
+    "to_token": generate.completions_table,
+    "bandwidth_share": slim_table,
+}
+"""Tables of rows that alone have a column."""
+
+
 def table(rows: list[Measurement]) -> str:
     """A Markdown table of measurements, by the command that made them."""
-    if "ranks" in rows[0]:
-        return parallel_table(rows)
-    if "vocabulary" in rows[0]:
-        return sampling_table(rows)
-    if "busy_ms" in rows[0]:
-        return generate.profile_table(rows)
-    if "caches" in rows[0]:
-        return generate.first_calls_table(rows)
-    if "to_token" in rows[0]:
-        return generate.completions_table(rows)
-    if "bandwidth_share" in rows[0]:
-        return slim_table(rows)
+    if column := next((name for name in _BY_COLUMN if name in rows[0]), None):
+        return _BY_COLUMN[column](rows)
     if "case" in rows[0]:
         return ops_table(rows) if len({row["case"] for row in rows}) <= _MOST_LINES else ops_digest(rows)
     if {"stock", "shared"} <= {row["way"] for row in rows} <= {"stock", "shared", "vllm"}:
@@ -82,7 +83,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "levels": levels_page,
     "questions": questions_page,
 }
-"""What a marker can ask for behind the file's name."""
+"""What a marker can ask for after the file's name."""
 
 
 def refreshed(text: str) -> str:
@@ -116,7 +117,6 @@ def ages(rows: Sequence[Measurement]) -> str:
 
 @cache
 def _dates() -> dict[str, str]:
-    """The date of each commit that rows name, by its first seven letters."""
     return dict(line.split() for line in COMMITS.read_text().splitlines())
 
 

@@ -36,7 +36,7 @@ __all__ = [
     "to_slim",
 ]
 
-# torch and transformers take seconds to import, so the modules behind the names load when the first name is used.
+# torch and transformers take seconds to import, so the modules that define the names load when the first name is used.
 _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "FastDecodeCallback": "trainer_callback",

@@ -65,7 +65,6 @@ class _Patch(MetaPathFinder):
         self._enabled: WeakSet[Any] = WeakSet()
 
     def apply(self) -> None:
-        """Patch the method now, or when it is imported."""
         if _LOADING in sys.modules:
             self._patch(sys.modules[_LOADING])
         else:

@@ -41,7 +41,7 @@ class PeerFailedError(RuntimeError):
     Attributes:
         rank: Its number in the group of processes.
         cause: What it raised.
-        remedy: What to do, behind the cause in the message; empty where the next call may run.
+        remedy: What to do, after the cause in the message; empty where the next call may run.
     """
 
     def __init__(self, rank: int, cause: str, remedy: str = ""):

@@ -183,7 +183,6 @@ def jsonl_records(path: Path) -> Iterator[Record]:
 
 
 def shown(value: object) -> str:
-    """A value in an error, shortened."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
 
@@ -198,8 +197,6 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object of a file."""
-
     fields: dict[str, Any]
     place: str  # file and line, or position in the array, for errors
 
@@ -222,7 +219,6 @@ class Record:
         return tuple(value)
 
     def error(self, message: str) -> InputError:
-        """An error that says where in the file it is."""
         return InputError(f"{self.place}: {message}")
 
     def _shown(self, name: str) -> str:

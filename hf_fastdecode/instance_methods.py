@@ -43,7 +43,6 @@ class WeakMethod:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function."""
         return self._function
 
     @property
@@ -60,7 +59,6 @@ class WeakMethod:
         return getattr(self.__func__, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
         if (instance := self._instance()) is None:
             raise _gone(self._function)
         return self._function(instance, *args, **kwargs)  # as torch.compile traces it
@@ -82,7 +80,6 @@ class WeakMethod:
 
 
 def _gone(function: Callable[..., Any]) -> ReferenceError:
-    """The error of a method whose instance is gone."""
     name = getattr(function, "__name__", "this method")
     return ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")
 

@@ -158,7 +158,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _place(name: str) -> str:
-    """Where transformers finds what a name stands for."""
     return str(embedded_folder() if name == EMBEDDED else local_folder(name) or name)
 
 

@@ -31,12 +31,10 @@ class FastDecodeCallback(TrainerCallback):
         self._enabled: ref[nn.Module] | None = None  # also after training that an error ended
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Enable the model, unless it is."""
         if not explain(model).enabled:
             self._enabled = ref(enable(model, **self._options))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Disable the model if this callback enabled it."""
         if self._enabled is not None and self._enabled() is model:
             disable(model)
             self._enabled = None

@@ -1,13 +1,19 @@
 """What the README and other pages show works."""
 
+from __future__ import annotations
+
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import hf_fastdecode
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from tools import reasons, site
+from tools.notebook import NOTEBOOK, run, sources, with_outputs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -98,3 +104,93 @@ def test_files_and_folders_named_are_there(page):
     assert len(named) > 20
     missing = [one for one in named if not ((ROOT / one).exists() or (package / one).exists() or one in files)]
     assert not missing, f"edit {page}: it names files that are not there: {', '.join(missing)}"
+
+
+COMMITTED = json.loads(NOTEBOOK.read_text())
+REMEDY = "run python -m tools.notebook"
+
+
+def test_the_notebook_prints_what_is_committed(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which would let kernels run on the CPU
+    cells = [
+        cell.replace(", cache=", f", {CACHE}=").replace("out.cache", f"out.{CACHE}") for cell in sources(COMMITTED)
+    ]
+    printed = run(cells)
+    committed = ["".join(cell["outputs"][0]["text"]) for cell in COMMITTED["cells"] if cell.get("outputs")]
+    first, *others = ([without_numbers(text) for text in texts] for texts in zip(printed, committed, strict=True))
+    assert first[0].startswith("# samples of a prompt of # tokens"), REMEDY  # and a sample, which rounding may change
+    for found, expected in others:
+        assert found == expected, REMEDY
+
+
+def test_outputs_are_of_their_cells():
+    notebook = {
+        "cells": [{"cell_type": kind, "source": [text]} for kind, text in (("markdown", "#"), ("code", "1 + 1"))]
+    }
+    words, code = with_outputs(notebook, run(sources(notebook)))["cells"]
+    assert "outputs" not in words
+    assert code["outputs"][0]["text"] == ["2\n"]
+    with pytest.raises(ZeroDivisionError):
+        run(["1 / 0"])
+
+
+def test_links_lead_to_pages():
+    text = "[a](docs/rl.md) [b](CONTRIBUTING.md#check) [c](hf_fastdecode/api.py) [d](https://x.y) [e](#here)"
+    expected = "[a](rl.md) [b](contributing.md#check) c [d](https://x.y) [e](#here)"
+    assert site.rewritten(text, "README.md") == expected
+    pictures = "![p](eval-embedded.png) [m](../../docs/quickstart.ipynb)"
+    assert (
+        site.rewritten(pictures, f"{site.RESULTS}/README.md") == "![p](results/eval-embedded.png) [m](quickstart.md)"
+    )
+
+
+def test_a_notebook_is_a_page():
+    code = {"cell_type": "code", "source": ["1 + 1"], "outputs": [{"text": ["2\n"]}]}
+    words = {"cell_type": "markdown", "source": ["# Sums\n", "and more"]}
+    expected = "# Sums\nand more\n\n```python\n1 + 1\n```\n\n```text\n2\n```\n"
+    assert site.from_notebook({"cells": [words, code]}) == expected
+
+
+def test_the_reference_has_the_public_names():
+    assert sorted(re.findall(r"::: hf_fastdecode\.(\w+)", site.reference())) == sorted(hf_fastdecode.__all__)
+
+
+def test_the_site_lists_every_page():
+    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert listed == pages | {*site.PAGES.values(), "api.md"}
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+
+
+PAGE = reasons.PAGE.read_text()
+
+
+def test_the_page_has_the_reasons_of_the_source():
+    assert reasons.refreshed(PAGE) == PAGE, "run python -m tools.reasons"
+
+
+def test_every_reason_has_a_subject():
+    lost = {reason.file for reason in reasons.reasons() if reasons.subject_of(reason) is None}
+    assert lost <= {"generation/call_context.py"}, "name these files in SUBJECTS of tools/reasons.py"
+    assert len(reasons.reasons()) > 100
+
+
+def test_texts_are_quoted_as_the_source_has_them():
+    by_hand = PAGE.partition("## All reasons")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", by_hand, re.MULTILINE)
+    assert len(quoted) > 10
+    source = " \n".join(reasons.templates()).replace("%d", "…")
+    for text in quoted:
+        for piece in text.split("…"):
+            assert piece.strip() in source, text
+
+
+def test_reasons_are_read_with_their_values_left_out():
+    texts = {reason.text: reason.remedy for reason in reasons.reasons()}
+    assert texts["attention dropout is …, and decoding needs 0"] == "call model.eval()"
+    assert "use_cache=False" in texts

@@ -69,7 +69,7 @@ class Measured:
 
 
 def measured(rows: Sequence[Measurement]) -> list[Measured]:
-    """What rows of ``benchmarks ops`` say of the candidates; those that are not ``ok`` and other ways are left out."""
+    """Points of the candidates from rows of ``benchmarks ops`` that are ``ok``; other ways are left out."""
     found = []
     for row in rows:
         name = _WAYS.get((row["way"], row["variant"])) or _WAYS.get((row["way"], ""))
@@ -152,7 +152,7 @@ def _number(value: float) -> str:
 
 
 def report(points: Sequence[Measured], costs: Costs) -> str:
-    """How well costs tell the times, the winners, and what a wrong choice costs."""
+    """Report of how well costs predict times and winners, and of what a wrong choice costs."""
     lines = []
     for name, constants in _FITTED.items():
         own = {point: point.ratio(costs) for point in points if point.candidate == name}

@@ -99,7 +99,7 @@ def lost(model: PreTrainedModel, inputs: dict[str, Any], tokens: int) -> float:
 
 
 def measured(kind: str, loop: dict[str, Any]) -> HostCosts:
-    """What calls of one kind take longer than stock in a loop, which these arguments ask for."""
+    """Extra time of calls of one kind over stock in a loop, which these arguments ask for."""
     few, many = (model_of(KINDS[kind], layers) for layers in (FEW, MANY))
     inputs: dict[str, Any] = {"input_ids": torch.randint(3, 60, (1, 52))}
     if kind == "images":
@@ -117,7 +117,7 @@ def costs_of(kind: str) -> HostCosts:
 
 
 def costs_of_loop(loop: str) -> HostCosts:
-    """What a step and a call take longer in a loop of `OTHER_LOOPS` than in this package's."""
+    """Extra time of a step and of a call in a loop of `OTHER_LOOPS` over this package's."""
     own = measured("keys and values", SAMPLES)
     others = [measured("keys and values", arguments) for arguments in OTHER_LOOPS[loop]]
     few, many = (

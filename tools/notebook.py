@@ -23,7 +23,7 @@ def sources(notebook: dict[str, Any]) -> list[str]:
 
 
 def run(cells: list[str]) -> list[str]:
-    """What each cell prints, and behind it the repr of its last line, if that is an expression with a value."""
+    """The output of each cell, and after it the repr of its last line, if that is an expression with a value."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     for source in cells:

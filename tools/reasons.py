@@ -23,7 +23,7 @@ _LEAST_LETTERS: Final = 12  # of a text; shorter ones are put together from othe
 
 
 class Subject(NamedTuple):
-    """What reasons of some files have in common."""
+    """A subject that reasons of some files share."""
 
     title: str
     meaning: str

@@ -81,7 +81,7 @@ def rows() -> list[Row]:
 
 
 def _chosen(plan: LayerPlan, tolerance: float, dtypes: Sequence[str]) -> CacheError:
-    """What a plan of another tolerance, and of caches in these dtypes, would choose."""
+    """The choices of a plan of another tolerance, and of caches in these dtypes."""
     strict = replace(plan, tolerance=tolerance)
     return next(one for one in strict.candidates if one.dtype in dtypes and strict.accepts(one))
 

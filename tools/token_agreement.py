@@ -30,7 +30,7 @@ _AT_ONCE: Final = 100  # positions
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts with a cache.
+    """Predictions of a model with a cache.
 
     Attributes:
         forced: Logits at each position of given texts, ``[positions, vocabulary]``.

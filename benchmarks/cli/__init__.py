@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from hf_fastdecode.cli.console import OneLineErrors
+from hf_fastdecode.cli.console import OneLineErrors, prints_tables
 from hf_fastdecode.cli.options import HELP_NAMES
-from hf_fastdecode.cli.tables import prints_tables
 
-from . import completions, first_calls, generate, ops, parallel, profile, tables, workloads
+from . import generate, ops, parallel, tables, workloads
 
 
 class Benchmarks(OneLineErrors):
-    """The commands."""
-
     program = "benchmarks"
 
 
@@ -44,7 +41,7 @@ def main() -> None:
 
 
 for command in (
-    *(ops.ops, generate.generate, completions.completions, first_calls.first_calls, profile.profile),
+    *(ops.ops, generate.generate, generate.completions, generate.first_calls, generate.profile),
     *(ops.sampling, ops.slim, parallel.parallel, tables.tables),
 ):
     app.command(epilog=_NOTE)(prints_tables(command))

@@ -1,33 +1,61 @@
-"""``generate``: whole calls of `generate`."""
+"""``generate``, ``completions``, ``first-calls`` and ``profile``: calls of `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
-from hf_fastdecode.cli.bench import check_positions, check_weights, measured, parse_point, place_of_calls
-from hf_fastdecode.cli.checks import check_choice
+from hf_fastdecode.cli.bench import check_positions, check_weights, parse_point, place_of_calls
 from hf_fastdecode.cli.console import bad_input
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.rows import C, Measurement, provenance, run
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from hf_fastdecode.model_names import EMBEDDED, load_config, max_positions
 
-from ..generate.cases import DEFAULT_WAYS, WAYS, GenerateCase, PromptTree, parse_way
-from ..generate.inputs.shapes import INPUT_SHAPES
-from .options import AllShapes, Check, Checkpoints, ListCases, Only, ShapeDtype, Trees, points
-from .report import chosen, report, show_cases
+from ..generate.cases import (
+    CACHES,
+    DEFAULT_WAYS,
+    LOOPS,
+    PARTS,
+    WAYS,
+    CompletionCase,
+    FirstCallsCase,
+    GenerateCase,
+    ProfileCase,
+    PromptTree,
+    parse_way,
+    spans,
+)
+from ..generate.shapes import INPUT_SHAPES
+from .options import (
+    AllShapes,
+    Check,
+    Checkpoints,
+    ListCases,
+    Only,
+    ShapeDtype,
+    Shapes,
+    Trees,
+    chosen,
+    points,
+    report,
+    show_cases,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_fastdecode.measurement.rows import Measurement
+
+Measure = Callable[[C, str], dict[str, Any]]
+Table = Callable[[list[Measurement]], str]
 
 
 def generate(
@@ -80,7 +108,7 @@ def generate(
     `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
 
     A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
-    `+reuse_prefix=1000000` behind them: 1 MB, which keeps none of a longer prompt.
+    `+reuse_prefix=1000000` after them: 1 MB, which keeps none of a longer prompt.
 
     Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
     layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` and `tiny-mha`
@@ -111,8 +139,6 @@ def generate(
     The one with `--finish-mean` compares rows that all begin at once with rows that wait for places of finished ones;
     the last one compares two levels of sharing with one: no run of 801 tokens is common to two problems.
     """
-    shapes = [*(shape or []), *(model or [])] or [EMBEDDED]
-    prompts = [parse_point(text) for text in (point or ([] if tree else ["512x8", "1024x32"]))]
     if tree and finish is not None and not point:
         raise InputError("--finish is for --point: rows of a --tree all run to the end")
     if finish is not None and not 1 <= finish <= new_tokens:
@@ -120,23 +146,11 @@ def generate(
     if finish_mean is not None and (tree or finish is not None or not 1 <= finish_mean <= new_tokens):
         rest = f"between 1 and --new-tokens {new_tokens}, without --finish and --tree, got {finish_mean}"
         raise InputError(f"--finish-mean must be {rest}")
-    finishes = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
-    finishes = finishes if finish_mean is None else [f"~{finish_mean}"]
-    ways = way or list(DEFAULT_WAYS)
-    check_ways(ways, WAYS)
-    dtype = parse_dtype(dtype, auto=False)
-    check_choice("shape", shape or [], (*SHAPES, *INPUT_SHAPES, EMBEDDED))
-    with bad_input():
-        cases = chosen(
-            [
-                GenerateCase(name, context, n, new_tokens, dtype, ends)
-                for name in shapes
-                for context, n in prompts
-                for ends in finishes
-            ]
-            + [PromptTree.parse(text).case(name, new_tokens, dtype) for name in shapes for text in tree or []],
-            only,
-        )
+    ends = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
+    ends = ends if finish_mean is None else [f"~{finish_mean}"]
+    ways = check_ways(way or DEFAULT_WAYS, WAYS)
+    calls = _calls(_shapes(shape, model, INPUT_SHAPES), point, tree, ["512x8", "1024x32"], new_tokens, dtype, ends)
+    cases = chosen(calls, only)
     if show:
         return show_cases(cases)
     place = place_of_calls(device, out)
@@ -151,7 +165,6 @@ def generate(
 def run_generate(
     cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
 ) -> list[Measurement]:
-    """Measure whole calls into `out`."""
     with exit_on_interrupt():
         from ..generate.measure import GenerateBench
         from ..generate.ways import find_way
@@ -160,15 +173,16 @@ def run_generate(
         for way in ways:  # numbers that options of ways cannot be, which takes torch to know
             find_way(way)
     bench = GenerateBench(device, repeats=repeats, check=check)
-    return measured(cases, ways, bench.measure, device, out, backend=backend_of_environment())
+    return run(cases, ways, bench.measure, provenance=provenance(device, backend=backend_of_environment()), out=out)
 
 
-def check_ways(ways: Sequence[str], known: Collection[str]) -> None:
-    """Refuse ways and options of ways that there are not."""
+def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
+    """The ways, each once; refuses ways and options of ways that there are not."""
     check_choice("way", [name.partition("+")[0] for name in ways], known)
     with bad_input():
         for way in ways:
             parse_way(way)
+    return list(dict.fromkeys(ways))
 
 
 def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device) -> None:
@@ -189,3 +203,222 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
                 check_positions(asked, case.context, case.new_tokens, limit, shape)
         if place.type == "cpu" and (shape in SHAPES or given):
             check_weights(shape, given.parameters() if given else parameters(shape), device)
+
+
+def _shapes(shape: list[str] | None, model: list[str] | None, more: Iterable[str] = ()) -> list[str]:
+    """Shapes and checkpoints; the embedded model without any."""
+    check_choice("shape", shape or [], (*SHAPES, *more, EMBEDDED))
+    return [*(shape or []), *(model or [])] or [EMBEDDED]
+
+
+def _calls(
+    shapes: Sequence[str],
+    point: list[str] | None,
+    tree: list[str] | None,
+    default: list[str],
+    new_tokens: int,
+    dtype: str,
+    ends: Sequence[str] = ("",),
+) -> list[GenerateCase]:
+    """The calls of each shape: of all points, by default `default` where there is no tree, and of all trees."""
+    prompts, dtype = [parse_point(text) for text in point or ([] if tree else default)], parse_dtype(dtype, auto=False)
+    with bad_input():
+        trees = [PromptTree.parse(text) for text in tree or []]
+        return [
+            *(GenerateCase(name, *at, new_tokens, dtype, end) for name in shapes for at in prompts for end in ends),
+            *(one.case(name, new_tokens, dtype) for name in shapes for one in trees),
+        ]
+
+
+def _measure(
+    cases: Sequence[C],
+    calls: Sequence[GenerateCase],
+    ways: Sequence[str],
+    device: str,
+    out: Path,
+    make: Callable[[torch.device], tuple[Measure[C], Table]],
+    *,
+    plot: bool = False,
+) -> None:
+    """Measure cases of these calls in all ways, by what `make` makes on a device, and show them by its table."""
+    place = place_of_calls(device, out)
+    with exit_on_interrupt():
+        measure, table = make(place)
+        check_models(calls, device, place)
+    where = provenance(place, backend=backend_of_environment())
+    report(run(cases, ways, measure, provenance=where, out=out), out, table, plot=plot)
+
+
+_NO_COMPLETIONS = ("generate_batch", *LOOPS, *(f"stock-{name}" for name in LOOPS))
+_NO_FIRST_CALLS = ("generate_batch", "stock-beams", "beams")
+
+
+def completions(
+    shape: Shapes = None,
+    model: Checkpoints = None,
+    point: Annotated[list[str] | None, points("256x4")] = None,
+    tree: Trees = None,
+    marks: Annotated[
+        str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
+    ] = "16,256,512,1024",
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Repeatable: those of `generate` but generate_batch and other loops.",
+            show_default="stock, shared",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Cut a way's completions short after so many seconds of decoding.", min=1)
+    ] = 120,
+    dtype: ShapeDtype = "bfloat16",
+    device: Device = "auto",
+    check: Check = True,
+    plot: Plot = False,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/completions.csv"),
+) -> None:
+    """Time of a step while completions grow: one long call of `generate`, timed at several lengths.
+
+    A row is a span between two marks: the mean over its steps, without prefill and without a pause at its ends. The
+    floor of a row is what reading the keys and values of its steps takes, each prompt's once, at the bandwidth of a
+    copy. A way that takes longer than `--seconds` is cut short, and has no time for the spans it did not finish.
+    Captures and compilations in the middle of a call are part of its steps; the first ones are not.
+
+    Examples:
+
+        python -m benchmarks completions
+        python -m benchmarks completions --shape 8b-gqa --point 512x4 \\
+            --marks 64,2048,8192,32768 --way graph --plot
+        python -m benchmarks completions --shape 7b-mha --point 2048x16 \\
+            --marks 2048,6144 --way graph
+        python -m benchmarks completions --shape 7b-mha --tree 64+8x32768x1 \\
+            --marks 32,96 --way graph --way slim-k
+
+    The last one has eight prompts that have 64 tokens in common, with one sample of each.
+    """
+    ways = check_ways(way or ("stock", "shared"), [name for name in WAYS if name not in _NO_COMPLETIONS])
+    numbers = _marks(marks)
+    if numbers[-1] < 2:
+        raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
+    calls = _calls(_shapes(shape, model), point, tree, ["256x4"], numbers[-1], dtype)
+    with bad_input():
+        cases: list[CompletionCase] = [case for call in calls for case in spans(call, numbers)]
+    if show:
+        return show_cases(cases)
+
+    def make(place: torch.device) -> tuple[Measure[CompletionCase], Table]:
+        from ..generate.measure import CompletionBench
+        from ..generate.table import completions_table
+
+        return CompletionBench(place, check=check, budget_s=seconds).measure, completions_table
+
+    _measure(cases, calls, ways, device, out, make, plot=plot)
+
+
+def _marks(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise InputError(
+            f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}; write them so"
+        )
+    return tuple(map(int, parts))
+
+
+def first_calls(
+    shape: Shapes = None,
+    model: Checkpoints = None,
+    point: Annotated[list[str] | None, points("512x8", trees=False)] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Repeatable: those of `generate` but {', '.join(_NO_FIRST_CALLS)}.",
+            show_default="stock, shared",
+        ),
+    ] = None,
+    caches: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Repeatable: {'; '.join(f'{name}, {what}' for name, what in CACHES.items())}.",
+            show_default="both",
+        ),
+    ] = None,
+    dtype: ShapeDtype = "bfloat16",
+    device: Device = "auto",
+    show: ListCases = False,
+    out: CsvFile = Path("runs/first-calls.csv"),
+) -> None:
+    """The first calls of a fresh process, which compile kernels and capture steps, with cold or warm caches on disk.
+
+    Each row is a process of its own (two for warm caches, the first of which fills them), and has the times of its
+    calls 1, 2, 3 and 10, then of a first call with half as many samples more, and of one with a context of twice the
+    length. Loading the model is not part of them.
+
+    Examples:
+
+        python -m benchmarks first-calls
+        python -m benchmarks first-calls --shape 7b-mha --point 2048x16 \\
+            --way shared --caches cold
+    """
+    ways = check_ways(way or ("stock", "shared"), [name for name in WAYS if name not in _NO_FIRST_CALLS])
+    check_choice("caches", caches or [], CACHES)
+    calls = _calls(_shapes(shape, model), point, None, ["512x8"], new_tokens, dtype)
+    cases = [FirstCallsCase(call, found) for call in calls for found in dict.fromkeys(caches or CACHES)]
+    if show:
+        return show_cases(cases)
+
+    def make(place: torch.device) -> tuple[Measure[FirstCallsCase], Table]:
+        from ..generate.first_calls import FirstCallsBench
+        from ..generate.table import first_calls_table
+
+        return FirstCallsBench(place).measure, first_calls_table
+
+    _measure(cases, [replace(call, context=2 * call.context) for call in calls], ways, device, out, make)
+
+
+def profile(
+    shape: AllShapes = None,
+    model: Checkpoints = None,
+    point: Annotated[list[str] | None, points("512x8", inputs=True)] = None,
+    tree: Trees = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="Repeatable: those of `generate` but generate_batch.", show_default="shared"),
+    ] = None,
+    dtype: ShapeDtype = "bfloat16",
+    device: Device = "auto",
+    repeats: Repeats = 3,
+    show: ListCases = False,
+    out: CsvFile = Path("runs/profile.csv"),
+) -> None:
+    """Where the time of a first token and of a step goes on the GPU: kernels by what they compute, and pauses.
+
+    A call of one new token is the first token; what a whole call takes longer, over its steps, is a step. Both are
+    timed by the clock, then run once more under PyTorch's profiler. What the clock has more than the GPU is busy, it
+    waited for the CPU.
+
+    Examples:
+
+        python -m benchmarks profile --shape 7b-mha --point 2048x1 --point 8192x128
+        python -m benchmarks profile --shape 7b-mha --tree 1+16x511x8 --way stock \\
+            --way shared
+    """
+    ways = check_ways(way or ("shared",), [name for name in WAYS if name != "generate_batch"])
+    calls = _calls(_shapes(shape, model, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
+    cases = [ProfileCase(call, part) for call in calls for part in PARTS]
+    if show:
+        return show_cases(cases)
+
+    def make(place: torch.device) -> tuple[Measure[ProfileCase], Table]:
+        if place.type != "cuda":
+            raise InputError(
+                f"a profile is of a CUDA device, whose kernels it counts, got {place.type}; give --device cuda"
+            )
+        from ..generate.profile import ProfileBench
+        from ..generate.table import profile_table
+
+        return ProfileBench(place, repeats=repeats).measure, profile_table
+
+    _measure(cases, calls, ways, device, out, make)

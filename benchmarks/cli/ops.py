@@ -10,25 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_fastdecode.attention.torch_operators import BACKEND_VARIABLE
-from hf_fastdecode.cli.bench import C, find_device, measured, refuse_red
-from hf_fastdecode.cli.checks import check_choice, check_device
+from hf_fastdecode.cli.bench import find_device, refuse_red
+from hf_fastdecode.cli.console import show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot
-from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, check_choice, check_device
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import check_out
+from hf_fastdecode.measurement.rows import C, Measurement, check_out, provenance, run
 
 from ..ops.cases import OP_SETS, OpCase, with_dtype
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ..slim.cases import SLIM_SETS, SLIM_WAYS
-from .options import Check, ListCases, Only, repeatable, sets_of
-from .report import chosen, report, show_cases
+from .options import Check, ListCases, Only, chosen, repeatable, report, sets_of, show_cases
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_fastdecode.measurement.rows import Measurement
 
 OP_WAY_NAMES = (
     "ours",
@@ -100,11 +97,15 @@ def ops(
     if show:
         return show_cases(cases)
     check_backend()
-    check_out(out)
-    place = find_device(device)
     from ..ops.table import ops_table
 
-    report(run_ops(cases, ways, place, check, out), out, ops_table, plot=plot)
+    report(run_ops(cases, ways, _place(device, out), check, out), out, ops_table, plot=plot)
+
+
+def _place(device: str, out: Path) -> torch.device:
+    """The device, once the file of rows has been checked."""
+    check_out(out)
+    return find_device(device)
 
 
 def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str, default: str) -> list[C]:
@@ -118,11 +119,10 @@ def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str
 def run_ops(
     cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
 ) -> list[Measurement]:
-    """Measure operators into `out`."""
     with exit_on_interrupt():
         from ..ops.measure import OpBench
 
-    return measured(cases, ways, OpBench(device, check=check).measure, device, out)
+    return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
 
 
 def check_backend() -> None:
@@ -159,13 +159,12 @@ def sampling(
     cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
     if show:
         return show_cases(cases)
-    check_out(out)
-    place = find_device(device)
+    place = _place(device, out)
     with exit_on_interrupt():
+        from ..sampling.cases import sampling_table
         from ..sampling.measure import SamplingBench
-        from ..sampling.table import sampling_table
 
-    rows = measured(cases, ways, SamplingBench(place, check=check).measure, place, out)
+    rows = run(cases, ways, SamplingBench(place, check=check).measure, provenance=provenance(place), out=out)
     report(rows, out, sampling_table, plot=False)
 
 
@@ -202,13 +201,12 @@ def slim(
     cases = chosen(_cases(SLIM_SETS, sets, device, "grid"), only)
     if show:
         return show_cases(cases)
-    check_out(out)
-    place = find_device(device)
+    place = _place(device, out)
     with exit_on_interrupt():
+        from ..slim.cases import slim_table
         from ..slim.measure import SlimBench
-        from ..slim.table import slim_table
 
-    rows = measured(cases, ways, SlimBench(place, check=check).measure, place, out)
+    rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
     show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
     refuse_red(rows, out)

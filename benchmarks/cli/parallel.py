@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_fastdecode.cli.bench import measured, parse_point
-from hf_fastdecode.cli.checks import check_choice
-from hf_fastdecode.cli.console import bad_input, note
+from hf_fastdecode.cli.bench import parse_point
+from hf_fastdecode.cli.console import bad_input, note, show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import Repeats
-from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.cli.options import Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import check_out, failed
+from hf_fastdecode.measurement.rows import check_out, failed, provenance, run
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..parallel.cases import (
@@ -30,14 +28,13 @@ from ..parallel.cases import (
     StepCase,
     collective_cases,
 )
-from .options import Check, ListCases, ShapeDtype, repeatable
-from .report import show_cases
+from .options import Check, ListCases, ShapeDtype, repeatable, show_cases
 
 if TYPE_CHECKING:
     from ..parallel.bench import ParallelBench
 
 KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
-"""What is measured, and in which ways."""
+"""Ways of each kind of measurement."""
 
 _WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
 _START = "torchrun --nproc-per-node 2 -m benchmarks -- parallel"
@@ -197,7 +194,7 @@ def _measure(
     found = []
     for name, own in cases.items():
         chosen = [one for one in ways if one in KINDS[name]]
-        rows = measured(own, chosen, bench.measure, bench.processes.device, _file(out, name))
+        rows = run(own, chosen, bench.measure, provenance=provenance(bench.processes.device), out=_file(out, name))
         show_tables(parallel_table(rows))
         typer.echo(f"rows: {_file(out, name)}")
         found += rows
@@ -209,15 +206,15 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
     depth = layers or fields["num_hidden_layers"]
-    return AttentionCase(shape, context, rows, depth, heads, kv_heads, head_dim, ranks, dtype)
+    return AttentionCase(shape, context, rows, ranks, depth, heads, kv_heads, head_dim, dtype)
 
 
 def _simulate(
     shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
 ) -> None:
-    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, predictions
-    from ..parallel.measured_links import measured_cluster
-    from ..parallel.scaling_figure import draw_scaling, scaling_table
+    from ..figures import draw_scaling
+    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, measured_cluster, predictions
+    from ..parallel.table import scaling_table
 
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
     heads = PAPER_HEADS

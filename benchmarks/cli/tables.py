@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from hf_fastdecode.cli.bench import find_device
-from hf_fastdecode.cli.checks import check_choice, check_device, check_enable_options
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import Device, Plot, Repeats
+from hf_fastdecode.cli.options import Device, Plot, Repeats, check_choice, check_device, check_enable_options
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import check_out
 
@@ -21,8 +20,7 @@ from ..ops.cases import OpCase
 from ..paper_tables import PAPER_TABLES
 from .generate import check_models, check_ways, run_generate
 from .ops import OP_WAY_NAMES, check_backend, run_ops
-from .options import Check, ListCases, Only, repeatable
-from .report import chosen, report, show_cases
+from .options import Check, ListCases, Only, chosen, repeatable, report, show_cases
 
 
 def tables(

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
-from hf_fastdecode.cli.bench import C, measured
-from hf_fastdecode.cli.checks import check_choice, check_enable_options, parse_counts, pick_device
-from hf_fastdecode.cli.console import quiet_libraries
+from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Mode, Repeats, Sampler, command_group, expand_option_groups
-from hf_fastdecode.cli.tables import prints_tables
+from hf_fastdecode.cli.options import (
+    CsvFile,
+    Mode,
+    Repeats,
+    Sampler,
+    check_choice,
+    check_enable_options,
+    command_group,
+    expand_option_groups,
+    parse_counts,
+    pick_device,
+)
 from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
+from hf_fastdecode.measurement.rows import check_out, provenance, run
 
 from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
-from .options import repeatable
-from .report import report_workload
+from .options import repeatable, report_workload
 
 if TYPE_CHECKING:
-    from hf_fastdecode.measurement.rows import Measurement
-
-    from ..workloads.calls import Timing
+    pass
 
 app = command_group()
 
@@ -106,24 +111,25 @@ def hier(
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
-    with _prepared(model, out) as found:
-        from ..workloads.figures import draw_levels
-        from ..workloads.hier import HierBench
+    with _prepared(model, out) as (loaded, tokenizer, budget_s):
+        from ..figures import draw_levels
+        from ..workloads.measure import HierBench, Timing
         from ..workloads.tables import levels_table
 
         bench = HierBench(
-            found.model,
-            [found.tokenizer(text, verbose=False).input_ids for text in texts[: max(wanted)[0]]],
+            loaded,
+            [tokenizer(text, verbose=False).input_ids for text in texts[: max(wanted)[0]]],
             name=model.model,
             task=task,
             shots=shots,
-            timing=found.timing(new_tokens, repeats, SAMPLING),
+            timing=Timing(new_tokens, repeats, budget_s, SAMPLING),
             mode=mode,
             sampler=sampler,
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
-        rows = found.run(cases, levels, bench.measure)
+        where = provenance(loaded.device, backend=backend_of_environment())
+        rows = run(cases, levels, bench.measure, provenance=where, out=out)
     report_workload(rows, out, levels_table, draw_levels)
 
 
@@ -144,7 +150,7 @@ def longqa(
         Path | None,
         typer.Option(help="A UTF-8 text file whose sentences hide the facts.", show_default="made", dir_okay=False),
     ] = None,
-    shots: Annotated[int, typer.Option(help="Solved questions behind the text.", min=0)] = _QUESTION_SHOTS,
+    shots: Annotated[int, typer.Option(help="Solved questions after the text.", min=0)] = _QUESTION_SHOTS,
     questions: Annotated[
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",
@@ -179,62 +185,39 @@ def longqa(
     check_enable_options(mode=mode)
     model.check()
     prose = None if document is None else _text(document)
-    with _prepared(model, out) as found:
+    with _prepared(model, out) as (loaded, tokenizer, budget_s):
+        from ..figures import draw_questions
         from ..workloads.document import make_document
-        from ..workloads.figures import draw_questions
-        from ..workloads.longqa import QuestionsBench
+        from ..workloads.measure import QuestionsBench, Timing
         from ..workloads.tables import questions_table
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
-            found.model,
-            found.tokenizer,
-            make_document(found.count, length, shots=shots, seed=seed, prose=prose),
+            loaded,
+            tokenizer,
+            make_document(
+                lambda text: len(tokenizer(text, verbose=False).input_ids), length, shots=shots, seed=seed, prose=prose
+            ),
             name=model.model,
             document_name=f"made from seed {seed}" if document is None else document.name,
-            timing=found.timing(new_tokens, repeats, GREEDY),
+            timing=Timing(new_tokens, repeats, budget_s, GREEDY),
             mode=mode,
         )
-        rows = found.run([bench.case(number) for number in wanted], ways, bench.measure)
+        cases = [bench.case(number) for number in wanted]
+        where = provenance(loaded.device, backend=backend_of_environment())
+        rows = run(cases, ways, bench.measure, provenance=where, out=out)
     report_workload(rows, out, questions_table, draw_questions)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What both workloads run on."""
-
-    model: Any
-    tokenizer: Any
-    out: Path
-
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return len(self.tokenizer(text, verbose=False).input_ids)
-
-    def timing(self, new_tokens: int, repeats: int, sampling: dict[str, Any]) -> Timing:
-        """How calls are timed on this device."""
-        from ..workloads.calls import Timing
-
-        return Timing(new_tokens, repeats, _BUDGET_S.get(self.model.device.type, _BUDGET_S["cuda"]), sampling)
-
-    def run(
-        self, cases: Sequence[C], ways: Sequence[str], measure: Callable[[C, str], dict[str, Any]]
-    ) -> list[Measurement]:
-        """Rows of the cases and ways, those of an earlier run or measured now."""
-        backend = backend_of_environment()
-        return measured(cases, ways, measure, self.model.device, self.out, backend=backend)
-
-
 @contextmanager
-def _prepared(model: ModelOptions, out: Path) -> Iterator[_Prepared]:
-    """Within, the model is loaded and libraries are quiet."""
-    from hf_fastdecode.measurement.rows import check_out
-
+def _prepared(model: ModelOptions, out: Path) -> Iterator[tuple[Any, Any, float]]:
+    """Within, libraries are quiet; the model, its tokenizer, and seconds after which a call of it is not repeated."""
     check_out(out)
     with exit_on_interrupt():
         from hf_fastdecode.cli.models import load_model
     with quiet_libraries():
-        yield _Prepared(*load_model(model.model, model.dtype, pick_device(model.device)), out)
+        loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
+        yield loaded, tokenizer, _BUDGET_S.get(loaded.device.type, _BUDGET_S["cuda"])
 
 
 def _text(path: Path) -> str:

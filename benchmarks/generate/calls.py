@@ -1,34 +1,35 @@
-"""The calls that are measured: a model, prompts for a case, and functions that generate so many tokens."""
+"""Calls of `generate` to measure: the model and the prompts of a case, functions that draw, and the check of a way.
+
+In fp32 tokens must be stock's, for one seed. In half precision no two kernels round alike, so the error of the logits
+that the way chose its tokens by counts: against the model in fp64 it is at most twice stock's own.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.calls import collect
-from hf_fastdecode.measurement.rows import NotAvailableError
+from hf_fastdecode.measurement.calls import collect, seeded, what_ran
+from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 from hf_fastdecode.measurement.shapes import SHAPES, random_model
 from hf_fastdecode.model_loading import load_weights
 from hf_fastdecode.patches.slim_layers import SlimLayer
 
+from ..ops.inputs import BOUND
 from ..slim.cases import RANK_DIVISOR
 from .cases import GenerateCase
-from .inputs.shapes import INPUT_SHAPES, given_of
-from .ways import GenerateWay
+from .shapes import INPUT_SHAPES, given_of
+from .ways import GenerateWay, using
 
 
 def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None = None) -> PreTrainedModel:
@@ -129,7 +130,7 @@ def caller(
 
 
 def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
-    """The same by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
+    """Like `caller`, by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
     if not hasattr(model, "generate_batch") or case.finish or case.shape in INPUT_SHAPES:
         raise NotAvailableError("generate_batch does not take this case")
     ids: Tensor = given_of(case.shape).arguments(model, case)["input_ids"]
@@ -144,3 +145,96 @@ def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., An
         return found
 
     return call
+
+
+_ROWS, _TOKENS = 8, 24
+_TEXT = GenerateCase("tiny", 200, _ROWS, _TOKENS)
+
+
+def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: GenerateCase = _TEXT) -> str | None:
+    """Check one of our ways on a tiny random model; returns None when it is right, else a measurement's status.
+
+    Args:
+        way: The way.
+        device: Where it runs.
+        dtype: The dtype in which it is measured.
+        case: Of a tiny shape, see `small_case`.
+    """
+    # Who draws is not checked here: the fast sampler keeps no logits, and has tests of its own. So have rows that
+    # wait, of which no logits are returned.
+    kept = {name: value for name, value in (way.enable or {}).items() if name not in ("sampler", "max_rows")}
+    way = replace(way, enable=kept)
+    try:
+        if not (way.half and device.type == "cuda") and not gives_stock_tokens(way, device, case):
+            return f"wrong: other tokens than stock in fp32 on {device}"
+        if dtype != torch.float32 and not (ratio := logits_error(way, device, dtype, case)) <= BOUND:
+            return f"wrong: logits err {ratio:.2f} times stock's error in {dtype}, at most {BOUND:g} is right"
+    except Exception as error:
+        return status_of(error)
+    return None
+
+
+def small_case(shape: str) -> GenerateCase:
+    """A case for checks of ways of a shape: of a tiny one that is given the like."""
+    if shape not in INPUT_SHAPES:
+        return _TEXT
+    small = INPUT_SHAPES[shape].small
+    return GenerateCase(small, INPUT_SHAPES[small].context, _ROWS, _TOKENS)
+
+
+def gives_stock_tokens(way: GenerateWay, device: torch.device, case: GenerateCase = _TEXT) -> bool:
+    """Whether stock and the way draw the same tokens in fp32; NotAvailableError where the way runs stock."""
+    model = _tiny(case, way, device, torch.float32)
+    arguments = way.call_arguments(1 if way.single else case.samples)
+    stock = _generate(model, case, arguments)
+    with using(model, way):
+        ours = _generate(model, case, arguments)
+        what_ran(model)
+    return torch.equal(stock, ours)
+
+
+def logits_error(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: GenerateCase = _TEXT) -> float:
+    """Error of the way's logits on its own tokens against the model in fp64, in multiples of stock's error.
+
+    Raises NotAvailableError where the way runs stock.
+    """
+    model = _tiny(case, way, device, dtype)
+    with using(model, way):
+        record = _Recorder()
+        sequences = _generate(model, case, GenerateWay().call_arguments(case.samples), logits_processor=[record])
+        what_ran(model)
+    found = torch.stack(record.logits, 1)  # [rows, tokens, vocabulary]
+    drawn, shown = sequences[:, -case.new_tokens :], found.isfinite()  # but for suppressed tokens
+    oracle = _logits(copy.deepcopy(model).double(), case, drawn)[shown]
+    ours, theirs = found[shown] - oracle, _logits(model, case, drawn)[shown] - oracle
+    return float(torch.maximum(ours.abs().max() / theirs.abs().max(), ours.norm() / theirs.norm()))
+
+
+class _Recorder(LogitsProcessor):
+    """Keeps the logits of each step, and leaves them as they are: not all calls can return them and share context."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores.double())
+        return scores
+
+
+def _tiny(case: GenerateCase, way: GenerateWay, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    return load(case.shape if way.slim is None else "tiny-mha", device, dtype, way.slim)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, case: GenerateCase, sequences: Tensor) -> Tensor:
+    """The logits that each drawn token was chosen by, ``[rows, tokens, vocabulary]`` fp64."""
+    return given_of(case.shape).logits(model, case, sequences).double()
+
+
+def _generate(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, Any], **more: Any) -> Tensor:
+    given = given_of(case.shape)
+    inputs, drawing = given.arguments(model, case), given.drawing(arguments, case.new_tokens)
+    with seeded(model.device):
+        output: Any = model.generate(**inputs, **drawing, **more)
+    sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
+    return sequences

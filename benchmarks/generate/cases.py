@@ -12,6 +12,7 @@ from math import gcd, log
 from typing import Any, Final
 
 from hf_fastdecode.generation.options import CHOICES, Options
+from hf_fastdecode.measurement.rows import Case
 
 WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
@@ -39,7 +40,7 @@ WAYS: dict[str, str] = {
     "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
     "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
 }
-"""Ways and what they are. ``+name=value`` behind one of ours passes an option to `enable`: ``graph+sampler=fast``."""
+"""Ways and what they are. ``+name=value`` after one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
 LOOPS = ("beams", "lookup", "hidden-states")
 """Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
@@ -101,26 +102,24 @@ class PromptTree:
 
     @classmethod
     def of_row(cls, shape: str) -> PromptTree | None:
-        """The tree that stands behind the shape in a row, if one does."""
+        """The tree that stands after the shape in a row, if one does."""
         _, found, text = shape.partition(TREE)
         return cls.parse(text) if found else None
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompts, each counted once."""
         return self.shared + self.problems * self.own
 
     def __str__(self) -> str:
         return f"{self.shared}+{self.problems}x{self.own}x{self.samples}"
 
     def case(self, shape: str, new_tokens: int, dtype: str = "bfloat16") -> GenerateCase:
-        """The case whose prompts these are."""
         context, samples = self.shared + self.own, self.problems * self.samples
         return GenerateCase(shape, context, samples, new_tokens, dtype, tree=self)
 
 
 @dataclass(frozen=True)
-class GenerateCase:
+class GenerateCase(Case):
     """One setting: `samples` completions of up to `new_tokens` tokens after a prompt of `context` tokens.
 
     Attributes:
@@ -152,12 +151,10 @@ class GenerateCase:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts."""
         return 1 if self.tree is None else self.tree.problems
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts, each counted once."""
         return self.context if self.tree is None else self.tree.tokens
 
     @property
@@ -185,19 +182,18 @@ class GenerateCase:
         return [spread[index * stride % self.samples] for index in range(self.samples)]
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case; a tree stands behind the shape, so that all rows have the same columns."""
         columns = asdict(self)
         del columns["tree"]
         return columns if self.tree is None else columns | {"shape": f"{self.shape}{TREE}{self.tree}"}
 
     def call_columns(self) -> dict[str, Any]:
-        """Those of `columns` that cases about a call have, in which all rows run to the end."""
+        """The columns of cases about a call in which all rows run to the end."""
         columns = self.columns()
         return {name: columns[name] for name in ("shape", "context", "samples", "new_tokens", "dtype")}
 
 
 @dataclass(frozen=True)
-class CompletionCase:
+class CompletionCase(Case):
     """A span of the steps of one call, whose samples all run to the end: from ``marks[index]`` to the next mark.
 
     `marks` are numbers of tokens per sample at which time is taken, rising; the last one ends the call.
@@ -218,7 +214,6 @@ class CompletionCase:
         return self.call.prompt_tokens + self.call.samples * (first + last) / 2
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         first, last = self.span
         return self.call.call_columns() | {"from_token": first, "to_token": last}
 
@@ -231,14 +226,13 @@ CACHES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class FirstCallsCase:
+class FirstCallsCase(Case):
     """Calls of a fresh process that finds `caches`, one of `CACHES`."""
 
     call: GenerateCase
     caches: str
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return self.call.call_columns() | {"caches": self.caches}
 
 
@@ -257,14 +251,13 @@ PARTS = ("first token", "step")
 
 
 @dataclass(frozen=True)
-class ProfileCase:
+class ProfileCase(Case):
     """The first token or a step of a call, one of `PARTS`."""
 
     call: GenerateCase
     part: str
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return self.call.call_columns() | {"part": self.part}
 
 

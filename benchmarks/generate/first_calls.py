@@ -34,8 +34,6 @@ _UNTIL_CAPTURED = 5
 
 
 class FirstCallsBench:
-    """Measures first calls in processes of their own."""
-
     def __init__(self, device: torch.device):
         self.device = device
         self._filled: dict[tuple[GenerateCase, str], TemporaryDirectory[str]] = {}  # by processes with cold caches

@@ -1,4 +1,4 @@
-"""`generate` measured end to end, in every way of running it: prefill and decode separately, and memory.
+"""`generate` measured: whole calls, with prefill and decode separately and memory; steps while completions grow.
 
 A way of ours is measured only after its tokens were found to be stock's in fp32, where it can run in fp32, and its
 logits to err at most twice as much as stock's in half precision.
@@ -6,9 +6,12 @@ logits to err at most twice as much as stock's in half precision.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,43 +22,64 @@ from transformers.cache_utils import QuantizedCache
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
 from hf_fastdecode.generation.report import CallReport
 from hf_fastdecode.measurement.calls import (
     begin_peak,
     collect,
     counted_tokens,
+    guarded,
+    idle_time,
     peak_over,
     percentiles,
     prefill_and_decode,
     seeded,
     step_columns,
+    synchronize,
     wall_samples,
     wall_seconds,
     what_ran,
 )
-from hf_fastdecode.measurement.rows import status_of
 
-from .calls import LatestModel, batch_caller, caller, floor_kv_bytes
-from .cases import GenerateCase
-from .check import check_way, small_case
-from .inputs.shapes import given_of
+from ..operator_time import measure_ceilings
+from .calls import LatestModel, batch_caller, caller, check_way, floor_kv_bytes, kv_bytes_per_token, small_case
+from .cases import CompletionCase, GenerateCase
+from .shapes import given_of
 from .ways import GenerateWay, find_way, using
 
 _BATCH_STEPS = 4  # steps timed of `generate_batch`
 
 
-class GenerateBench:
-    """Measures `generate` on one device; with `check`, one of our ways only after its check.
+class Bench:
+    """Measures calls on one device; with `check`, one of our ways only after its check."""
+
+    def __init__(self, device: torch.device, *, check: bool = True):
+        self.device, self.check = device, check
+        self._model = LatestModel(device)
+        self._checked: dict[tuple[str, str, GenerateCase], str | None] = {}
+
+    def red(self, case: GenerateCase, way_name: str) -> str | None:
+        """Why a way must not be measured: its check found it wrong, or it does not run at all."""
+        way, small = find_way(way_name), small_case(case.shape)
+        if not self.check or not way.exact or way.enable is None:
+            return None
+        key = way_name, case.dtype, small
+        if key not in self._checked:
+            self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype), small)
+        return self._checked[key]
+
+
+class GenerateBench(Bench):
+    """Measures whole calls.
 
     Each call is timed `repeats` times at most, and not again after `budget_s` seconds. If a way's first call takes
     longer than that, it runs no more often than its times need.
     """
 
     def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):
-        self.device, self.repeats, self.check, self.budget_s = device, repeats, check, budget_s
-        self._model = LatestModel(device)
+        super().__init__(device, check=check)
+        self.repeats, self.budget_s = repeats, budget_s
         self._single_prefills: dict[tuple[str, str, str | None, int], float] = {}
-        self._checked: dict[tuple[str, str, GenerateCase], str | None] = {}
 
     def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
         """The columns of a way's measurement.
@@ -70,26 +94,14 @@ class GenerateBench:
         ``ran``: what our report says ran. Times are medians.
         """
         way = find_way(way_name)
-        result = dict.fromkeys(_COLUMNS)
         mode = (way.enable or {}).get("mode")
         if mode == "graph" and self.device.type != "cuda":  # said before weights are made
-            return result | {"status": f"not run: mode={mode!r} needs a CUDA device, got {self.device.type}"}
-        if self.check and way.exact and way.enable is not None and (red := self._red(case, way_name, way)):
-            return result | {"status": red}
-        try:
-            return result | {"status": "ok"} | self._measured(self._model.of(case, way), case, way)
-        except Exception as error:
-            return result | {"status": status_of(error)}
-        finally:
-            collect()
-
-    def _red(self, case: GenerateCase, way_name: str, way: GenerateWay) -> str | None:
-        """Why the way must not be measured: its check found it wrong, or it does not run at all."""
-        small = small_case(case.shape)
-        key = way_name, case.dtype, small
-        if key not in self._checked:
-            self._checked[key] = check_way(way, self.device, getattr(torch, case.dtype), small)
-        return self._checked[key]
+            red: str | None = f"not run: mode={mode!r} needs a CUDA device, got {self.device.type}"
+        else:
+            red = self.red(case, way_name)
+        if red:
+            return dict.fromkeys(_COLUMNS) | {"status": red}
+        return guarded(_COLUMNS, lambda: self._measured(self._model.of(case, way), case, way))
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
         call = batch_caller(model, case) if way.batch else caller(model, case, way)
@@ -175,3 +187,113 @@ _COLUMNS = (
     *("kv_bytes", "floor_kv_bytes", "peak_bytes", "embedded_tokens"),
     *("first_call_s", "tokens_per_s", "steps", "ran"),
 )
+
+
+_WARM_UP = 24  # tokens of the calls that capture and compile
+_STEPS_BETWEEN_LOOKS = 64  # between comparisons with the budget, each of which synchronizes with the device
+
+
+class CompletionBench(Bench):
+    """Measures growing completions: one call, timed at several lengths of its completions.
+
+    A call ends after `budget_s` seconds of decoding; spans that it did not finish have no time.
+    """
+
+    def __init__(self, device: torch.device, *, check: bool = True, budget_s: float = 120.0):
+        super().__init__(device, check=check)
+        self.budget_s = budget_s
+        self._timed: dict[tuple[GenerateCase, tuple[int, ...], str], dict[str, Any]] = {}
+
+    def measure(self, case: CompletionCase, way_name: str) -> dict[str, Any]:
+        """The columns of a way's measurement.
+
+        ``ms_per_step``: mean over the steps of the span. ``kv_floor_ms``: what reading the keys and values of a step
+        takes at the rate of a copy, measured in the same run; of a slim model those of the ordinary one.
+        ``peak_bytes``: most memory over the weights in the whole call. ``ran``: what our report says ran.
+        """
+        key = case.call, case.marks, way_name
+        if key not in self._timed:  # once for all spans of the call
+            red = self.red(case.call, way_name)
+            timed = lambda: self._timed_call(case, find_way(way_name))  # noqa: E731
+            self._timed[key] = {"status": red} if red else guarded((), timed)
+        found = dict(self._timed[key])
+        times, bytes_per_token = found.pop("times", {}), found.pop("bytes_per_token", 0)
+        result = dict.fromkeys(_SPAN_COLUMNS) | found
+        if result["status"] != "ok":
+            return result
+        if case.span not in times:
+            return result | {"status": f"not run: cut short after {self.budget_s:g} s"}
+        floor_s = case.kv_tokens() * bytes_per_token / self._copy_rate
+        return result | {"ms_per_step": times[case.span], "kv_floor_ms": 1e3 * floor_s}
+
+    @cached_property
+    def _copy_rate(self) -> float:
+        return measure_ceilings(self.device).bytes_per_s
+
+    def _timed_call(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
+        model = self._model.of(case.call, way)
+        collect()
+        before = begin_peak(self.device)
+        with using(model, way):
+            call = caller(model, case.call, way)
+            for _ in range(1 + way.compiles):  # compilers record in the second call
+                call(_WARM_UP)
+            collect()
+            begin_peak(self.device)
+            clock = StepClock(case.call.context, case.marks, self.device, self.budget_s)
+            with seeded(self.device):
+                caller(model, case.call, way, stopping=clock)(case.call.new_tokens)
+            ran = None if way.enable is None else what_ran(model)
+        return {
+            "times": clock.ms_per_step(),
+            "bytes_per_token": kv_bytes_per_token(model),
+            "peak_bytes": peak_over(self.device, before),
+            "ran": ran,
+        }
+
+
+_SPAN_COLUMNS = ("status", "ms_per_step", "kv_floor_ms", "peak_bytes", "ran")
+
+
+class StepClock(HostStoppingCriteria):
+    """Times a call when its completions have `marks` tokens, and ends it after `budget_s` seconds.
+
+    CUDA events take the time, so that steps do not wait for the host.
+    """
+
+    def __init__(self, prompt_length: int, marks: tuple[int, ...], device: torch.device, budget_s: float):
+        self.prompt_length, self.marks, self.device, self.budget_s = prompt_length, marks, device, budget_s
+        self._taken: dict[int, Any] = {}
+        self._start: float | None = None
+
+    def is_over(self, length: int) -> bool:
+        """Take the time if the length is at a mark; return whether the call has taken too long."""
+        tokens = length - self.prompt_length
+        if tokens in self.marks:
+            self._taken[tokens] = self._now()
+        if tokens % _STEPS_BETWEEN_LOOKS:
+            return False
+        now = idle_time(self.device)
+        self._start = self._start or now
+        return now - self._start > self.budget_s
+
+    def ms_per_step(self) -> dict[tuple[int, int], float]:
+        """Milliseconds of a step in each span that was finished."""
+        synchronize(self.device)
+        return {
+            (first, last): self._ms(self._taken[first], self._taken[last]) / (last - first)
+            for first, last in pairwise(self.marks)
+            if last in self._taken
+        }
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _ms(self, before: Any, after: Any) -> float:
+        if self.device.type != "cuda":
+            return 1e3 * float(after - before)
+        return float(before.elapsed_time(after))

@@ -1,4 +1,4 @@
-"""Where the time of a first token and of a step goes on the GPU: kernels by what they compute, and pauses.
+"""Breakdown of the GPU time of a first token and of a step: kernels by what they compute, and pauses.
 
 A call of one new token and a whole call are timed, then each runs once more under PyTorch's profiler. What the whole
 call has more, divided by its steps, is a step.
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_fastdecode.measurement.calls import collect, percentiles, prefill_and_decode, synchronize, what_ran
-from hf_fastdecode.measurement.rows import status_of
+from hf_fastdecode.measurement.calls import guarded, percentiles, prefill_and_decode, synchronize, what_ran
 
-from .calls import LatestModel, caller
+from .calls import caller
 from .cases import KINDS, GenerateCase, ProfileCase
+from .measure import Bench
 from .ways import GenerateWay, find_way, using
 
 _PATTERNS = {
@@ -54,7 +54,6 @@ class Profile:
 
     @classmethod
     def of(cls, kernels: Iterable[Kernel]) -> Profile:
-        """The sums of what ran in a call."""
         found = cls(defaultdict(float), defaultdict(float), 0, 0.0)
         end = float("-inf")
         for one in sorted(kernels, key=lambda kernel: kernel.begin):
@@ -66,7 +65,7 @@ class Profile:
         return found
 
     def step(self, first: Profile, steps: int) -> Profile:
-        """What a step takes, this being a whole call of so many steps and `first` a call without any."""
+        """The time of a step, this being a whole call of so many steps and `first` a call without any."""
 
         def part(whole: dict[str, float], before: dict[str, float]) -> dict[str, float]:
             return {name: max(0.0, us - before.get(name, 0.0)) / steps for name, us in whole.items()}
@@ -79,7 +78,6 @@ class Profile:
         )
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a measurement."""
         ordered = sorted(self.kernels.items(), key=lambda entry: -entry[1])[:_MOST_NAMED]
         largest = [f"{_short(name)} {us:.0f} us" for name, us in ordered]
         kinds = {f"{kind}_ms": self.kinds.get(kind, 0.0) / 1e3 for kind in KINDS}
@@ -88,7 +86,6 @@ class Profile:
 
 @cache
 def kind_of(name: str) -> str:
-    """The kind of a kernel, one of `KINDS`."""
     return next((kind for kind, pattern in _PATTERNS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
@@ -97,12 +94,12 @@ def _short(name: str) -> str:
     return name.partition("<")[0].partition("(")[0].rpartition("::")[2].removeprefix("void ").strip() or name[:40]
 
 
-class ProfileBench:
+class ProfileBench(Bench):
     """Profiles ways of ours and stock's on a CUDA device."""
 
     def __init__(self, device: torch.device, *, repeats: int = 3, budget_s: float = 20.0):
-        self.device, self.repeats, self.budget_s = device, repeats, budget_s
-        self._model = LatestModel(device)
+        super().__init__(device, check=False)
+        self.repeats, self.budget_s = repeats, budget_s
         self._found: dict[tuple[GenerateCase, str], dict[str, dict[str, Any]]] = {}
 
     def measure(self, case: ProfileCase, way_name: str) -> dict[str, Any]:
@@ -113,15 +110,13 @@ class ProfileBench:
         that kind; as kernels may overlap, their sum may be more than ``busy_ms``. ``launches``: kernels and copies.
         ``largest``: kernels that take the most time. ``ran``: what our report says ran.
         """
-        result = dict.fromkeys(_COLUMNS)
-        try:
+
+        def profiled() -> dict[str, Any]:
             if (key := (case.call, way_name)) not in self._found:
                 self._found[key] = self._profiled(case.call, find_way(way_name))
-            return result | {"status": "ok"} | self._found[key][case.part]
-        except Exception as error:
-            return result | {"status": status_of(error)}
-        finally:
-            collect()
+            return self._found[key][case.part]
+
+        return guarded(_COLUMNS, profiled)
 
     def _profiled(self, case: GenerateCase, way: GenerateWay) -> dict[str, dict[str, Any]]:
         model = self._model.of(case, way)

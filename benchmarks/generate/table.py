@@ -11,7 +11,7 @@ from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..page_tables import cell
 from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
-from .inputs.shapes import INPUT_SHAPES
+from .shapes import INPUT_SHAPES
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
@@ -23,7 +23,6 @@ _SPAN = ("shape", "context", "samples", "new_tokens", "dtype", "from_token", "to
 
 
 def where_measured(rows: Sequence[Measurement]) -> str:
-    """Device, dtype and versions."""
     first = rows[0]
     return f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
 
@@ -38,7 +37,7 @@ def generate_table(
 ) -> str:
     """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
 
-    A paper's own numbers, `published` by context and samples in its `unit`, are shown behind ours.
+    A paper's own numbers, `published` by context and samples in its `unit`, are shown after ours.
     """
     ways = list(dict.fromkeys(row["way"] for row in rows))
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
@@ -141,7 +140,7 @@ def first_calls_table(rows: Sequence[Measurement]) -> str:
 
 
 def profile_table(rows: Sequence[Measurement]) -> str:
-    """Where the time of first tokens and of steps goes."""
+    """Breakdown of the time of first tokens and of steps."""
     lines = []
     for row in rows:
         cells = [row["shape"], *_point(row), row["part"], row["way"], cell(row, lambda one: f"{float(one['ms']):.2f}")]
@@ -157,7 +156,7 @@ def profile_table(rows: Sequence[Measurement]) -> str:
     return markdown(_PROFILE, lines, f"{note}.")
 
 
-_LONG_NAMES = re.compile(r"(?<=\b\w{20})\w+")  # what libraries name their kernels behind the first letters
+_LONG_NAMES = re.compile(r"(?<=\b\w{20})\w+")  # what libraries name their kernels after the first letters
 _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "launches", "largest kernels")
 
 
@@ -298,7 +297,6 @@ def _stored(stock: Measurement | None, shared: Measurement) -> str:
 
 
 def _model_type(row: Measurement) -> str | None:
-    """The model type of a named shape."""
     shape = row["shape"].partition(TREE)[0]
     if shape in INPUT_SHAPES:
         return INPUT_SHAPES[shape].model_type
@@ -319,7 +317,6 @@ def _change(stock: Measurement | None, shared: Measurement, column: str, shown: 
 
 
 def _share(row: Measurement | None, ceiling: Measurement | None) -> str:
-    """Throughput of a way over that of its ceiling."""
     if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
         return ""
     return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
@@ -336,7 +333,6 @@ def _model(row: Measurement) -> str:
 
 
 def _point(row: Measurement) -> tuple[str, str]:
-    """Context and samples."""
     return f"{int(row['context']):,}", row["samples"]
 
 

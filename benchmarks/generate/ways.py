@@ -1,8 +1,13 @@
-"""The ways of generating, as data, and the block in which a model generates by one of them."""
+"""The ways of generating, as data, and the block in which a model generates by one of them.
+
+Other attention, none at all or a baseline's, runs in the package's own loop for the time of a measurement: the
+package's attention is registered with transformers under a name, and an entry of the registry's instance goes before
+it. Steps captured under another attention must not outlive it: enable the model inside of the block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -10,15 +15,23 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
+from hf_fastdecode.attention.active_passes import ATTENTION_NAME
+from hf_fastdecode.attention.interface import shared_context_attention
+from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.placeholders import SharedKV
+from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.rows import NotAvailableError
 
+from ..ops.baselines import TwoCalls, bifurcated
+from ..ops.inputs import NodeBatch
 from .cases import parse_way
-from .replaced_attention import REPLACEMENTS, replaced_attention
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class GenerateWay:
         return backend
 
     def call_arguments(self, samples: int) -> dict[str, Any]:
-        """What one call of so many samples of one prompt gives `generate`, which may change it."""
+        """Arguments of `generate` for so many samples of one prompt, in a copy, as it may change them."""
         if not self.beams:
             return SAMPLING | {"num_return_sequences": samples} | deepcopy(self.arguments)  # 5.17 takes keys out
         return {"num_beams": samples, "num_return_sequences": samples}
@@ -153,3 +166,96 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
         yield
     if not replaced.called:
         raise NotAvailableError("the attention was not replaced: these steps do not go through the registry")
+
+
+Attend = Callable[[SharedKV, Tensor, float], Tensor | None]
+"""Handle, query ``[rows, heads, queries, head_dim]`` and scale to an output of that shape; None: attend as usual."""
+
+
+# What layers ask of attention that the papers' ways do not compute.
+_NOT_KNOWN = ("softcap", "sliding_window", "s_aux")
+
+
+class Replaced:
+    """Whether an attention function was replaced and then called."""
+
+    called = False
+
+
+@contextmanager
+def replaced_attention(attend: Attend) -> Iterator[Replaced]:
+    """Within, shared-context attention is `attend`'s; restored on leaving, also by an error."""
+    replaced = Replaced()
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Any, value: Any, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        scale = kwargs.get("scaling")
+        out = None
+        if isinstance(key, SharedKV):
+            if attend is not no_attention and (
+                mask is not None or any(kwargs.get(name) is not None for name in _NOT_KNOWN)
+            ):
+                raise NotAvailableError(f"{type(module).__name__} has a window, sinks or a soft cap, which it ignores")
+            out = attend(key, query, query.shape[-1] ** -0.5 if scale is None else float(scale))
+        if out is None:
+            return shared_context_attention(module, query, key, value, mask, **kwargs)
+        replaced.called = True
+        return out.transpose(1, 2).contiguous(), None
+
+    # Compiled layers break where they break for the attention that it replaces.
+    attention = torch.compiler.disable(attention)
+    # An entry of this very instance is set and deleted: the one that registration made stays where it is.
+    if ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] is not shared_context_attention:
+        raise RuntimeError("attention is replaced already; leave that block first")
+    ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = attention
+    try:
+        yield replaced
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
+
+
+def no_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
+    """The query for an answer in steps: nothing is stored, read or computed (Hydragen, section 4.1, "No Attention").
+
+    Prefill attends as usual: a captured pass stores keys and values where attention is called.
+    """
+    return query if query.shape[2] == 1 else None
+
+
+def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
+    """Bifurcated's einsums over the one context and the suffixes."""
+    if not isinstance(handle, DecodeKV):
+        return None
+    nodes = handle.append()
+    own = _used(nodes)
+    if len(nodes.forest.nodes) != 1 or query.shape[2] != 1:
+        raise NotAvailableError(f"Bifurcated attention takes one context and one query a row, got {nodes.forest!r}")
+    return bifurcated(query, nodes.node(nodes.forest.nodes[0].span), own, scale)
+
+
+def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
+    """Hydragen's call for each node, call for the suffixes, and merge."""
+    if not isinstance(handle, DecodeKV):
+        return None
+    kv = handle.append()
+    own = _used(kv)
+    if query.shape[2] != 1 or any(sum(node.row_count for node in level) < len(query) for level in kv.forest.levels):
+        raise NotAvailableError(f"two calls take one query a row and levels over all rows, got {kv.forest!r}")
+    levels = [
+        [NodeBatch(node.row_start, node.row_stop, *(part[None] for part in kv.node(node.span))) for node in level]
+        for level in kv.forest.levels
+    ]
+    return TwoCalls("flash", pack=False)(query, levels, own, scale)
+
+
+def _used(kv: ForestKV) -> Segment:
+    _, length = kv.suffix_bounds
+    return Segment(kv.suffix.keys[:, :, :length], kv.suffix.values[:, :, :length])
+
+
+REPLACEMENTS: dict[str, Attend] = {
+    "none": no_attention,
+    "bifurcated": bifurcated_attention,
+    "hydragen": hydragen_attention,
+}

@@ -1,4 +1,4 @@
-"""What others do with a shared context, in PyTorch: the baselines that the bench puts beside ours.
+"""Baselines in PyTorch of attention over a shared context.
 
 - `attend_to_copies`: no sharing, each row with a copy of its whole context (plain flash decoding).
 - `bifurcated`: the four einsums of Bifurcated attention, section 4.2, equations 3 and 4, with stored scores.

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, product
-from typing import Any
+from typing import Any, Final
 
-from .published_trees import FASTTREE, FASTTREE_HEADS, PAT, PAT_HEADS, Tree
+from hf_fastdecode.measurement.rows import Case
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class NodeSpec:
 
 
 @dataclass(frozen=True)
-class OpCase:
+class OpCase(Case):
     """One decode step of one layer: every row asks one query of its nodes and of its own suffix.
 
     Attributes:
@@ -57,7 +57,6 @@ class OpCase:
 
     @property
     def context_lengths(self) -> list[int]:
-        """Tokens on each row's path."""
         lengths = [0] * self.rows
         for node in self.nodes:
             for row in range(node.row_start, node.row_start + node.row_count):
@@ -66,44 +65,36 @@ class OpCase:
 
     @property
     def context(self) -> int:
-        """Tokens on the longest row's path."""
         return max(self.context_lengths)
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens of the nodes, each counted once."""
         return sum(node.length for node in self.nodes)
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
     def bytes(self, itemsize: int) -> int:
-        """What must move at least: every stored token once, every suffix once, queries in and outputs out."""
+        """Least bytes to move: every stored token once, every suffix once, queries in and outputs out."""
         tokens = self.stored_tokens + self.rows * self.suffix
         return tokens * self.bytes_per_token(itemsize) + 2 * self.rows * self.heads * self.head_dim * itemsize
 
     def copied_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values when each row has a copy of its whole context."""
         return (sum(self.context_lengths) + self.rows * self.suffix) * self.bytes_per_token(itemsize)
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of both products."""
         return 4 * self.heads * self.head_dim * (sum(self.context_lengths) + self.rows * self.suffix)
 
     @property
     def prefix_only(self) -> OpCase:
-        """The case without its suffixes, but for the new token."""
         return replace(self, suffix=1)
 
     @property
     def suffix_only(self) -> OpCase:
-        """The case without its nodes."""
         return replace(self, nodes=())
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
         return {
             "case": self.name,
             "rows": self.rows,
@@ -142,12 +133,65 @@ def tree_case(tree: Tree, heads: int, kv_heads: int, **options: Any) -> OpCase:
 
 
 def with_dtype(cases: Iterable[OpCase], dtype: str | None) -> list[OpCase]:
-    """The cases in another dtype; as they are for None."""
     return [case if dtype is None else replace(case, dtype=dtype) for case in cases]
 
 
 def _level(lengths: Iterable[int], each: int, depth: int) -> tuple[NodeSpec, ...]:
     return tuple(NodeSpec(length, index * each, each, depth) for index, length in enumerate(lengths))
+
+
+Tree = tuple[tuple[int, ...], tuple[int, ...]]
+"""Nodes of each level, and tokens of a node of each level."""
+
+FASTTREE: Final[tuple[Tree, ...]] = (
+    ((1, 2, 64), (8, 256, 32)),
+    ((1, 4, 256), (8, 256, 32)),
+    ((1, 4, 8, 256), (8, 256, 256, 32)),
+    ((1, 256), (256, 32)),
+    ((1, 1024), (2048, 32)),
+    ((1, 16, 64), (1024, 256, 32)),
+    ((1, 4, 16, 512), (1024, 256, 128, 32)),
+    ((1, 4, 16, 64, 256, 1024), (256, 8, 256, 64, 32, 256)),
+    ((1, 10), (4000, 400)),
+    ((1, 2, 4, 8, 16, 32, 64, 128, 1024), (16, 16, 16, 16, 16, 16, 16, 16, 16)),
+    ((1, 2, 4, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 16, 16, 16, 16, 16, 16)),
+    ((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 16, 16, 16, 16)),
+    ((1, 8, 16, 32, 64, 256, 1024), (256, 128, 64, 16, 16, 16, 16)),
+    ((1, 16, 32, 64, 128, 1024), (256, 128, 64, 16, 16, 16)),
+    ((1, 16, 32, 64, 256, 1024), (256, 128, 64, 16, 16, 16)),
+)
+"""FastTree (MLSys 2025): ``kernel_bench/run_benchmark.sh`` of PanZaifeng/FastTree-Artifact, in float16."""
+
+FASTTREE_HEADS: Final = ((16, 1), (32, 8), (32, 32))
+"""Query and KV heads of the same benchmark, of head_dim 128."""
+
+PAT: Final[tuple[Tree, ...]] = (
+    ((1, 10), (4096, 416)),
+    ((1, 256), (256, 32)),
+    ((1, 1024), (2048, 32)),
+    ((1, 2, 64), (1024, 256, 256)),
+    ((1, 4, 256), (32, 256, 32)),
+    ((1, 8, 512), (32, 512, 256)),
+    ((1, 8, 512), (32, 2048, 256)),
+    ((1, 8, 512), (512, 512, 256)),
+    ((1, 4, 8, 256), (32, 256, 256, 32)),
+    ((1, 4, 16, 512), (1024, 256, 128, 32)),
+    ((1, 4, 16, 64, 256, 1024), (256, 32, 256, 64, 32, 256)),
+    ((1, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32)),
+    ((1, 16, 32, 64, 256, 1024), (256, 128, 64, 32, 32, 32)),
+    ((1, 8, 16, 32, 64, 128, 1024), (256, 128, 64, 32, 32, 32, 32)),
+    ((1, 8, 16, 32, 64, 256, 1024), (256, 128, 64, 32, 32, 32, 32)),
+    ((2, 8, 16, 256), (256, 256, 32, 32)),
+    ((4, 16, 256, 512), (512, 32, 128, 32)),
+    ((8, 16, 32, 256), (512, 512, 256, 32)),
+    ((256,), (1024,)),
+    ((256,), (4096,)),
+)
+"""PAT, which has trees of DeFT, RelayAttention and FlashInfer among them: ``benchmark/run_kernel_bench.sh`` of
+flashserve/PAT, in float16."""
+
+PAT_HEADS: Final = ((32, 32), (16, 8), (32, 8), (64, 8))
+"""Query and KV heads of the same benchmark, of head_dim 128."""
 
 
 _HEADS = ((32, 32), (32, 8), (8, 1))

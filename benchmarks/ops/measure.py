@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_fastdecode.measurement.calls import Times, collect
+from hf_fastdecode.measurement.calls import collect
 from hf_fastdecode.measurement.rows import NotAvailableError
 
-from ..operator_time import in_us, time_operator
-from .accuracy import BOUND, Oracle, make_oracle
+from ..operator_time import Ceilings, Output, in_us, measure_ceilings, time_operator
 from .cases import OpCase
-from .ceilings import Ceilings, measure_ceilings
-from .inputs import OpInputs, make_inputs, sets_needed
+from .inputs import BOUND, OpInputs, Oracle, make_inputs, make_oracle, sets_needed
 from .ways import OP_WAYS, OpWay, Unmerged
 
 
@@ -29,7 +27,6 @@ class OpBench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """The device's rates, measured when they are first needed."""
         return measure_ceilings(self.device)
 
     @torch.no_grad()
@@ -75,34 +72,21 @@ class OpBench:
         inputs, oracle = self._inputs(case)
         if way.copies:
             inputs = inputs[: self._sets_of_copies(case, len(inputs))]
-        found: list[tuple[Times, str, float | None]] = []
+        found = []
         for variant, calls in way.variants(inputs).items():
-            error = self._error(calls[0](), oracle, way)
-            if error is not None and not error <= BOUND:
-                return {
-                    "status": f"wrong: {variant} errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right",
-                    "variant": variant,
-                    "error_ratio": error,
-                }
-            times, output = time_operator(calls, self.device)
-            again = self._error(output, oracle, way)
-            if again is not None and not again <= BOUND:
-                return {
-                    "status": f"wrong: {variant} errs {again:.2f} times PyTorch's error when it is repeated",
-                    "variant": variant,
-                    "error_ratio": again,
-                }
-            found.append((times, variant, error))
-            del calls, output
-        times, variant, error = min(found, key=lambda entry: entry[0].p50)
-        itemsize = getattr(torch, case.dtype).itemsize
-        return {
-            "variant": variant,
-            **in_us(times),
-            "over_floor": times.p50 / self.ceilings.floor_s(case, itemsize),
-            "tb_per_s": case.bytes(itemsize) / times.p50 / 1e12,
-            "tflop_per_s": case.flops / times.p50 / 1e12,
-            "error_ratio": error,
+            row = {"variant": variant} | time_if_right(
+                calls, self.device, lambda output: self._error(output, oracle, way), variant
+            )
+            if "status" in row:
+                return row
+            found.append(row)
+            del calls
+        best = min(found, key=lambda row: row["us_p50"])
+        itemsize, us = getattr(torch, case.dtype).itemsize, best["us_p50"]
+        return best | {
+            "over_floor": us / (1e6 * self.ceilings.floor_s(case, itemsize)),
+            "tb_per_s": case.bytes(itemsize) / us / 1e6,
+            "tflop_per_s": case.flops / us / 1e6,
         }
 
     def _error(self, output: Tensor | Unmerged, oracle: Oracle | None, way: OpWay) -> float | None:
@@ -119,7 +103,7 @@ class OpBench:
         return self._prepared[1:]
 
     def _sets_of_copies(self, case: OpCase, most: int) -> int:
-        """How many sets of copies to make; OutOfMemoryError if they would not fit, as finding out takes seconds."""
+        """Number of sets of copies to make; OutOfMemoryError if they would not fit, as finding out takes seconds."""
         size = case.copied_bytes(getattr(torch, case.dtype).itemsize)
         sets = min(most, sets_needed(size, self.device))
         if self.device.type == "cuda":
@@ -130,5 +114,26 @@ class OpBench:
         return sets
 
     def drop_inputs(self) -> None:
-        """Let go of the inputs of the latest case."""
         self._prepared = None
+
+
+def time_if_right(
+    calls: Sequence[Callable[[], Output]],
+    device: torch.device,
+    error_of: Callable[[Output], float | None],
+    name: str = "it",
+) -> dict[str, Any]:
+    """Times of calls as columns, if the error of what they compute is within the rule before and after; else a status.
+
+    `error_of` gives how many times PyTorch's own error an output errs, or None where it is not checked.
+    """
+    error = error_of(calls[0]())
+    if error is not None and not error <= BOUND:
+        status = f"wrong: {name} errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right"
+        return {"status": status, "error_ratio": error}
+    times, output = time_operator(calls, device)
+    again = error_of(output)
+    if again is not None and not again <= BOUND:
+        status = f"wrong: {name} errs {again:.2f} times PyTorch's error when it is repeated"
+        return {"status": status, "error_ratio": again}
+    return in_us(times) | {"error_ratio": error}

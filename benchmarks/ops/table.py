@@ -55,7 +55,7 @@ def ops_digest(rows: Sequence[Measurement]) -> str:
     """A line for each head layout and n of many cases of one shared context.
 
     Geometric means of our time over the floor, where that is at least `LEAST_FLOOR_US`, and of other ways' times over
-    ours; behind these the least ratio, and the number of cases.
+    ours; after these the least ratio, and the number of cases.
     """
     others = [way for way in ("plain", "recipe", "sketch", "hydragen") if any(row["way"] == way for row in rows)]
     cases = [case for case in by(rows, "case", "dtype") if _ok(case.get("ours")) and one_node(case["ours"])]

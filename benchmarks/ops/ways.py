@@ -20,16 +20,15 @@ from hf_fastdecode.kernels.forest_decode.limits import refusal
 
 from .baselines import TwoCalls, attend_to_copies, bifurcated
 from .cases import OpCase
-from .fasttree_ways import fasttree_calls, fasttree_refusal
-from .flashinfer_ways import cascade_calls, decode_calls, flashinfer_refusal
 from .inputs import OpInputs
+from .library_ways import cascade_calls, decode_calls, fasttree_calls, fasttree_refusal, flashinfer_refusal
 
 
 class Unmerged(Protocol):
-    """What a kernel of a part leaves behind."""
+    """Output of a kernel of a part, before the merge."""
 
     def result(self) -> Tensor:
-        """What it makes of the case: ``[rows, heads, 1, head_dim]``."""
+        """The merged output: ``[rows, heads, 1, head_dim]``."""
         ...
 
 
@@ -77,7 +76,7 @@ class OpWay:
 
 
 def _ours(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
-    """What the package itself would run."""
+    """The kernels or operators that the package itself chooses."""
     if _kernels_are_chosen(sets[0]):
         return {"kernels" if _in_turn(sets[0]) else "kernels, suffixes beside nodes": kernel_calls(sets)}
     return {"operators": [_operators(inputs) for inputs in sets]}
@@ -87,7 +86,7 @@ def _ours_over_nodes(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
     """The first launch of what the package runs; where that is PyTorch's operators, all of it."""
     if not _kernels_are_chosen(sets[0]):
         return _ours(sets)
-    from .node_kernel import NodeKernel
+    from .kernel_ways import NodeKernel
 
     return {"kernel": [NodeKernel(inputs).attend for inputs in sets]}
 
@@ -125,7 +124,7 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
 
 
 def _operators(inputs: OpInputs) -> Call:
-    """What the package runs where its kernels are not the faster ones: PyTorch's operators over the forest."""
+    """PyTorch's operators over the forest, which the package runs where its kernels are not faster."""
     last = [part[:, :, -1:] for part in inputs.suffix]
 
     def call() -> Tensor:
@@ -168,14 +167,14 @@ def _compiled(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 def _in_turn(inputs: OpInputs) -> bool:
     """Whether suffixes are attended to after the nodes, as the cost model has it."""
-    from .node_kernel import plan_of
+    from .kernel_ways import plan_of
 
     plan = plan_of(inputs)
     return plan.programs(inputs.case.suffix - 1) == plan.grid
 
 
 def _sketch(sets: Sequence[OpInputs], *, context_only: bool = False) -> dict[str, list[Call]]:
-    from .sketch import Sketch  # needs Triton
+    from .kernel_ways import Sketch  # needs Triton
 
     found: dict[int, tuple[str, list[Call]]] = {}
     for programs in (132, 264):

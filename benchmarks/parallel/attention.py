@@ -10,14 +10,11 @@ from hf_fastdecode.measurement.calls import Times, begin_peak, collect
 from hf_fastdecode.measurement.rows import status_of
 
 from ..operator_time import in_us
-from ..ops.accuracy import BOUND, Oracle, make_oracle
-from . import volumes
-from .attention_ways import make_step
+from ..ops.inputs import BOUND, Oracle, make_oracle
+from . import cases as volumes
+from .attention_ways import Stack, first_layer, make_stack, make_step
 from .cases import AttentionCase
-from .processes import OneProcess, PeerStatusError, Processes
-from .sends import counted_sends
-from .stack import Stack, first_layer, make_stack
-from .timing import time_together
+from .processes import OneProcess, PeerStatusError, Processes, counted_sends, time_together
 
 _BUDGET_S = 0.4  # of timing a way
 
@@ -54,7 +51,6 @@ class AttentionBench:
             collect()
 
     def drop(self) -> None:
-        """Let go of the inputs."""
         self._stack = None
         collect()
 
@@ -143,7 +139,7 @@ class AttentionBench:
         return max(self.processes.gathered(torch.cuda.max_memory_allocated(self.processes.device)))
 
     def _paper(self, case: AttentionCase, way: str) -> dict[str, Any]:
-        """What the paper's equations say of a way, for all layers."""
+        """The bytes of a way by the paper's equations, for all layers."""
         size = getattr(torch, case.dtype).itemsize
         stored = volumes.stored_bytes(case, size)
         if way.startswith("ring") and way != "ring-partials":
@@ -162,7 +158,7 @@ _COLUMNS = (
 
 
 def _red(error: float) -> dict[str, Any] | None:
-    """What a row says when its way is wrong."""
+    """The status of a way that errs too much, else None."""
     if error <= BOUND:
         return None
     return {"status": f"wrong: it errs {error:.2f} times PyTorch's error, at most {BOUND:g} is right"}

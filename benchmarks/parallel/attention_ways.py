@@ -8,15 +8,15 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_fastdecode.attention.forest import Forest
-from hf_fastdecode.attention.kv import ForestKV, Segment, SuffixLengths
+from hf_fastdecode.attention.forest import Forest, Node, Span
+from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.attention.torch_operators import decode_ops
@@ -25,9 +25,10 @@ from hf_fastdecode.kernels.device import interpreted, triton_is_installed
 from hf_fastdecode.parallel.collectives import partial_buffer
 from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel
 
-from .cases import SUFFIX
+from ..ops.cases import NodeSpec, OpCase
+from ..ops.inputs import OpInputs
+from .cases import SUFFIX, AttentionCase
 from .processes import Processes
-from .stack import Stack, StoredLayer
 
 Step = Callable[[], list[Tensor]]
 """Attends in every layer once: ``[rows, heads, 1, head_dim]`` each."""
@@ -37,7 +38,7 @@ class Here(Protocol):
     """Attention to what this process holds."""
 
     def nodes(self, held: int, query: Tensor) -> Partial:
-        """To the nodes that a layer, or a buffer behind the layers, holds: fp32."""
+        """To the nodes that a layer, or a buffer after the layers, holds: fp32."""
         ...
 
     def finish(self, layer: int, nodes: Partial) -> Tensor:
@@ -124,7 +125,7 @@ def _divided(layer: StoredLayer, parallel: SequenceParallel) -> StoredLayer:
 
 
 def _by_tables(stored: Stack, tables: StepTables, stack: Stack) -> Step:
-    """What the package itself runs in a step, on what is stored here; new tokens are those of the whole stack."""
+    """The package's own step, over the tokens stored here; new tokens are those of the whole stack."""
     tables.follow(stored.forest, SuffixLengths.of(SUFFIX), dict(enumerate(stored.layers)))
 
     def step() -> list[Tensor]:
@@ -168,7 +169,6 @@ class Ring:
         self._here = here(stack, forest, self._buffers)
 
     def step(self) -> list[Tensor]:
-        """Attend in every layer."""
         return [self._here.finish(layer, self._nodes(layer)) for layer in range(self._stack.case.layers)]
 
     def _nodes(self, layer: int) -> Partial:
@@ -201,3 +201,92 @@ def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[]
             work.wait()
 
     return wait
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """Keys and values of one layer, as `StepTables` takes them.
+
+    Attributes:
+        held: ``[2, kv_heads, tokens, head_dim]``: those of the nodes.
+        suffix: ``[rows, kv_heads, SUFFIX + 1, head_dim]`` each; the last token is the new one.
+    """
+
+    held: Tensor
+    suffix: Segment
+
+    @property
+    def segments(self) -> dict[int, Segment]:
+        return {0: Segment(self.held[0], self.held[1])}
+
+    @property
+    def version(self) -> object:
+        return self.held
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers of a case.
+
+    Attributes:
+        forest: The whole context, one node over all rows.
+        layers: What is stored here.
+        queries: ``[layers, rows, heads, 1, head_dim]``.
+    """
+
+    case: AttentionCase
+    forest: Forest
+    layers: list[StoredLayer]
+    queries: Tensor
+
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(self.case.head_dim**-0.5)
+
+    def new(self, layer: int) -> Segment:
+        """Keys and values of a layer's new tokens, ``[rows, kv_heads, 1, head_dim]`` each."""
+        return Segment._make(part[:, :, -1:] for part in self.layers[layer].suffix)
+
+
+def make_stack(case: AttentionCase, device: torch.device, rank: int | None) -> Stack:
+    """The layers as a rank stores them, or with the whole context of each where `rank` is None."""
+    layers, queries = [], []
+    for layer in range(case.layers):
+        held = _whole(case, device, layer) if rank is None else _part(case, device, layer, rank)
+        query, suffix = _own(case, device, layer)
+        layers.append(StoredLayer(held, suffix))
+        queries.append(query)
+    forest = Forest(case.rows, [Node(Span(0, 0, case.context), 0, case.rows, 0)])
+    return Stack(case, forest, layers, torch.stack(queries))
+
+
+def first_layer(case: AttentionCase, device: torch.device) -> OpInputs:
+    """The first layer with the whole context, as the oracle takes it."""
+    held = _whole(case, device, 0)
+    query, suffix = _own(case, device, 0)
+    nodes, heads = (NodeSpec(case.context, 0, case.rows),), (case.heads, case.kv_heads, case.head_dim)
+    op = OpCase("first layer", case.rows, nodes, SUFFIX + 1, *heads, case.dtype)
+    forest = Forest(case.rows, [Node(Span(0, 0, case.context), 0, case.rows, 0)])
+    new = Segment._make(part[:, :, -1:] for part in suffix)
+    return OpInputs(op, forest, Segment(held[0], held[1]), suffix, query, new)
+
+
+def _whole(case: AttentionCase, device: torch.device, layer: int) -> Tensor:
+    return torch.cat([_part(case, device, layer, rank) for rank in range(case.ranks)], 2)
+
+
+def _part(case: AttentionCase, device: torch.device, layer: int, rank: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1 + layer * case.ranks + rank)
+    shape = 2, case.kv_heads, case.tokens_here, case.head_dim
+    return torch.randn(*shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+
+
+def _own(case: AttentionCase, device: torch.device, layer: int) -> tuple[Tensor, Segment]:
+    generator = torch.Generator(device).manual_seed(1_000_003 + layer)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+
+    query = normal(case.rows, case.heads, 1, case.head_dim)
+    keys, values = (normal(case.rows, case.kv_heads, SUFFIX + 1, case.head_dim) for _ in range(2))
+    return query, Segment(keys, values)

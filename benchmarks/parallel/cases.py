@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hf_fastdecode.measurement.rows import Case
+
 ATTENTION_WAYS: dict[str, str] = {
     "one-gpu": "the whole context on rank 0",
     "tree": "this package: kernels over each rank's part, one all-gather a layer, one merge",
@@ -42,7 +44,7 @@ SUFFIX = 64
 
 
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Case):
     """Attention of one decode step of a layer stack over one context that all rows share.
 
     Attributes:
@@ -53,11 +55,11 @@ class AttentionCase:
     shape: str
     context: int
     rows: int
+    ranks: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    ranks: int
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -69,27 +71,14 @@ class AttentionCase:
 
     @property
     def tokens_here(self) -> int:
-        """Tokens of the context on one rank."""
         return self.context // self.ranks
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return {
-            "case": f"attention-{self.shape}-m{self.context}-n{self.rows}",
-            "shape": self.shape,
-            "context": self.context,
-            "rows": self.rows,
-            "ranks": self.ranks,
-            "layers": self.layers,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
+        return {"case": f"attention-{self.shape}-m{self.context}-n{self.rows}"} | super().columns()
 
 
 @dataclass(frozen=True)
-class StepCase:
+class StepCase(Case):
     """Decode steps of a model over one context that all rows share.
 
     Attributes:
@@ -106,31 +95,60 @@ class StepCase:
     dtype: str = "bfloat16"
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return {
-            "case": f"steps-{self.shape}-m{self.context}-n{self.rows}",
-            "shape": self.shape,
-            "context": self.context,
-            "rows": self.rows,
-            "ranks": self.ranks,
-            "new_tokens": self.new_tokens,
-            "fill": self.fill,
-            "dtype": self.dtype,
-        }
+        return {"case": f"steps-{self.shape}-m{self.context}-n{self.rows}"} | super().columns()
 
 
 @dataclass(frozen=True)
-class CollectiveCase:
+class CollectiveCase(Case):
     """A collective in which each rank gives so many bytes."""
 
     bytes: int
     ranks: int
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return {"case": f"collective-{self.bytes}", "bytes": self.bytes, "ranks": self.ranks}
+        return {"case": f"collective-{self.bytes}"} | super().columns()
 
 
 def collective_cases(ranks: int, *, most: int = 4 << 20) -> list[CollectiveCase]:
     """From 16 KiB to `most` bytes, each four times the one before."""
     return [CollectiveCase(size, ranks) for size in (1 << bits for bits in range(14, 40, 2)) if size <= most]
+
+
+# Tree Attention's equations 8 to 14 of memory and communication, in bytes of one layer. The paper counts elements, for
+# multi-head attention with a context for each of `b` rows. Where KV heads are fewer, and rows share one context, keys
+# and values are narrower and are there once: ``2 t d`` has the width of the KV heads here, and ``b`` stands with
+# queries and partials alone.
+
+_PARTIAL = 4
+"""Bytes of a partial's element: fp32."""
+
+
+def stored_bytes(case: AttentionCase, itemsize: int) -> int:
+    """``2 t d``: keys and values of one rank's part in one layer (equation 11)."""
+    return 2 * case.tokens_here * case.kv_heads * case.head_dim * itemsize
+
+
+def ring_memory(case: AttentionCase, itemsize: int) -> int:
+    """``4 t d + 2 b d`` (equation 8)."""
+    return 2 * stored_bytes(case, itemsize) + 2 * _queries(case) * itemsize
+
+
+def tree_memory(case: AttentionCase, itemsize: int) -> int:
+    """``2 t d + 2 b d + 2 b n_h`` (equation 9)."""
+    partials = _queries(case) + 2 * case.rows * case.heads
+    return stored_bytes(case, itemsize) + _queries(case) * itemsize + partials * _PARTIAL
+
+
+def ring_volume(case: AttentionCase, itemsize: int) -> int:
+    """``2 t d p`` (equation 10)."""
+    return stored_bytes(case, itemsize) * case.ranks
+
+
+def tree_volume(case: AttentionCase) -> int:
+    """``2 (p - 1) / p (b d + 2 b n_h)`` (equation 14)."""
+    elements = _queries(case) + 2 * case.rows * case.heads
+    return 2 * (case.ranks - 1) * elements * _PARTIAL // case.ranks
+
+
+def _queries(case: AttentionCase) -> int:
+    return case.rows * case.heads * case.head_dim

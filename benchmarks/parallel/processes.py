@@ -1,4 +1,4 @@
-"""The processes of a measurement: started by torchrun, they measure the same case in the same way at the same time.
+"""The processes of a measurement, which torchrun starts, what they send, and times of calls that all make at once.
 
 Rank 0 says what is measured, and has the rows; the others follow it. What they tell each other on the host goes over a
 gloo group of their own, so that a process that waits for another keeps its GPU idle.
@@ -6,17 +6,22 @@ gloo group of their own, so that a process that waits for another keeps its GPU 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from hf_fastdecode.errors import InputError
+from hf_fastdecode.measurement.calls import Times, idle_time, percentiles
 from hf_fastdecode.measurement.rows import status_of
+from hf_fastdecode.parallel import collectives
 
 Result = TypeVar("Result")
 
@@ -45,13 +50,11 @@ class Processes:
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
 
     def gathered(self, one: Any) -> list[Any]:
-        """What each process gave, an object that can be pickled."""
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, one, group=self._host)
         return found
 
     def first(self, one: Any) -> Any:
-        """What rank 0 gave."""
         box = [one]
         dist.broadcast_object_list(box, src=0, group=self._host)
         return box[0]
@@ -95,17 +98,14 @@ class OneProcess:
         self.device = device
 
     def gathered(self, one: Any) -> list[Any]:
-        """What it gave."""
         return [one]
 
 
 def launched() -> int:
-    """How many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, which writes files."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -124,3 +124,108 @@ def device_of_process(name: str) -> torch.device:
     device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def counted_sends(ranks: int) -> Iterator[list[int]]:
+    """Within, the bytes that this process sends by collectives and to neighbours are added to the list.
+
+    An all-gather sends what a rank gives to each of the others, an all-reduce its part and its sums to all:
+    ``2 (p - 1) / p`` of its bytes (the paper's equation 12).
+    """
+    sent: list[int] = []
+    all_gather, all_reduce, batch = collectives.all_gather, dist.all_reduce, dist.batch_isend_irecv
+
+    def gather(out: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        sent.append((ranks - 1) * given.nbytes)
+        return all_gather(out, given, *rest, **named)
+
+    def reduce(given: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        sent.append(2 * (ranks - 1) * given.nbytes // ranks)
+        return all_reduce(given, *rest, **named)
+
+    def send(operations: list[Any]) -> Any:
+        sent.extend(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return batch(operations)
+
+    with (
+        patch.object(collectives, "all_gather", gather),
+        patch.object(dist, "all_reduce", reduce),
+        patch.object(dist, "batch_isend_irecv", send),
+    ):
+        yield sent
+
+
+def time_together(
+    processes: Processes | OneProcess, call: Callable[[], object], *, budget_s: float
+) -> tuple[Times, bool]:
+    """Seconds of a call that all processes make: of the slowest one at each percentile, and whether it was captured.
+
+    On CUDA the call is captured in a graph, if it can be on every process; else it is made again and again, with the
+    time of its launches. How often it is timed is the same on all of them.
+    """
+    device = processes.device
+    if device.type != "cuda":
+        return _slowest(processes, _wall(call, processes, budget_s)), False
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiles, plans, connects, and allocates what is allocated once
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = _captured(call)
+    captured = all(processes.gathered(graph is not None))
+    again = graph.replay if captured and graph is not None else call
+    times = _by_events(again, processes, budget_s)
+    del again
+    if graph is not None:
+        torch.cuda.synchronize(device)
+        graph.reset()
+    return _slowest(processes, times), captured
+
+
+def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # The communication library's own thread calls CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+def _by_events(again: Callable[[], object], processes: Processes | OneProcess, budget_s: float) -> list[float]:
+    def replays(count: int) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        again()  # while it runs, the next ones are launched
+        for event in events[:-1]:
+            event.record()
+            again()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return [events[index].elapsed_time(events[index + 1]) / 1e3 for index in range(count)]
+
+    return replays(_count(processes, min(replays(3)), budget_s))
+
+
+def _wall(call: Callable[[], object], processes: Processes | OneProcess, budget_s: float) -> list[float]:
+    def once() -> float:
+        processes.gathered(None)
+        start = idle_time(processes.device)
+        call()
+        return idle_time(processes.device) - start
+
+    once()
+    return [once() for _ in range(_count(processes, once(), budget_s, least=3))]
+
+
+def _count(processes: Processes | OneProcess, seconds: float, budget_s: float, least: int = 5) -> int:
+    slowest = max(processes.gathered(seconds))
+    return max(least, min(40, math.ceil(budget_s / slowest)))
+
+
+def _slowest(processes: Processes | OneProcess, samples: list[float]) -> Times:
+    return Times(*map(max, zip(*processes.gathered(tuple(percentiles(samples))), strict=True)))

@@ -1,23 +1,28 @@
-"""Decode steps of whole models measured: one GPU, the context divided, or the model split."""
+"""Decode steps of whole models measured, with random weights: one GPU, the context divided, or the model split."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.attention.forest import Forest, Span
+from hf_fastdecode.attention.kv import Segment
+from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.cli.console import quiet_libraries
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.calls import collect, idle_time, seeded, step_columns, what_ran
 from hf_fastdecode.measurement.rows import status_of
+from hf_fastdecode.measurement.shapes import config_of, random_model
 
 from .cases import StepCase
-from .models import make_model, random_context, random_prompt, random_stock_context
 from .processes import OneProcess, PeerStatusError, Processes
 
 _CHECKED_CONTEXT, _CHECKED_ROWS, _CHECKED_TOKENS = 200, 4, 12
@@ -57,7 +62,6 @@ class StepBench:
             collect()
 
     def drop(self) -> None:
-        """Let go of the model."""
         self._model = None
         collect()
 
@@ -83,7 +87,7 @@ class StepBench:
         return self._model[1]
 
     def _split(self, way: str) -> tuple[int | None, bool]:
-        """How many processes a way's weights are split between, and whether each has all attention heads."""
+        """Processes that a way's weights are split between, and whether each has all attention heads."""
         return self.processes.count if way in ("tensor", "stock-tensor", "helix") else None, way == "helix"
 
     @contextmanager
@@ -97,7 +101,7 @@ class StepBench:
             yield
 
     def _red(self, way: str) -> str | None:
-        """What a row says of a way whose tokens are not stock's on a tiny model in fp32; on every process alike."""
+        """The status of a way whose tokens are not stock's on a tiny model in fp32, on every process; else None."""
         if way == "stock-tensor":
             return None
         if way not in self._checked:
@@ -129,7 +133,6 @@ _COLUMNS = (
 
 
 def _largest(processes: Processes | OneProcess, one: Any) -> Any:
-    """A column of all processes: the largest time or size."""
     found = processes.gathered(one)
     return max(found) if isinstance(one, int | float) else found[0]
 
@@ -198,7 +201,7 @@ def _steps(model: PreTrainedModel, call: Callable[[int], Tensor], case: StepCase
 
 
 def _watched(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[Any, float, int | None]:
-    """What a call returns, its seconds, and the most bytes that this process's device held meanwhile."""
+    """The result of a call, its seconds, and the most bytes that this process's device held meanwhile."""
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -206,3 +209,76 @@ def _watched(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[Any, floa
     result = call()
     seconds = idle_time(device) - start
     return result, seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+_FEW = 64  # tokens of a context that are computed, so that its cache has the layout of the model's
+
+_POSITIONS = 1 << 21  # longer than any context that is measured
+
+
+def make_model(
+    shape: str, device: torch.device, dtype: torch.dtype, *, split: int | None, whole_heads: bool = False
+) -> PreTrainedModel:
+    """A model with random weights, the same on every process; or split between `split` of them as by tp_plan="auto".
+
+    With `whole_heads`, each of them has all attention heads. Communicates where it is split.
+    """
+    if split is None:
+        return random_model(shape, device, dtype, positions=_POSITIONS)
+    from transformers.distributed import DistributedConfig
+
+    config = config_of(shape, dtype, positions=_POSITIONS)
+    with torch.device("meta"):
+        family: type[PreTrainedModel] = type(AutoModelForCausalLM.from_config(config))
+    plan = fd.sequence_parallel_plan(config) if whole_heads else None
+    torch.manual_seed(0)
+    with (
+        quiet_libraries(),
+        warnings.catch_warnings(action="ignore"),
+    ):  # without a checkpoint every weight is missing, and is drawn as a new model's is
+        model = family.from_pretrained(
+            None,
+            config=config,
+            state_dict={},
+            dtype=dtype,
+            distributed_config=DistributedConfig(tp_size=split, tp_plan=plan),
+        )
+    return model.eval()
+
+
+def random_prompt(model: PreTrainedModel, context: int) -> Tensor:
+    """Random ids ``[1, context]``, the same on every process."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, model.config.vocab_size, (1, context), generator=generator).to(model.device)
+
+
+def random_context(model: PreTrainedModel, ids: Tensor) -> SharedContextCache:
+    """A cache as `hf_fastdecode.prefill` returns one for a prompt ``[1, length]``, with random keys and values.
+
+    Its first tokens are computed; then its node is replaced by a longer one, of which this process draws its part.
+    """
+    cache = fd.prefill(model, ids[:, :_FEW])
+    tokens = ids[0].cpu()
+    state = cache.state
+    state.padded_length += len(tokens) - state.segment_lengths[0]
+    cache.segment_tokens[0], state.segment_lengths[0] = tokens, len(tokens)
+    state.forest = Forest.from_paths([(Span(0, 0, len(tokens)),)])
+    stored = state.stored_length(0)
+    for layer in cache.attention_layers:
+        few = layer.storage.segments[0]
+        parts = (part.new_empty(part.shape[0], stored, part.shape[2]).normal_() for part in few)
+        layer.storage.replace_segments({0: Segment._make(parts)})
+    return cache
+
+
+@torch.no_grad()
+def random_stock_context(model: PreTrainedModel, ids: Tensor, rows: int) -> Any:
+    """transformers' cache of a prompt ``[1, length]`` for so many rows, with random keys and values."""
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :_FEW], use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    for layer in cache.layers:
+        heads, width = layer.keys.shape[1], layer.keys.shape[3]
+        for name in ("keys", "values"):
+            drawn = layer.keys.new_empty(rows, heads, ids.shape[1], width).normal_()
+            setattr(layer, name, drawn)
+    return cache

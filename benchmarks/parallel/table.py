@@ -1,4 +1,4 @@
-"""Measured decoding over several GPUs as Markdown tables."""
+"""Measured and predicted decoding over several GPUs as Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
 from ..page_tables import cell
 from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS
-from .cost_model import Prediction
-from .measured_links import DEVICE, fitted, predict_row
+from .cost_model import DEVICE, Cluster, Heads, Prediction, fitted, predict_row
 
 
 def parallel_table(rows: Sequence[Measurement]) -> str:
-    """A table of what the rows are of: steps, attention or collectives."""
     kind = rows[0]["case"].partition("-")[0]
     return {"steps": steps_table, "attention": attention_table, "collective": collectives_table}[kind](rows)
 
@@ -164,3 +162,33 @@ def _gib(size: str) -> str:
 def _mb(size: str) -> str:
     number = float(size) / 1e6
     return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
+def scaling_table(found: Sequence[Prediction], cluster: Cluster, heads: Heads) -> str:
+    """The predictions as a Markdown table."""
+    lines = []
+    for one in found:
+        cells = [
+            f"{one.context:,}",
+            f"{one.gpus:,}",
+            _predicted_us(one.attend_s),
+            *(_predicted_us(seconds) for seconds in (one.ring_s, one.tree_s, one.one_gather_s)),
+        ]
+        lines.append([*cells, f"{one.ring_s / one.tree_s:,.1f}x", f"{one.ring_s / one.one_gather_s:,.1f}x"])
+    names = [
+        "context",
+        "GPUs",
+        "its part alone",
+        "ring",
+        "tree",
+        "one all-gather",
+        "ring over tree",
+        "ring over one all-gather",
+    ]
+    note = f"Predicted, not measured: microseconds of a layer and row, {heads}, 2 bytes a number; {cluster}."
+    return markdown(names, lines, note)
+
+
+def _predicted_us(seconds: float) -> str:
+    number = 1e6 * seconds
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"

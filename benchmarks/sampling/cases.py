@@ -1,13 +1,18 @@
-"""Sampling cases as data: the tokens of one step drawn from logits, and the named sets of them.
+"""Sampling cases as data, the tokens of one step drawn from logits, with their named sets and their table.
 
 Nothing here needs torch, so that the command line can list the sets at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+from hf_fastdecode.measurement.rows import Case, Measurement, by, markdown
+
+from ..page_tables import cell
 
 GREEDY = "greedy"
 
@@ -24,7 +29,7 @@ SAMPLING_WAYS = ("fast", "hf")
 
 
 @dataclass(frozen=True)
-class SamplingCase:
+class SamplingCase(Case):
     """One step: a token for each row of logits of `dtype`, drawn as `settings` say, a name in `SETTINGS`.
 
     The logits are divided by the temperature, but for greedy decoding.
@@ -38,23 +43,18 @@ class SamplingCase:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
         return self.settings == GREEDY
 
     def bytes(self, itemsize: int) -> int:
-        """What must move at least: every logit once."""
+        """Least bytes to move: every logit once."""
         return self.rows * self.vocabulary * itemsize
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return {
-            "case": f"n{self.rows}-v{self.vocabulary}-{self.settings}",
-            "rows": self.rows,
-            "vocabulary": self.vocabulary,
-            "settings": self.settings,
-            "temperature": "" if self.greedy else self.temperature,
-            "dtype": self.dtype,
-        }
+        return (
+            {"case": f"n{self.rows}-v{self.vocabulary}-{self.settings}"}
+            | super().columns()
+            | {"temperature": "" if self.greedy else self.temperature}
+        )
 
 
 SAMPLING_SETS: dict[str, tuple[SamplingCase, ...]] = {
@@ -65,3 +65,31 @@ SAMPLING_SETS: dict[str, tuple[SamplingCase, ...]] = {
     "tiny": tuple(SamplingCase(rows, 300, settings) for rows, settings in product((1, 3), SETTINGS)),
 }
 """Named sets: ``grid`` is every vocabulary, number of rows and setting; ``tiny`` is for a CPU."""
+
+
+def sampling_table(rows: Sequence[Measurement]) -> str:
+    """Microseconds of the kernel and of transformers' processors, a line for each case."""
+    lines = []
+    for case in by(rows, "case", "dtype"):
+        first, fast, hf = next(iter(case.values())), case.get("fast"), case.get("hf")
+        cells = [first["rows"], f"{int(first['vocabulary']):,}", first["settings"].replace("-", ", ")]
+        floor = float(first["floor_us"])
+        cells += [f"{floor:.1f}" if floor >= 1 else f"{floor:.2f}", *(cell(row, _microseconds) for row in (fast, hf))]
+        cells.append(f"{float(fast['over_floor']):.2f}x" if fast and fast["status"] == "ok" else "")
+        both = fast and hf and fast["status"] == hf["status"] == "ok"
+        cells.append(f"{float(hf['us_p50']) / float(fast['us_p50']):.1f}x" if both and fast and hf else "")
+        lines.append(cells)
+    first = rows[0]
+    temperatures = ", ".join(dict.fromkeys(row["temperature"] for row in rows if row["temperature"]))
+    where = f"{first['device']}, {first['dtype']} logits, torch {first['torch']}, transformers {first['transformers']}"
+    where += f", temperature {temperatures}" if temperatures else ""
+    return markdown(
+        ["rows", "vocabulary", "settings", "floor", "fast", "hf", "fast over floor", "hf over fast"],
+        lines,
+        f"{where}; microseconds, medians; fast in a CUDA graph, cold L2; hf as `generate` calls it; floor: the logits "
+        f"read once at {float(first['copy_tb_per_s']):.2f} TB/s.",
+    )
+
+
+def _microseconds(row: Measurement) -> str:
+    return f"{float(row['us_p50']):.1f}"

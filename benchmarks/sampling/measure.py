@@ -22,11 +22,9 @@ from hf_fastdecode.generation.decoding.sampling import TransformersSampler, read
 from hf_fastdecode.kernels.sampling import limits
 from hf_fastdecode.measurement.calls import Times, percentiles, wall_samples
 
-from ..operator_time import in_us, time_operator
-from ..ops.ceilings import Ceilings, measure_ceilings
-from ..ops.inputs import sets_needed
+from ..operator_time import Ceilings, in_us, measure_ceilings, time_operator
+from ..ops.inputs import BOUND, sets_needed
 from .cases import SETTINGS, SamplingCase
-from .check import red
 
 # In the order in which generate builds them.
 _WARPERS: dict[str, Callable[..., Any]] = {
@@ -34,6 +32,10 @@ _WARPERS: dict[str, Callable[..., Any]] = {
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
 }
+_COLUMNS = (
+    *("status", "us_p20", "us_p50", "us_p80", "over_floor", "tb_per_s", "bytes", "floor_us", "copy_tb_per_s"),
+    "error_ratio",
+)
 _DRAWS = 8  # of each row in the check
 _SPREAD = 2.0  # standard deviation of the logits
 _REPEATS, _BUDGET_S = 30, 1.0  # timed calls of transformers' sampler, at most
@@ -57,7 +59,6 @@ class SamplingBench:
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """The device's rates, measured when they are first needed."""
         return measure_ceilings(self.device)
 
     @torch.no_grad()
@@ -72,9 +73,8 @@ class SamplingBench:
         """
         size = case.bytes(getattr(torch, case.dtype).itemsize)
         floor = size / self.ceilings.bytes_per_s
-        result: dict[str, Any] = {"status": "ok", "us_p20": None, "us_p50": None, "us_p80": None}
-        result |= {"over_floor": None, "tb_per_s": None, "bytes": size, "floor_us": 1e6 * floor}
-        result |= {"copy_tb_per_s": self.ceilings.bytes_per_s / 1e12, "error_ratio": None}
+        result: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"status": "ok", "bytes": size, "floor_us": 1e6 * floor}
+        result["copy_tb_per_s"] = self.ceilings.bytes_per_s / 1e12
         if way == "fast" and (reason := limits.refusal(self.device, getattr(torch, case.dtype))):
             return result | {"status": f"not run: {reason}"}
         try:
@@ -88,7 +88,6 @@ class SamplingBench:
         return result | found
 
     def _fast(self, case: SamplingCase) -> dict[str, Any]:
-        """The times or a red status, and the error found."""
         from hf_fastdecode.kernels.sampling import api  # needs Triton
 
         sets, processors = self._logits(case), processors_of(case)
@@ -141,3 +140,54 @@ class SamplingBench:
             logits = torch.randn(*shape, generator=generator, device=self.device, dtype=dtype).mul_(_SPREAD)
             self._prepared = key, logits
         return self._prepared[1]
+
+
+def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorList, *, greedy: bool) -> int:
+    """Number of tokens ``[rows, draws]`` int64 that transformers never draws from logits ``[rows, vocabulary]``.
+
+    Its own processors each leave the largest logits, and -inf in place of the others; greedy, only the first of the
+    largest may be taken. Of tokens that tie at the edge of top-p, its sort, which is not stable, leaves any: a token
+    counts when its logit is below all that are left. The filters sum probabilities in fp32, so a token at the edge may
+    fall on either side: one that they remove in fp32 counts only if they remove it in fp64 too.
+    """
+
+    def removed(row: Tensor, dtype: torch.dtype) -> Tensor:
+        ids = tokens.new_zeros(len(row), 1)  # none of the processors reads the tokens so far
+        scores = processors(ids, logits[row].to(dtype, copy=True))
+        if greedy:
+            return tokens[row] != scores.argmax(-1, keepdim=True)
+        edge = logits[row].masked_fill(scores == -torch.inf, torch.inf).amin(-1, keepdim=True)
+        return logits[row].gather(1, tokens[row]) < edge
+
+    if bool(((tokens < 0) | (tokens >= logits.shape[1])).any()):
+        return tokens.numel()
+    doubtful = removed(torch.arange(len(logits), device=logits.device), torch.float32)
+    rows = doubtful.any(1).nonzero().flatten()
+    return int((doubtful[rows] & removed(rows, torch.float64)).sum()) if len(rows) else 0
+
+
+def logprob_error(logits: Tensor, tokens: Tensor, logprobs: Tensor) -> float:
+    """Error of log-probabilities against fp64, in multiples of the error of PyTorch's fp32 `log_softmax`.
+
+    PyTorch's error counts at least as what rounding the log-sum-exp and the result to fp32 may lose. Of logits
+    ``[rows, vocabulary]``, tokens ``[rows, draws]`` int64 and their log-probabilities in fp32.
+    """
+    chosen, total = logits.double().gather(1, tokens), logits.double().logsumexp(-1, keepdim=True)
+    oracle = chosen - total  # [rows, draws]
+    theirs = logits.float().log_softmax(-1).gather(1, tokens).double() - oracle
+    unit = torch.finfo(torch.float32).eps / 2 * (total.abs().max() + oracle.abs().max())
+    ratio = (logprobs.double() - oracle).abs().max() / torch.maximum(theirs.abs().max(), unit)
+    return float(ratio.nan_to_num(nan=torch.inf))
+
+
+def red(
+    logits: Tensor, tokens: Tensor, logprobs: Tensor, processors: LogitsProcessorList, *, greedy: bool
+) -> tuple[str | None, float]:
+    """The status of wrong draws, else None; and the error of the log-probabilities."""
+    error = logprob_error(logits, tokens.clamp(0, logits.shape[1] - 1), logprobs)
+    if outside := outside_support(logits, tokens, processors, greedy=greedy):
+        what = "are not the most likely" if greedy else "are none that transformers leaves"
+        return f"wrong: {outside} of {tokens.numel()} tokens {what}", error
+    if not error <= BOUND:
+        return f"wrong: log-probabilities err {error:.2f} times PyTorch's error, at most {BOUND:g} is right", error
+    return None, error

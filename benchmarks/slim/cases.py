@@ -1,13 +1,16 @@
-"""Slim attention cases as data: one decode step of one layer over a slim cache, and the ways of doing it.
+"""Slim attention cases as data, one decode step of one layer over a slim cache, with its ways and their table.
 
 Nothing here needs torch, so that the command line can list the cases at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+from hf_fastdecode.measurement.rows import Case, Measurement, markdown
 
 RANK_DIVISOR = 8
 """Numbers per cached key for each V-coordinate of ``slim-k+r``."""
@@ -23,7 +26,7 @@ SLIM_WAYS = (
 
 
 @dataclass(frozen=True)
-class SlimCase:
+class SlimCase(Case):
     """One decode step of one multi-head attention layer, over so many cached tokens of each row, the context."""
 
     rows: int
@@ -34,15 +37,12 @@ class SlimCase:
 
     @property
     def columns_of_keys(self) -> int:
-        """Numbers per cached key of all heads."""
         return self.heads * self.head_dim
 
     def rank(self, way: str) -> int:
-        """V-coordinates of a slim way."""
         return self.columns_of_keys // RANK_DIVISOR if way.startswith("slim-k+r") else 0
 
     def cache_dtype(self, way: str) -> str:
-        """Name in torch of the dtype that a way caches."""
         return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
 
     def bytes(self, way: str, itemsize: int) -> int:
@@ -60,15 +60,7 @@ class SlimCase:
         return tokens * (width * itemsize + scales) + self.rows * self.heads * width * 4
 
     def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return {
-            "case": f"n{self.rows}-m{self.context}",
-            "rows": self.rows,
-            "context": self.context,
-            "heads": self.heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-        }
+        return {"case": f"n{self.rows}-m{self.context}"} | super().columns()
 
 
 SLIM_SETS: dict[str, tuple[SlimCase, ...]] = {
@@ -76,3 +68,27 @@ SLIM_SETS: dict[str, tuple[SlimCase, ...]] = {
     "tiny": (SlimCase(1, 40, heads=2, head_dim=32), SlimCase(2, 20, heads=2, head_dim=32)),
 }
 """Named sets: ``grid`` is for a GPU; ``tiny`` is for a CPU."""
+
+
+def slim_table(rows: Sequence[Measurement]) -> str:
+    """Microseconds, bytes and share of the bandwidth, a line for each measurement."""
+    lines = []
+    for row in rows:
+        cells = [row["rows"], row["context"], row["way"].partition(":")[0]]
+        size = f"{float(row['bytes']) / 1e9:.3f}"
+        if row["status"] == "ok":
+            error = f"{float(row['error_ratio']):.2f}" if row["error_ratio"] else ""
+            cells += [f"{float(row['us_p50']):.1f}", size, f"{100 * float(row['bandwidth_share']):.0f} %"]
+            cells += [error, row["variant"]]
+        else:
+            cells += [row["status"], size, "", "", row["variant"] or row["way"]]
+        lines.append(cells)
+    first = rows[0]
+    bandwidth = f"; bandwidth: {float(first['copy_tb_per_s']):.2f} TB/s" if first["copy_tb_per_s"] else ""
+    return markdown(
+        ["rows", "context", "way", "us", "GB", "of the bandwidth", "error", "what ran"],
+        lines,
+        f"{first['device']}, {first['heads']} heads of {first['head_dim']}, {first['dtype']}, torch {first['torch']}; "
+        "one layer, medians in a CUDA graph, cold L2; slim ways without the product with the matrix from keys to "
+        f"values{bandwidth}; error: times PyTorch's.",
+    )

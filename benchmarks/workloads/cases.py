@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import prompt_format
 from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.tasks import TaskSet
+from hf_fastdecode.measurement.rows import Case
 
 APPS: Final = "apps"
 
@@ -19,7 +20,7 @@ GREEDY: Final = {"do_sample": False}
 
 @dataclass(frozen=True)
 class Level:
-    """Which runs of tokens are stored once.
+    """A level of sharing: the runs of tokens that are stored once.
 
     Attributes:
         words: The same for people.
@@ -47,7 +48,7 @@ WAYS: Final = {"shared": "hf_fastdecode", "stock": "stock transformers"}
 
 
 @dataclass(frozen=True)
-class HierCase:
+class HierCase(Case):
     """A call: `samples` of each of the first `problems`.
 
     `shared_tokens` begin all prompts, `prompt_tokens` are those of the longest, `new_tokens` those of each sample.
@@ -63,13 +64,9 @@ class HierCase:
     prompt_tokens: int
     new_tokens: int
 
-    def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class QuestionsCase:
+class QuestionsCase(Case):
     """A call with a row for each question about one of `facts`, which come again with more questions.
 
     All rows begin with `prefix_tokens`, the text and the solved questions; `new_tokens` are those of each answer.
@@ -82,10 +79,6 @@ class QuestionsCase:
     prefix_tokens: int
     questions: int
     new_tokens: int
-
-    def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return asdict(self)
 
 
 def parse_points(text: str) -> list[tuple[int, int]]:

@@ -57,13 +57,12 @@ class Fact:
 
 @dataclass(frozen=True)
 class LongDocument:
-    """What all rows begin with, a text and solved questions, and the facts to ask about, at least one."""
+    """A text and solved questions, which begin all rows, and the facts to ask about, at least one."""
 
     prefix: str
     facts: tuple[Fact, ...]
 
     def prompt(self, fact: Fact) -> str:
-        """The text and a question, up to where its answer begins."""
         return self.prefix + _asked(fact)
 
 
@@ -121,7 +120,7 @@ def _asked(fact: Fact) -> str:
 
 
 def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[str]:
-    """Sentences of at least so many tokens, with the white space behind them."""
+    """Sentences of at least so many tokens, with the white space after them."""
     pieces: list[str] = []
     total = 0
     for sentence in make_prose(seed):
@@ -133,12 +132,10 @@ def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[st
 
 
 def _fitting(count: Callable[[str], int], facts: Sequence[Fact], room: int) -> int:
-    """How many of the first facts fit into so many tokens."""
     return bisect.bisect_right(list(accumulate(count(fact.sentence + " ") for fact in facts)), room)
 
 
 def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
-    """The pieces with the facts between them, evenly."""
     parts = list(pieces)
     for number in reversed(range(len(facts))):  # from the end, so that places before stay
         parts.insert(round((number + 1) * len(pieces) / (len(facts) + 1)), facts[number].sentence + " ")

@@ -107,7 +107,6 @@ def questions_page(rows: Sequence[Measurement]) -> str:
 
 
 def _pairs(rows: Sequence[Measurement], column: str) -> list[tuple[Measurement, Measurement]]:
-    """Stock and shared, by a column."""
     ways = {(row[column], row["way"]): row for row in rows}
     values = dict.fromkeys(row[column] for row in rows)
     return [(ways[value, "stock"], ways[value, "shared"]) for value in values]

@@ -1,1 +1,1 @@
-"""What the commands of hf-fastdecode do: functions that return dataclasses, and the code that shows those."""
+"""The commands of hf-fastdecode: functions that return dataclasses, and the code that shows those."""

@@ -12,7 +12,7 @@ import typer
 
 from .. import __version__
 from .bench import Bench, bench
-from .console import ManyValues, OneLineErrors
+from .console import ManyValues, OneLineErrors, prints_tables
 from .convert import convert_checkpoint
 from .demo import demo
 from .evaluation import app as evaluations
@@ -20,7 +20,6 @@ from .generate import generate
 from .inspection import inspect
 from .options import HELP_NAMES
 from .programs import PASS_ON, WORDS, lm_eval, run, serve
-from .tables import prints_tables
 
 app = typer.Typer(
     cls=OneLineErrors,

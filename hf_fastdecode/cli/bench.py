@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
 
 from ..attention.torch_operators import backend_of_environment
 from ..errors import InputError
-from ..measurement.rows import check_out
+from ..measurement.rows import Measurement, check_out, failed, provenance, run
 from ..measurement.shapes import MAX_POSITIONS, parameters
 from ..model_names import SHAPE, load_config, max_positions
-from .checks import check_device, check_enable_options, pick_device
-from .console import FailedCheck, moved, note, quiet_libraries
+from .console import FailedCheck, moved, note, prints_tables, quiet_libraries, show_tables
 from .evaluation.options import ModelOptions
 from .interrupts import exit_on_interrupt
-from .options import CsvFile, Mode, Plot, Repeats, Sampler, expand_option_groups
-from .tables import prints_tables, show_tables
+from .options import (
+    CsvFile,
+    Mode,
+    Plot,
+    Repeats,
+    Sampler,
+    check_device,
+    check_enable_options,
+    expand_option_groups,
+    pick_device,
+)
 
 if TYPE_CHECKING:
     import torch
-
-    from ..measurement.rows import Case, Measurement
-
-C = TypeVar("C", bound="Case")
 
 _MOVED: Final = (
     *("ops", "generate", "completions", "first-calls", "profile", "sampling", "slim", "parallel", "tables"),
@@ -91,7 +95,8 @@ def bench(
         dtype = str(found.dtype).removeprefix("torch.")
         cases = [BenchCase(model.model, context, samples, new_tokens, dtype) for context, samples in points]
         measure = StockBesideEnabled(found, {"mode": mode, "sampler": sampler}, repeats=repeats).measure
-        rows = measured(cases, WAYS, measure, place, out, backend=backend_of_environment())
+        where = provenance(place, backend=backend_of_environment())
+        rows = run(cases, WAYS, measure, provenance=where, out=out)
     refuse_red(rows, out)
     ours = [row for row in rows if row["way"] == "shared"]
     if all(row["status"] != "ok" for row in ours):
@@ -103,7 +108,6 @@ def bench(
 
 
 def parse_point(text: str) -> tuple[int, int]:
-    """Context and samples of ``CONTEXTxN``."""
     context, cross, samples = text.partition("x")
     if not (cross and context.isdecimal() and samples.isdecimal() and int(context) and int(samples)):
         raise InputError(f"a point is CONTEXTxN, such as 2048x16, got {text!r}; write one so")
@@ -137,7 +141,6 @@ def _check_size(model: ModelOptions, points: Sequence[tuple[int, int]], new_toke
 
 
 def check_positions(asked: str, context: int, new_tokens: int, limit: int | None, model: str) -> None:
-    """Refuse rows longer than the model's positions."""
     if limit is not None and context + new_tokens > limit:
         raise InputError(
             f"{asked} with {new_tokens} new tokens is longer than the {limit} positions of {model}; ask for a shorter "
@@ -155,24 +158,7 @@ def check_weights(shape: str, weights: int, device: str) -> None:
     note(f"{size}; tiny and embedded are meant for one")
 
 
-def measured(
-    cases: Sequence[C],
-    ways: Sequence[str],
-    measure: Callable[[C, str], dict[str, Any]],
-    device: torch.device,
-    out: Path,
-    *,
-    backend: str | None = None,
-) -> list[Measurement]:
-    """The rows of cases and ways: those that the file has already, and those that are measured now."""
-    from ..measurement.rows import provenance, run
-
-    return run(cases, ways, measure, provenance=provenance(device, backend=backend), out=out)
-
-
 def refuse_red(rows: Sequence[Measurement], out: Path) -> None:
     """Raise `FailedCheck` if a check was red or something was raised."""
-    from ..measurement.rows import failed
-
     if red := failed(rows):
         raise FailedCheck(f"{len(red)} rows of {out} are not right: {red[0]['way']}: {red[0]['status']}")

@@ -1,4 +1,4 @@
-"""The terminal: one-line errors and exit codes, quiet libraries, progress bars."""
+"""The terminal: one-line errors and exit codes, quiet libraries, progress bars, tables folded to its width."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
+from copy import copy
+from functools import wraps
+from inspect import Parameter
 from io import TextIOWrapper
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Final, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import InputError, one_line
+from ..measurement.rows import markdown
 from .interrupts import INTERRUPTED, exit_on_interrupt
+from .options import check_choice, parameters_of, with_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Column, Table
+
 
 TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
 """Environment variable that has an error's traceback shown before its line."""
@@ -42,7 +53,7 @@ _OPTIONS: Final = {name: f"--{name.replace('_', '-')}" for name in _NAMES.split(
 
 
 class FailedCheck(Exception):  # noqa: N818 - an outcome of a command, in one line, with exit code 1
-    """What a command checked or measured is not right."""
+    """A check or measurement of a command failed."""
 
 
 class OneLineErrors(TyperGroup):
@@ -56,7 +67,6 @@ class OneLineErrors(TyperGroup):
     """The first word of each line."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> NoReturn:
-        """Run, and leave by `SystemExit`."""
         words = sys.argv[1:] if args is None else list(args)
         try:
             _open_streams()
@@ -103,7 +113,6 @@ def _option(match: re.Match[str]) -> str:
 
 
 def moved(before: str, now: str) -> InputError:
-    """The error of a command that is one of `python -m benchmarks` now."""
     return InputError(f"`hf-fastdecode {before}` is `python -m benchmarks {now}` now, in a clone of the repository")
 
 
@@ -176,7 +185,7 @@ def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int
 
 
 def _usage_line(error: Any, words: Sequence[str]) -> str:
-    """What typer has to say about a command line, with the word that it complains about."""
+    """typer's message about a command line, with the word that it complains about."""
     message = " ".join(error.format_message().split()).rstrip(".")
     names = getattr(getattr(error, "param", None), "opts", [])
     given = [after for name, after in pairwise(words) if name in names]
@@ -266,3 +275,131 @@ def progress_bar(title: str, steps: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
         task = progress.add_task(f"{title}: prefill", total=steps)
         yield lambda done: progress.update(task, completed=done + 1, description=f"{title}: tokens")
+
+
+_FORMATS: Final = ("auto", "text", "markdown")
+_chosen: ContextVar[str] = ContextVar("format of tables", default="auto")
+
+
+def prints_tables(function: Callable[..., None], option: str = "--format") -> Callable[..., None]:
+    """A command with an option that says how `show_tables` prints within it."""
+
+    @wraps(function)
+    def command(*, table_format: str, **given: Any) -> None:
+        check_choice(option.removeprefix("--"), [table_format], _FORMATS)
+        if table_format != "auto" and given.get("as_json"):
+            raise InputError(f"{option} {table_format} is for tables, and --json prints none; leave one out")
+        before = _chosen.set(table_format)
+        try:
+            function(**given)
+        finally:
+            _chosen.reset(before)
+
+    help_text = "Tables as `text` that fits the terminal, or as `markdown`; `auto` is what suits the output."
+    kind: Any = Annotated[str, typer.Option(option, help=help_text)]
+    format_option = Parameter("table_format", Parameter.KEYWORD_ONLY, default="auto", annotation=kind)
+    return with_options(command, [*parameters_of(function).values(), format_option])
+
+
+def show_tables(*found: RenderableType) -> None:
+    """Print texts, which may hold Markdown tables, and rich's tables, groups and texts.
+
+    Markdown that is not printed to a terminal stays as it is, unless text was asked for.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    for one in found:
+        as_it_is = isinstance(one, str) and not (_chosen.get() == "text" or sys.stdout.isatty())
+        for part in [one] if as_it_is else _parts(one):
+            if as_it_is:
+                typer.echo(part)
+            elif _chosen.get() == "markdown":
+                typer.echo(_markdown(part))
+            else:
+                console.print(*_folded(part, console.width), sep="\n")
+
+
+def _parts(found: Any) -> Iterator[Any]:
+    """The tables and texts of something to print, in order."""
+    from rich.console import Group
+
+    if isinstance(found, Group):
+        for one in found.renderables:
+            yield from _parts(one)
+    elif isinstance(found, str):
+        for is_table, group in groupby(found.splitlines(), lambda line: line.startswith("|")):
+            lines = list(group)
+            yield _table_of(lines) if is_table else "\n".join(lines)
+    else:
+        yield found
+
+
+def _table_of(lines: list[str]) -> Table:
+    from rich.table import Table
+
+    cells = [re.split(r"(?<!\\)\|", line.strip().removeprefix("|").removesuffix("|")) for line in lines]
+    heading, _, *rows = [[cell.strip().replace(r"\|", "|") for cell in line] for line in cells]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in heading:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _markdown(part: Any) -> str:
+    from rich.table import Table
+
+    if not isinstance(part, Table):
+        return f"{part}\n"
+    cells = [[" ".join(str(cell).split()) for cell in column.cells] for column in part.columns]
+    rows = list(zip(*cells, strict=True))
+    if not part.show_header:  # names and values
+        return "\n".join(f"- {': '.join(row)}" for row in rows) + "\n"
+    title = f"**{str(part.title).strip()}**\n\n" if part.title else ""
+    note = str(part.caption) if part.caption else ""
+    return title + markdown([" ".join(str(column.header).split()) for column in part.columns], rows, note)
+
+
+def _folded(part: Any, width: int) -> Iterator[Any]:
+    """The part; a table that is too wide without lines between columns, and if need be as several tables.
+
+    Each of these has the first column, and as many others as fit.
+    """
+    from rich.table import Table
+
+    if not isinstance(part, Table) or not part.show_header:
+        yield part
+        return
+    sizes = [_widths(column) for column in part.columns]
+    between, edges = part.padding[1] + part.padding[3] + (part.box is not None), int(part.box is not None)
+    if part.box is not None and sum(least + between for least, _ in sizes) + edges > width:
+        part = copy(part)
+        part.box, part.padding, part.pad_edge, between, edges = None, (0, 1, 0, 0), False, 1, 0
+    groups: list[list[int]] = [[0]]
+    for index in range(1, len(sizes)):
+        if len(groups[-1]) > 1 and sum(sizes[one][0] + between for one in (*groups[-1], index)) + edges > width:
+            groups.append([0])
+        groups[-1].append(index)
+    for group in groups:
+        piece = copy(part)
+        piece.columns = [copy(part.columns[index]) for index in group]
+        free = width - edges - sum(sizes[index][0] + between for index in group)
+        for place, (column, index) in enumerate(zip(piece.columns, group, strict=True)):
+            least, most = sizes[index]
+            column._index, column.width = place, least + max(0, min(free, most - least))
+            column.overflow, free = "fold", free - column.width + least
+        piece.title = part.title if group is groups[0] else None
+        piece.caption = part.caption if group is groups[-1] else None
+        yield piece
+
+
+def _widths(column: Column) -> tuple[int, int]:
+    """Least and most letters of a line: headings break at spaces, numbers not before their units."""
+    heading, cells = (
+        [line for text in texts for line in str(text).splitlines()] for texts in ([column.header], column.cells)
+    )
+    words = [word for line in (*heading, *cells) for word in line.split()]
+    unbroken = [*heading, *cells] if column.no_wrap else cells if column.justify == "right" else []
+    return max(map(len, [*words, *unbroken]), default=1), max(map(len, [*heading, *cells]), default=1)

@@ -9,10 +9,21 @@ from typing import Annotated, Final
 import typer
 
 from ..model_names import EMBEDDED
-from .checks import check_count, check_device, check_enable_options, pick_device, pick_tasks
 from .console import cpu_is_busy, forced_options, quiet_libraries
 from .interrupts import exit_on_interrupt
-from .options import Device, MaxNewTokens, SamplingOptions, Seed, Temperature, TopP
+from .options import (
+    Device,
+    MaxNewTokens,
+    SamplingOptions,
+    Seed,
+    Temperature,
+    TopP,
+    check_count,
+    check_device,
+    check_enable_options,
+    pick_device,
+    pick_tasks,
+)
 
 DEFAULT_TASK: Final = 127
 """A task that some samples solve and others do not, so that ranking them has a point."""
@@ -73,7 +84,7 @@ def demo(
 
 
 def _next_steps(python: Path) -> str:
-    """What to do after the demo: by the interpreter that ran it, as it is named from the working folder."""
+    """Next steps after the demo, by the interpreter that ran it, as it is named from the working folder."""
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
     pages = Path(__file__).resolve().parents[2] / "docs" / "README.md"

@@ -1,4 +1,4 @@
-"""What `demo` runs: the same completions with stock transformers and with shared context, ranked and tested."""
+"""The run of `demo`: the same completions with stock transformers and with shared context, ranked and tested."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hf_fastdecode.evals.sandbox import SandboxError, choose
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.tasks import load_tasks
 
-from ..measurement.calls import Drawn, end_tokens_of
-from .completions import Completion, check_memory, draw, encode, read_completions
+from ..measurement.calls import Drawn, counted_tokens, end_tokens_of
 from .console import FailedCheck, bytes_text, progress_bar
+from .models import Completion, check_memory, draw, encode, read_completions
 from .options import Sampling
 
 _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
@@ -32,8 +32,6 @@ _WARM_UP: Final = Sampling(n=2, max_new_tokens=2)
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two `generate` calls."""
-
     path: str  # "stock" or "shared"
     reason: str  # why this path
     prompt_tokens: int  # that went through the embedding layer until the logits of the first token
@@ -44,26 +42,21 @@ class Side:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A distinct completion."""
-
     completion: Completion  # of the equal ones, that with the highest mean log-probability
     count: int  # samples with this text
     verdict: Verdict | None  # of the task's tests; None where they were not run
 
     @property
     def passed(self) -> bool:
-        """Whether all tests were run and passed."""
         return self.verdict is not None and self.verdict.passed
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Results of the demo."""
-
     task: Task
     shots: int  # solved examples in the prompt
     prompt_length: int
-    steps: int  # tokens drawn per row, with padding behind the end
+    steps: int  # tokens drawn per row, with padding after the end
     drawn_tokens: int  # of all completions, without that padding
     stock: Side
     shared: Side
@@ -72,12 +65,10 @@ class Demo:
 
     @property
     def samples(self) -> int:
-        """Completions drawn."""
         return sum(candidate.count for candidate in self.candidates)
 
     @property
     def passing(self) -> int:
-        """Completions that pass the tests, equal ones counted each."""
         return sum(candidate.count for candidate in self.candidates if candidate.passed)
 
 
@@ -111,7 +102,7 @@ def run_demo(model: Any, tokenizer: Any, task: Task, sampling: Sampling, *, shot
 
 
 def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
-    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]`` behind a prompt of this length."""
+    """Raise `FailedCheck` if two calls drew different tokens ``[rows, length]`` after a prompt of this length."""
     if torch.equal(stock, shared):
         return
     length = min(stock.shape[1], shared.shape[1])
@@ -135,22 +126,15 @@ def _counted(
     model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]
 ) -> tuple[Drawn, int]:
     """A call, and the tokens that went through the embedding layer until its first logits."""
-    embedded, until_first = 0, 0
-
-    def hook(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal embedded
-        embedded += arguments[0].numel()
+    until_first = 0
 
     def step(drawn: int) -> None:
         nonlocal until_first
-        until_first = until_first or embedded
+        until_first = until_first or sum(counted)
         on_step(drawn)
 
-    handle = model.get_input_embeddings().register_forward_hook(hook)
-    try:
+    with counted_tokens(model.get_input_embeddings()) as counted:
         drawn = draw(model, inputs, sampling, on_step=step)
-    finally:
-        handle.remove()
     return drawn, until_first
 
 
@@ -184,7 +168,6 @@ def _rank(completions: Sequence[Completion], task: Task) -> tuple[list[Candidate
 
 
 def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableType:
-    """The demo's two calls side by side, then its best completions."""
     title = (
         f"{demo.samples} completions of one prompt: {demo.prompt_length:,} tokens ({demo.shots} solved examples and "
         f"task {demo.task['task_id']})"
@@ -256,7 +239,6 @@ def _tested(candidate: Candidate) -> Text:
 
 
 def _printable(text: str) -> str:
-    """Without characters that would move the cursor."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )

@@ -16,11 +16,19 @@ from ..assets import few_shot_prompt
 from ..dtypes import parse_dtype
 from ..errors import InputError
 from ..model_names import config_file
-from .checks import check_device, pick_device, pick_tasks
 from .console import forced_options, note, progress_bar, quiet_libraries
 from .demo import SHOTS
 from .interrupts import exit_on_interrupt
-from .options import Device, EnableOptions, Model, SamplingOptions, expand_option_groups
+from .options import (
+    Device,
+    EnableOptions,
+    Model,
+    SamplingOptions,
+    check_device,
+    expand_option_groups,
+    pick_device,
+    pick_tasks,
+)
 
 
 @expand_option_groups
@@ -111,8 +119,7 @@ def generate(
         texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
     with quiet_libraries(warnings=True):
         with exit_on_interrupt():
-            from .completions import completion_heading, run_generate, summary
-            from .models import load_model, machine
+            from .models import completion_heading, load_model, machine, run_generate, summary
 
         place = pick_device(device)
         loaded, tokenizer = load_model(model, dtype, place, encoders=True)

@@ -1,28 +1,36 @@
-"""The options that commands share, each defined once, and groups of options that are dataclasses.
+"""The options that commands share, each defined once with its bounds, and groups of options that are dataclasses.
 
 A command that means something else by an option, or has more to say about it, defines its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
 
-from ..errors import InputError
-from .checks import check_count, check_enable_options, check_sampling
+from ..assets import Task, embedded_tasks, fewshot_tasks
+from ..errors import InputError, one_line
+from ..generation.options import Options
+from .interrupts import exit_on_interrupt
+
+if TYPE_CHECKING:
+    import torch
+
 
 HELP_NAMES: Final[dict[str, Any]] = {"help_option_names": ["-h", "--help"]}
 """Context settings of the apps."""
 
 
 def command_group() -> typer.Typer:
-    """An app for the commands of one subject, which come behind its name."""
+    """An app for the commands of one subject, which come after its name."""
     return typer.Typer(
         add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", context_settings=HELP_NAMES
     )
@@ -56,8 +64,6 @@ CsvFile = Annotated[Path, typer.Option(help="CSV file to write.")]
 
 @dataclass(frozen=True, kw_only=True)
 class EnableOptions:
-    """Options of `hf_fastdecode.enable`, or to run without it."""
-
     stock: Stock = False
     mode: Mode = "auto"
     backend: Annotated[
@@ -104,7 +110,7 @@ SAMPLES: Final = 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one `generate` call draws; a value out of its bounds raises an InputError.
+    """Settings of drawing in one `generate` call; a value out of its bounds raises an InputError.
 
     With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
     """
@@ -153,33 +159,39 @@ class SamplingOptions:
         given = {"--temperature": self.temperature, "--top-p": self.top_p, "--top-k": self.top_k}
         if self.greedy and (clash := [name for name, value in given.items() if value is not None]):
             raise InputError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
-        return Sampling(
-            n=self.n if self.n is not None else 1 if self.greedy else SAMPLES,
-            max_new_tokens=self.max_new_tokens,
-            temperature=TEMPERATURE if self.temperature is None else self.temperature,
-            top_p=TOP_P if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            greedy=self.greedy,
-            seed=self.seed,
-        )
+        chosen = {name: value for name, value in vars(self).items() if value is not None}
+        return Sampling(**({"n": 1} if self.greedy else {}) | chosen)
 
 
 def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """A command for typer: its options are the parameters, and the fields of those that are dataclasses, and so on."""
-    hints = get_type_hints(function, include_extras=True)
-    groups = {name: hints[name] for name in signature(function).parameters if is_dataclass(hints[name])}
-    options: list[Parameter] = []
-    for name, parameter in signature(function).parameters.items():
-        own = [parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])]
-        options += _options_of(groups[name]) if name in groups else own
+    parameters = parameters_of(function)
+    groups = {name: one.annotation for name, one in parameters.items() if is_dataclass(one.annotation)}
 
     @wraps(function)
     def command(**given: Any) -> None:
         made = {name: _made(kind, given) for name, kind in groups.items()}
         function(**made, **given)
 
-    vars(command)["__signature__"] = Signature(options)
-    command.__annotations__ = {option.name: option.annotation for option in options}
+    options: list[Parameter] = []
+    for name, parameter in parameters.items():
+        options += _options_of(groups[name]) if name in groups else [parameter]
+    return with_options(command, options)
+
+
+def parameters_of(function: Callable[..., None]) -> dict[str, Parameter]:
+    """The parameters of a function by name, to be given by name, with the types that their annotations stand for."""
+    hints = get_type_hints(function, include_extras=True)
+    return {
+        name: one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, one in signature(function).parameters.items()
+    }
+
+
+def with_options(command: Callable[..., None], options: Iterable[Parameter]) -> Callable[..., None]:
+    """The function, with a signature of these options, which is what typer reads."""
+    vars(command)["__signature__"] = found = Signature([*options])
+    command.__annotations__ = {name: option.annotation for name, option in found.parameters.items()}
     return command
 
 
@@ -193,7 +205,103 @@ def _options_of(group: Any) -> Iterator[Parameter]:
 
 
 def _made(group: Any, given: dict[str, Any]) -> Any:
-    """The group of the given options, which are taken out."""
     types = get_type_hints(group, include_extras=True)
     kinds = {field.name: types[field.name] for field in fields(group)}
     return group(**{n: _made(kind, given) if is_dataclass(kind) else given.pop(n) for n, kind in kinds.items()})
+
+
+LEAST_TEMPERATURE: Final = 1e-6  # logits divided by much less overflow float32
+_DEVICES: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "npu", "xla", "xpu")
+
+
+def check_choice(option: str, given: Iterable[str], known: Collection[str]) -> list[str]:
+    for value in (values := list(dict.fromkeys(given))):
+        if value not in known:
+            raise InputError(f"--{option} must be one of {', '.join(known)}, got {value!r}; choose one")
+    return values
+
+
+def check_enable_options(**given: Any) -> None:
+    """Refuse values that `hf_fastdecode.enable` does not take, given as options or by the environment."""
+    try:
+        Options(**given)
+    except ValueError as error:
+        text = str(error)
+        for name in given:
+            text = text.replace(name, name.replace("_", "-"))
+        raise InputError(text if text.startswith("$") else f"--{text}") from error
+
+
+def check_device(name: str) -> None:
+    """Refuse what torch does not know as a device; whether this machine has it, `pick_device` finds out."""
+    kind = re.fullmatch(r"([a-z]+)(:\d+)?", name)
+    if name != "auto" and (kind is None or kind[1] not in _DEVICES):
+        raise InputError(f"there is no device {name!r}; try auto or cpu, or cuda:0 for the first GPU")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this name, if it is here; ``auto`` is the first GPU, or else the CPU. Imports torch."""
+    with exit_on_interrupt():
+        import torch
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("meta"):
+        raise InputError(f"device {name!r} holds no numbers; try auto or cpu")
+    check_device(name)
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"device {name!r} is not available: {one_line(error)}; try auto or cpu") from error
+    return torch.device(name)
+
+
+def check_count(option: str, *values: int) -> None:
+    for value in values:
+        if value < 1:
+            raise InputError(f"--{option} must be at least 1, got {value}; leave it out for its default")
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    """Whole numbers of at least 1 from ``1,4,16``, rising."""
+    parts = split_values(text)
+    if wrong := [part for part in parts if not re.fullmatch("0*[1-9][0-9]*", part)]:
+        raise InputError(
+            f"--{option} must be whole numbers of at least 1 with commas between, got {wrong[0]!r}; such as 1,8,32"
+        )
+    return sorted(set(map(int, parts)))
+
+
+def split_values(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def check_sampling(temperature: float, top_p: float, seed: int, *, zero_is_greedy: bool) -> None:
+    """Refuse a temperature, top-p or seed out of its bounds; temperature 0 may be greedy."""
+    if not (temperature >= LEAST_TEMPERATURE and math.isfinite(temperature)) and not (
+        zero_is_greedy and temperature == 0
+    ):
+        raise InputError(
+            f"--temperature must be 0 (greedy) or at least 1e-6 and finite, got {temperature:g}"
+            if zero_is_greedy
+            else f"--temperature must be at least {LEAST_TEMPERATURE:g} and finite, got {temperature:g}; "
+            "`hf-fastdecode generate --greedy` takes the most likely tokens"
+        )
+    if not 0 < top_p <= 1:
+        raise InputError(f"--top-p must be above 0 and at most 1, got {top_p:g}; 1 turns it off")
+    if not 0 <= seed < 2**63:
+        raise InputError(f"--seed must be at least 0 and below 2**63, got {seed}; leave it out for 0")
+
+
+def pick_tasks(ids: Sequence[int], shots: int) -> list[Task]:
+    """The embedded tasks with these ids; checks the number of shots too."""
+    most = len(fewshot_tasks())
+    if not 0 <= shots <= most:
+        raise InputError(
+            f"--shots must be between 0 and {most}, the number of solved examples, got {shots}; leave it out"
+        )
+    tasks = {task["task_id"]: task for task in embedded_tasks()}
+    if unknown := [one for one in ids if one not in tasks]:
+        raise InputError(
+            f"there is no task {unknown[0]}; the embedded tasks have ids from {min(tasks)} to {max(tasks)}"
+        )
+    return [tasks[one] for one in ids]

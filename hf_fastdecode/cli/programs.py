@@ -29,7 +29,7 @@ from .options import HELP_NAMES, EnableOptions, expand_option_groups
 PASS_ON: Final[dict[str, Any]] = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
-    "allow_interspersed_args": False,  # behind the first word even --help is lm-eval's
+    "allow_interspersed_args": False,  # after the first word even --help is lm-eval's
     **HELP_NAMES,
 }
 """Context settings of the command: what it does not know is lm-eval's."""
@@ -42,7 +42,7 @@ _SUBCOMMANDS: Final = ("run", "ls", "validate")
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness's own command line with hf_fastdecode's model.
 
-    Everything behind `lm-eval` goes to it as it is; `hf-fastdecode lm-eval run --help` lists its options. It knows one
+    Everything after `lm-eval` goes to it as it is; `hf-fastdecode lm-eval run --help` lists its options. It knows one
     model more, `hf-fastdecode`, which it takes where neither `--model` nor `--config` is given: its own `hf` with
     the model enabled. Repeats of a problem share their prompt, and problems of a batch the examples in front of them.
     Results are those of `hf`: in float32 sample for sample.
@@ -113,7 +113,7 @@ _NO_TEMPLATE: Final = (
 def serve(context: typer.Context) -> None:
     """Run `transformers serve` with every model that it loads enabled.
 
-    Everything behind `serve` goes to it as it is; `transformers serve --help` lists its options. It answers one
+    Everything after `serve` goes to it as it is; `transformers serve --help` lists its options. It answers one
     request at a time, so what its calls share is what prompts begin with: the system prompt, the tools, and what was
     said before in a conversation. Up to 2 GiB of keys and values are kept for each model. Answers are those of
     `transformers serve`: in float32 token for token.
@@ -136,7 +136,6 @@ def serve(context: typer.Context) -> None:
 
 
 def run_server(words: Sequence[str]) -> None:
-    """Run transformers' command line `serve` with these words."""
     if _BATCHING in words:
         raise InputError(
             f"{_BATCHING} decodes without `generate`, which is what hf_fastdecode makes fast; leave it out, "
@@ -244,7 +243,7 @@ def _explained(app: Any) -> Any:
 
 
 WORDS: Final[dict[str, Any]] = {"allow_extra_args": True, "allow_interspersed_args": False, **HELP_NAMES}
-"""Context settings of the command: what comes behind the program is the program's."""
+"""Context settings of the command: what comes after the program is the program's."""
 
 _SCRIPTS: Final = "console_scripts"
 
@@ -261,7 +260,7 @@ def run(
 ) -> None:
     """Run a Python program with the models that it loads enabled.
 
-    PROGRAM runs in this process as it would alone, with all words behind it. What `from_pretrained` returns, of any
+    PROGRAM runs in this process as it would alone, with all words after it. What `from_pretrained` returns, of any
     class that generates, is enabled, which a line on stderr says; at the end of the program that is undone. Python
     processes that the program starts do the same (`trl grpo`, `accelerate launch`), unless they ignore the
     environment. Models that are made otherwise, and engines that do not call `generate`, stay as they are.
@@ -303,7 +302,6 @@ def _module(name: str) -> Callable[[], Any]:
 
 
 def _command(program: str) -> Callable[[], Any]:
-    """A command of a package, or else a script."""
     names = {point.name: point for point in entry_points(group=_SCRIPTS)}
     if os.sep not in program and not program.endswith(".py") and (point := names.get(program)) is not None:
         sys.path.insert(0, os.path.join(sys.prefix, "bin"))  # as the command's own file has it

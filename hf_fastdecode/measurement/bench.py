@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from . import SAMPLING
 from .calls import (
     begin_peak,
     collect,
+    guarded,
     peak_over,
     percentiles,
     prefill_and_decode,
@@ -27,7 +28,7 @@ from .calls import (
     what_ran,
 )
 from .figures import COLOURS, add_legend, add_title, new_figure, save, style_axis
-from .rows import Measurement, by, markdown, status_of
+from .rows import Case, Measurement, by, markdown
 
 WAYS: Final = ("stock", "shared")
 """transformers' `generate`, and that of the enabled model."""
@@ -40,7 +41,7 @@ _BUDGET_S: Final = 20.0  # seconds after which a call is not repeated
 
 
 @dataclass(frozen=True)
-class BenchCase:
+class BenchCase(Case):
     """`samples` completions of `new_tokens` tokens of one prompt of `context` random tokens.
 
     `shape` is the model's name, and `dtype` that of its weights.
@@ -51,10 +52,6 @@ class BenchCase:
     samples: int
     new_tokens: int
     dtype: str
-
-    def columns(self) -> dict[str, Any]:
-        """Columns that identify the case."""
-        return asdict(self)
 
 
 class StockBesideEnabled:
@@ -78,12 +75,7 @@ class StockBesideEnabled:
         on CUDA. ``ran``: what the report says of the enabled model's call. Times are medians. In float32, tokens that
         are not stock's make the status ``wrong``.
         """
-        try:
-            found = self._measured(case, way)
-        except Exception as error:
-            found = {"status": status_of(error)}
-        collect()  # after the handler, since the error holds the frames that hold the memory
-        return dict.fromkeys(_COLUMNS) | found
+        return guarded(_COLUMNS, lambda: self._measured(case, way))
 
     def _measured(self, case: BenchCase, way: str) -> dict[str, Any]:
         model, device, shared = self.model, self.model.device, way == "shared"
@@ -118,7 +110,6 @@ class StockBesideEnabled:
             ran = what_ran(model) if shared else None
             last = explain(model).last_call if shared else None
         return {
-            "status": "ok",
             "first_call_s": seconds,
             "prefill_s": percentiles(prefills).p50,
             **step_columns(decodes, case.new_tokens - 1, case.samples * (case.new_tokens - 1)),
@@ -149,11 +140,9 @@ class _Quantity:
     divided_by: float = 1.0
 
     def of(self, row: Measurement) -> float | None:
-        """The number in its unit; None where it was not measured."""
         return float(row[self.column]) / self.divided_by if row.get(self.column) else None
 
     def text(self, row: Measurement, missing: str = "") -> str:
-        """The number with three digits or more."""
         value = self.of(row)
         return missing if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 

@@ -5,10 +5,12 @@ and what ran.
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +22,7 @@ from .._compat import CACHE
 from ..api import explain
 from ..errors import InputError, out_of_memory
 from ..generation.decoding.token_log_probs import NotFiniteError, TokenLogProbs
-from .rows import NotAvailableError
+from .rows import NotAvailableError, status_of
 
 
 class Times(NamedTuple):
@@ -39,7 +41,6 @@ def percentiles(samples: Sequence[float]) -> Times:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, where there is one to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -105,7 +106,6 @@ class Drawn:
 
     @property
     def prompts(self) -> Tensor:
-        """``[rows, prompt_length]`` int64."""
         return self.sequences[:, : self.prompt_length]
 
     @property
@@ -115,7 +115,6 @@ class Drawn:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the logits of the first token."""
         return self.step_times[0] - self.started
 
     @property
@@ -204,7 +203,6 @@ def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -
 
 
 def end_tokens_of(model: Any) -> list[int]:
-    """The ids that end a completion."""
     end = model.generation_config.eos_token_id
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
@@ -310,8 +308,28 @@ def peak_over(device: torch.device, before: int | None) -> int | None:
     return None if before is None else torch.cuda.max_memory_allocated(device) - before
 
 
+def cpu_memory(*, free: bool = False) -> int:
+    """Bytes of this machine's memory, or what is free or can be freed, up to the limit of a container."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, StopIteration):  # where the system does not tell
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if free else []
+        found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with suppress(OSError, ValueError):  # no such limit, or "max"
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found
+
+
+def guarded(columns: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The columns of a measurement: those that `measure` returns, or the status of what it raises; the others None."""
+    try:
+        found = {"status": "ok"} | measure()
+    except Exception as error:
+        found = {"status": status_of(error)}
+    collect()  # after the handler, since the error holds the frames that hold the memory
+    return dict.fromkeys(columns) | found
+
+
 def collect() -> None:
-    """Free the memory that nothing refers to."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

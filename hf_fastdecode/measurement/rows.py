@@ -12,8 +12,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
@@ -58,7 +59,6 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
 
 
 def _arguments() -> list[str]:
-    """The arguments without those that say nothing about what is measured."""
     arguments: list[str] = []
     skip = 0
     for argument in sys.argv[1:]:
@@ -73,7 +73,7 @@ def _arguments() -> list[str]:
 
 
 def _program() -> str:
-    """How this process was started, such as ``python -m hf_fastdecode``."""
+    """The program of this process, such as ``python -m hf_fastdecode``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return Path(sys.argv[0]).name
@@ -125,11 +125,13 @@ def status_of(error: Exception) -> str:
     return "failed: " + textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
-class Case(Protocol):
+@dataclass(frozen=True)
+class Case:
     """A case to measure."""
 
     def columns(self) -> dict[str, Any]:
         """Columns that identify the case."""
+        return asdict(self)
 
 
 def check_out(out: Path) -> None:

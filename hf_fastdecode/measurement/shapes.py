@@ -143,7 +143,6 @@ def config_of(shape: str, dtype: torch.dtype, slim: SlimLayer | None = None, pos
 
 
 def parameters(shape: str) -> int:
-    """The number of weights of a named shape; none are made."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.operator_time import time_operator
-from benchmarks.ops import ceilings
+from benchmarks import operator_time as ceilings
+from benchmarks.operator_time import Ceilings, measure_ceilings, time_operator
 from benchmarks.ops.cases import shared
-from benchmarks.ops.ceilings import Ceilings, measure_ceilings
 from hf_fastdecode.measurement.calls import percentiles, wall_samples
 
 CPU = torch.device("cpu")

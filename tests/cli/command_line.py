@@ -38,6 +38,21 @@ def python(code: str, *arguments: str, **options: object) -> subprocess.Popen[st
     return subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes | options)
 
 
+def without_torch(app: str, lines: str, code: int) -> tuple[str, str]:
+    """Output and errors of commands, one a line, that end with this code in one interpreter and import no torch."""
+    process = python(
+        f"from {app} import app\n"
+        f"for line in {lines.strip().splitlines()!r}:\n"
+        "    try:\n        app(line.split())\n"
+        f"    except SystemExit as leaving:\n        assert (leaving.code or 0) == {code}, line\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), line",
+        cwd=ROOT,
+    )
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output, errors
+
+
 def refusal(*words: object) -> str:
     """The one line of a command that is refused with exit code 2."""
     done = run(*words)

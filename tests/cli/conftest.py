@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.cli.models import load_model
 
 from ..conversion.checkpoints import save_multi_head
+from ..tiny_models import tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -19,25 +20,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random model with the embedded tokenizer; its sampling defaults must not be used."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, repetition_penalty=1.5)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 1024}
+    model = tiny_model(vocab_size=len(tokenizer), **sizes, **ends)
+    model.generation_config.update(**ends, do_sample=True, temperature=0.1, top_k=1, repetition_penalty=1.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

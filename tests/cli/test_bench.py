@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.generate.inputs.shapes import INPUT_SHAPES
+from benchmarks.generate.shapes import INPUT_SHAPES
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.bench import BenchCase, StockBesideEnabled
 from hf_fastdecode.measurement.calls import seeded

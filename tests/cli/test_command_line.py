@@ -15,7 +15,7 @@ import hf_fastdecode
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.cli.app import app
 
-from .command_line import ROOT, python, ran, refusal, run
+from .command_line import ROOT, python, ran, refusal, run, without_torch
 from .help_texts import check_examples, check_width, commands
 
 MAIN = "from hf_fastdecode.__main__ import main; main()"
@@ -76,17 +76,10 @@ def test_version():
 
 
 def test_help_does_not_import_torch():
-    process = python(
-        "from hf_fastdecode.cli.app import app\n"
-        "try:\n    app(['generate', '--help'])\n"
-        "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    assert "--max-new-tokens" in output
+    assert "--max-new-tokens" in without_torch("hf_fastdecode.cli.app", "generate --help", 0)[0]
 
 
-def test_refusals_do_not_import_torch(tmp_path):
+def test_refusals_do_not_import_torch():
     lines = """
 generate --prompt x --mode graphs
 generate --prompt x --dtype half
@@ -103,16 +96,7 @@ bench --device nonsense
 bench --out .
 bench ops
 """
-    process = python(
-        f"from hf_fastdecode.cli.app import app\n"
-        f"for line in {lines.split(chr(10))[1:-1]!r}:\n"
-        "    try:\n        app(line.split())\n"
-        "    except SystemExit as leaving:\n        assert leaving.code == 2, line\n"
-        "    assert not {'torch', 'transformers'} & set(sys.modules), line",
-        cwd=ROOT,
-    )
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    output, errors = without_torch("hf_fastdecode.cli.app", lines, 2)
     assert (output, errors.count("\n")) == ("", 14)
 
 

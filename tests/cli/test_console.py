@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from hf_fastdecode.cli.console import in_options, progress_bar, quiet_libraries
-from hf_fastdecode.cli.tables import show_tables
+from hf_fastdecode.cli.console import in_options, progress_bar, quiet_libraries, show_tables
 from hf_fastdecode.measurement.rows import markdown
 
 from .command_line import refusal, run

@@ -10,12 +10,11 @@ import torch
 from rich.console import Console
 
 from hf_fastdecode.assets import embedded_tasks
-from hf_fastdecode.cli.checks import pick_tasks
-from hf_fastdecode.cli.completions import Completion
 from hf_fastdecode.cli.console import FailedCheck
 from hf_fastdecode.cli.demo import DEFAULT_TASK, _next_steps
 from hf_fastdecode.cli.demo_run import _rank, check_same, demo_text, run_demo
-from hf_fastdecode.cli.options import Sampling
+from hf_fastdecode.cli.models import Completion
+from hf_fastdecode.cli.options import Sampling, pick_tasks
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.sandbox import SandboxError
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from typer.testing import Result
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
-from hf_fastdecode.cli.checks import parse_counts
-from hf_fastdecode.cli.completions import draw, encode, read_completions
 from hf_fastdecode.cli.generate import read_prompts
-from hf_fastdecode.cli.options import Sampling, SamplingOptions
+from hf_fastdecode.cli.models import draw, encode, read_completions
+from hf_fastdecode.cli.options import Sampling, SamplingOptions, parse_counts
 from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
 from hf_fastdecode.measurement.calls import Drawn, end_tokens_of

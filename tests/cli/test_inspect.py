@@ -12,8 +12,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
-from hf_fastdecode.cli.inspection.report import Sharing, inspect_model
-from hf_fastdecode.cli.inspection.tables import sharing_text
+from hf_fastdecode.cli.inspection.report import Sharing, inspect_model, sharing_text
 from hf_fastdecode.errors import InputError
 
 from ..conversion.checkpoints import save_multi_head

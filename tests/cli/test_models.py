@@ -24,11 +24,9 @@ from transformers import (
 
 from hf_fastdecode import model_loading, model_names
 from hf_fastdecode.assets import MODEL_PATH
-from hf_fastdecode.cli.checks import pick_device
-from hf_fastdecode.cli.completions import run_generate
 from hf_fastdecode.cli.console import quiet_libraries
-from hf_fastdecode.cli.models import load_model
-from hf_fastdecode.cli.options import Sampling
+from hf_fastdecode.cli.models import load_model, run_generate
+from hf_fastdecode.cli.options import Sampling, pick_device
 from hf_fastdecode.errors import InputError
 
 from .command_line import PROMPT, ran, refusal, run

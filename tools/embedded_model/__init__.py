@@ -1,1 +1,1 @@
-"""How the embedded model and its tasks were made: corpus grammar, tokenizer training, model training."""
+"""Makes the embedded model and its tasks: corpus grammar, tokenizer training, model training."""

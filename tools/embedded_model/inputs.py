@@ -1,4 +1,4 @@
-"""What the generated functions take: pipeline sources and the random arguments of their asserts."""
+"""Inputs of the generated functions: pipeline sources and the random arguments of their asserts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PROMPT_WEIGHT: Final = 0.15  # loss weight of tokens outside the code: test inpu
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the result, besides the hardware's rounding."""
+    """Settings that determine the result, besides the hardware's rounding."""
 
     seed: int = 0
     examples: int = 500_000

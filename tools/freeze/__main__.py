@@ -29,7 +29,7 @@ import torch
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    """What differs between two files: whether it is a fault, and lines about it."""
+    """Differences between two files: whether they are a fault, and lines about them."""
     for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
         if old is None or new is None:

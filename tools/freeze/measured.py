@@ -1,4 +1,4 @@
-"""What calls do: digests of tokens and scores, reports, passes, and what the host and the device are asked for."""
+"""Records of calls: digests of tokens and scores, reports, passes, and requests to the host and the device."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Watch:
 
 
 def digest(*values: Any) -> str:
-    """Of all tensors in the values."""
+    """A digest of all tensors in the values."""
     found = hashlib.sha256()
     for one in values:
         if isinstance(one, tuple | list):
@@ -91,7 +91,7 @@ def digest(*values: Any) -> str:
 
 
 def on_device(run: Callable[[int], Any]) -> dict[str, int]:
-    """How many requests CUDA gets in a call, and how many more in one of more steps."""
+    """The number of requests to CUDA in a call, and how many more a call of more steps makes."""
     counts = []
     for more in (0, MORE_STEPS):
         torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def on_device(run: Callable[[int], Any]) -> dict[str, int]:
 
 
 def entry(call: Call, device: torch.device, mode: str | None) -> dict[str, Any]:
-    """What one call does."""
+    """The record of one call."""
     model = call.make()
     if device.type == "cuda":
         model = model.to(device, torch.bfloat16)

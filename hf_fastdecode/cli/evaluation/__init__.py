@@ -7,7 +7,7 @@ import typer
 from ..console import moved
 from ..options import command_group
 from ..programs import PASS_ON
-from . import generate, latency, run, stored
+from . import generate, stored
 
 app = command_group()
 
@@ -17,9 +17,9 @@ def main() -> None:
     """Sample code for programming tasks, score it in a sandbox, and set pass@n and pass@top-m against latency."""
 
 
-for command in (run.run, generate.generate, latency.latency, stored.score):
+for command in (stored.run, generate.generate, generate.latency, stored.score):
     app.command()(command)
-for command in (run.report, stored.check, stored.rescore, stored.export):
+for command in (stored.report, stored.check, stored.rescore, stored.export):
     app.command()(command)
 
 

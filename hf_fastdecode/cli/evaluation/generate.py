@@ -1,26 +1,33 @@
-"""``eval generate``: from options to tasks, prompts and a model, and its samples."""
+"""``eval generate`` and ``eval latency``: tasks, prompts and a model from options; samples, and times of drawing."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
 
 from ...errors import InputError
 from ...evals.prompts import PromptFormat
 from ...evals.records import read_samples, thoughts_line
-from ...evals.run_folder import Drawing, RunSettings, prompts_digest, sample_files
+from ...evals.run_folder import LATENCY, SETTINGS, Drawing, RunSettings, prompts_digest, read_settings, sample_files
 from ...evals.tasks import TaskSet
+from ...files import read_rows
+from ...measurement.rows import Case, provenance, run
 from ...model_names import max_positions
-from ..checks import pick_device
 from ..console import forced_options, note, quiet_libraries, resumed_by_same_command
 from ..interrupts import exit_on_interrupt
-from ..options import expand_option_groups
+from ..options import Sampler, expand_option_groups, pick_device, split_values
 from .options import (
     NEW_TOKENS,
     NEW_TOKENS_OF_THINKERS,
+    PROMPTS,
+    TASKS,
+    TASKS_DIGEST,
     DecodingOptions,
     DrawOptions,
     ModelOptions,
@@ -30,10 +37,10 @@ from .options import (
     TaskOptions,
     run_folder,
 )
-from .stored import PROMPTS, TASKS, TASKS_DIGEST
 
 if TYPE_CHECKING:
     import torch
+
 
 _WAITING: Final = timedelta(weeks=1)
 """How long processes of a launch wait for the slowest; torch's own limit is ten minutes."""
@@ -41,8 +48,6 @@ _WAITING: Final = timedelta(weeks=1)
 
 @dataclass(frozen=True)
 class Options:
-    """The groups of options that decide what is drawn."""
-
     tasks: TaskOptions
     model: ModelOptions
     prompts: PromptOptions
@@ -50,7 +55,6 @@ class Options:
     decoding: DecodingOptions
 
     def check(self) -> None:
-        """Refuse values out of their bounds, before torch is imported."""
         self.draw.check()
         self.decoding.check()
         self.model.check()
@@ -120,7 +124,6 @@ def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
     from ...evals.generation import generate_samples
     from ...evals.rescore import model_digest
-    from ...measurement.rows import provenance
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options
     settings = RunSettings(
@@ -199,7 +202,6 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
 
 
 def _device(name: str) -> torch.device:
-    """The device of this name; of a process of `accelerate launch`, its own."""
     if name == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
 
@@ -208,7 +210,6 @@ def _device(name: str) -> torch.device:
 
 
 def _check_room(prepared: Prepared) -> None:
-    """Refuse prompts that are longer than the model's positions allow."""
     limit, new_tokens = max_positions(prepared.model.config), prepared.drawing.max_new_tokens
     for task, prompt in zip(prepared.tasks.tasks, prepared.prompts, strict=True):
         if limit is not None and len(prompt) + new_tokens > limit:
@@ -216,3 +217,117 @@ def _check_room(prepared: Prepared) -> None:
                 f"the prompt of task {task.task_id} has {len(prompt)} tokens, and with {new_tokens} new ones that is "
                 f"more than the {limit} positions of this model; lower --shots or --max-new-tokens"
             )
+
+
+@expand_option_groups
+def latency(
+    tasks: TaskOptions,
+    model: ModelOptions,
+    prompts: PromptOptions,
+    draw: DrawOptions,
+    mode: Annotated[
+        str,
+        typer.Option(help="How shared decode steps run: auto, eager, graph; several with commas."),
+    ] = "auto",
+    sampler: Sampler = "auto",
+    calls: Annotated[
+        int, typer.Option("--prompts", help="Prompts that are timed for each n: the first ones.", min=1)
+    ] = 3,
+    out: Out = None,
+) -> None:
+    """Time drawing n samples of one prompt, with hf_fastdecode and without, into latency.csv of a run's folder.
+
+    Rows end by their stop rules, as when samples are scored. Rows have the device, versions, commit (`$COMMIT` when it
+    is set) and command. Run the same command again after an interruption, and it goes on.
+
+    Examples:
+
+        hf-fastdecode eval latency --n 1,8,32
+        hf-fastdecode eval latency --model shape:7b-mha --task mbpp --n 1,16,256 \\
+            --mode eager,graph --out runs/7b
+    """
+    modes = split_values(mode)
+    for one in modes:
+        DecodingOptions(mode=one).check()
+    folder = run_folder(out, tasks.task, model.model)
+    options = Options(tasks, model, prompts, draw, DecodingOptions(sampler=sampler))
+    chosen = load_suitable_tasks(options)
+    with quiet_libraries(warnings=True):
+        time_samples(prepare(options, chosen), folder, calls, modes)
+
+
+@dataclass(frozen=True)
+class _Timed(Case):
+    """Drawing n samples of the first prompts of a run; `about` are columns that say what is drawn."""
+
+    n: int
+    about: Mapping[str, Any]
+
+    def columns(self) -> dict[str, Any]:
+        return {**self.about, "n": self.n}
+
+
+def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
+    """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
+    from ...evals.generation import measure_latency
+
+    options = prepared.options
+    about = {
+        "model": options.model.model,
+        "dtype": str(prepared.model.dtype).removeprefix("torch."),
+        "task": prepared.tasks.name,
+        "format": prepared.form.name,
+        "temperature": prepared.drawing.temperature,
+        "top_p": prepared.drawing.top_p,
+        "prompt_tokens": max(map(len, prepared.prompts[:prompts])),
+        "new_tokens": prepared.drawing.max_new_tokens,
+    }
+    path, where = folder / LATENCY, provenance(prepared.model.device)
+    _check_rows(path, about)
+    _check_run(folder, about)
+    shared = {"shared" if mode == "auto" else f"shared:{mode}": mode for mode in modes}
+
+    def measure(case: _Timed, way: str) -> dict[str, Any]:
+        drawing = replace(prepared.drawing, way="stock", mode="auto", sampler="auto", processed=False)
+        if way in shared:
+            drawing = replace(drawing, way="shared", mode=shared[way], sampler=prepared.drawing.sampler)
+        with forced_options():
+            row = measure_latency(
+                prepared.model,
+                prepared.tokenizer,
+                prepared.form,
+                prepared.tasks.tasks[:prompts],
+                case.n,
+                drawing,
+                device=where["device"],
+                seed=options.draw.seed,
+            )
+        measured = {name: value for name, value in asdict(row).items() if name not in ("way", "n", "device")}
+        return {name: None if value != value else value for name, value in measured.items()}  # NaN: unknown
+
+    rows = run([_Timed(n, about) for n in prepared.counts], [*shared, "stock"], measure, provenance=where, out=path)
+    note(f"{len(rows)} rows in {path}")
+
+
+def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse the folder of a run that draws something else: its report would set this latency against its accuracy."""
+    if not (folder / SETTINGS).exists():
+        return
+    kept = read_settings(folder)
+    for name in ("model", "task", "format", "temperature", "top_p", "new_tokens"):
+        before = kept.get("max_" * (name == "new_tokens") + name)
+        if before != about[name]:
+            raise InputError(
+                f"{folder} holds a run with another {name.replace('_', ' ')} ({before}, now {about[name]}); name "
+                "another --out, or time with the run's own options"
+            )
+
+
+def _check_rows(path: Path, about: Mapping[str, Any]) -> None:
+    for row in read_rows(path) if path.exists() else []:
+        for name, value in about.items():
+            if row.get(name, str(value)) != str(value):
+                raise InputError(
+                    f"{path} has rows of another {name.replace('_', ' ')} ({row[name]}, now {value}); name another "
+                    "--out, or delete the file"
+                )

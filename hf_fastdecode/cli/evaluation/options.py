@@ -18,15 +18,6 @@ from ...evals.records import Task
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
 from ...model_names import SHAPE, check_model
-from ..checks import (
-    check_choice,
-    check_count,
-    check_device,
-    check_enable_options,
-    check_sampling,
-    parse_counts,
-    split_values,
-)
 from ..console import note
 from ..options import (
     TEMPERATURE,
@@ -37,8 +28,20 @@ from ..options import (
     Sampler,
     Seed,
     Stock,
+    check_choice,
+    check_count,
+    check_device,
+    check_enable_options,
+    check_sampling,
+    parse_counts,
     refuse_with_stock,
+    split_values,
 )
+
+# In the provenance of a run: the options that select its tasks, a hash of the tasks, and how they become prompts.
+TASKS: Final = "tasks"
+TASKS_DIGEST: Final = "tasks_digest"
+PROMPTS: Final = "prompt_options"
 
 NEW_TOKENS: Final = 128
 NEW_TOKENS_OF_THINKERS: Final = 4096
@@ -75,8 +78,6 @@ Shard = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """Which tasks."""
-
     task: Annotated[
         str,
         typer.Option(
@@ -117,8 +118,6 @@ class TaskOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, where."""
-
     model: Annotated[
         str,
         typer.Option(
@@ -136,7 +135,6 @@ class ModelOptions:
     device: Device = "auto"
 
     def check(self) -> None:
-        """Refuse values out of their bounds, before torch is imported."""
         parse_dtype(self.dtype)
         check_device(self.device)
         check_model(self.model)
@@ -144,8 +142,6 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """How tasks are put to the model."""
-
     format: Annotated[
         str | None,
         typer.Option(
@@ -159,7 +155,7 @@ class PromptOptions:
         typer.Option(
             "--chat",
             help="Put tasks to a chat model, by its tokenizer's chat template. Where that has the model think first, "
-            "the program is the first code block behind the thoughts, which count as tokens of the sample.",
+            "the program is the first code block after the thoughts, which count as tokens of the sample.",
         ),
     ] = False
     chat_template_kwargs: Annotated[
@@ -170,7 +166,6 @@ class PromptOptions:
     ] = None
 
     def make(self, tasks: TaskSet, tokenizer: Any = None) -> PromptFormat:
-        """The prompt format."""
         return prompt_format(
             tasks,
             self.format,
@@ -180,7 +175,6 @@ class PromptOptions:
         )
 
     def check(self) -> dict[str, Any]:
-        """The arguments of the chat template; refuses what is no JSON object, or is given without a template."""
         given = self.chat_template_kwargs
         if given is None:
             return {}
@@ -199,8 +193,6 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions:
-    """How samples are drawn."""
-
     n: Annotated[
         str,
         typer.Option(
@@ -220,7 +212,6 @@ class DrawOptions:
     seed: Seed = 0
 
     def check(self) -> list[int]:
-        """Refuse values out of their bounds, before torch is imported; returns the numbers of samples, rising."""
         counts = parse_counts("n", self.n)
         if self.max_new_tokens is not None:
             check_count("max-new-tokens", self.max_new_tokens)
@@ -234,8 +225,6 @@ class DrawOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """How tokens are decoded, and how many rows at once."""
-
     mode: Mode = "auto"
     sampler: Sampler = "auto"
     stock: Stock = False
@@ -255,7 +244,6 @@ class DecodingOptions:
     ] = 128
 
     def check(self) -> None:
-        """Refuse values out of their bounds, before torch is imported."""
         check_enable_options(mode=self.mode, sampler=self.sampler)
         if self.stock:
             refuse_with_stock(mode=self.mode, sampler=self.sampler)
@@ -265,8 +253,6 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxOptions:
-    """Where generated programs run."""
-
     sandbox: Annotated[
         str,
         typer.Option(
@@ -310,7 +296,6 @@ class SandboxOptions:
         return LANGUAGES[tasks[0].language].limits_of(self.cpu_seconds, self.wall_seconds)
 
     def make(self, tasks: Sequence[Task]) -> Sandbox:
-        """A sandbox for these tasks' languages."""
         from ...evals.scoring import LANGUAGES
 
         if untested := next((task for task in tasks if not task.tests), None):
@@ -335,17 +320,13 @@ class SandboxOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What a report ranks by."""
-
     top_m: Annotated[int, typer.Option(help="Candidates that a ranking by mean log-probability may run.", min=1)] = 3
     deduplicate: Annotated[str, typer.Option(help="What makes samples duplicates: text or ast.")] = "text"
 
     def check(self) -> Literal["text", "ast"]:
-        """What makes samples duplicates; refuses anything else."""
         check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
         return cast(Literal["text", "ast"], self.deduplicate)
 
 
 def run_folder(out: Path | None, task: str, model: str) -> Path:
-    """The folder of a run."""
     return out or Path("eval-runs") / f"{Path(task).name.partition('.')[0]}-{Path(model).name or model}"

@@ -9,10 +9,9 @@ import typer
 
 from ...dtypes import parse_dtype
 from ...model_names import config_file, load_config
-from ..checks import check_count, check_enable_options
-from ..console import quiet_libraries
+from ..console import quiet_libraries, show_tables
 from ..interrupts import exit_on_interrupt
-from ..tables import show_tables
+from ..options import check_count, check_enable_options
 
 
 def inspect(
@@ -91,8 +90,7 @@ def inspect(
         config_file(name)
     with quiet_libraries():
         with exit_on_interrupt():
-            from .report import inspect_model
-            from .tables import caches_text, sharing_text
+            from .report import caches_text, inspect_model, sharing_text
 
         reports = [
             inspect_model(

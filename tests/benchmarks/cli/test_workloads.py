@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.workloads import figures, hier, longqa
+from benchmarks import figures
+from benchmarks.workloads import measure as hier
+from benchmarks.workloads import measure as longqa
 from hf_fastdecode.files import read_rows
 
 from . import command_line
@@ -21,33 +20,6 @@ LONGQA = "longqa --shots 1 --tokens 300 --questions 1,3 --new-tokens 2 --repeats
 
 def run(words, *more):
     return command_line.run("workloads", *words.split(), *more)
-
-
-@pytest.mark.parametrize("command", ["hier", "longqa"])
-def test_help_teaches(command):
-    shown = run(f"{command} --help")
-    assert shown.exit_code == 0
-    text = " ".join(shown.stdout.split())
-    assert f"python -m benchmarks workloads {command}" in text
-    for words in ("Examples", "Hydragen", "it goes on where it broke off", "shape:7b-mha"):
-        assert words in text
-
-
-def test_help_needs_no_torch():
-    code = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from benchmarks.cli.workloads import app
-for words in (["hier", "--help"], ["longqa", "--help"]):
-    try:
-        app(words)
-    except SystemExit as leaving:
-        assert not leaving.code
-assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
 
 
 def test_levels_are_measured_drawn_and_kept(tmp_path, monkeypatch):
@@ -111,8 +83,10 @@ def test_facts_are_hidden_in_a_given_text(tmp_path):
 
 def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
     drawn = []
-    finish = figures._finish
-    monkeypatch.setattr(figures, "_finish", lambda figure, *args: drawn.append(figure) or finish(figure, *args))
+    finish = figures._finish_workload
+    monkeypatch.setattr(
+        figures, "_finish_workload", lambda figure, *args: drawn.append(figure) or finish(figure, *args)
+    )
     measure = longqa.QuestionsBench.measure
 
     def measured(bench, case, way):
@@ -145,7 +119,7 @@ def test_bars_are_as_high_as_the_rows_say(tmp_path):
         return path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "_finish", keep)
+        patch.setattr(figures, "_finish_workload", keep)
         figures.draw_levels(rows, tmp_path / "picture.png")
     time, memory = found[0].axes
     assert [(bar.get_y(), bar.get_height()) for bar in time.patches] == [(0, 1.5), (1.5, 0.5), (0, 1.5), (1.5, 0.25)]
@@ -159,50 +133,6 @@ def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "4 rows of " in done.stderr and "are not right: none: wrong: other greedy tokens than stock" in done.stderr
     assert done.stdout == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("hier --points 2by2", "--points are PROBLEMSxSAMPLES with commas between, such as 4x8,8x16, got '2by2'"),
-        ("hier --points 1x9", "--points 1x9: levels of sharing differ from 2 problems and 2 samples on; ask for more"),
-        (
-            "hier --points 999x9",
-            "--points 999x9 asks for 999 problems, there are 160; ask for fewer, or name a larger",
-        ),
-        ("hier --level three", "--level must be one of none, few-shot, problem, two-level, got 'three'"),
-        ("hier --task apps", "the tasks apps need a file in their form; pass --data FILE"),
-        ("hier --task nosuch", "there are no tasks 'nosuch'; choose one of embedded,"),
-        ("hier --shots 99", "--shots must be between 0 and "),
-        ("hier --model shape:9b", "there is no shape '9b'; choose one of 7b-mha,"),
-        ("hier --model shape:tiny --device cpu", "shape tiny has 512 tokens, fewer than the 1536 of the embedded"),
-        ("hier --mode fast", "--mode must be one of auto, eager, graph, got 'fast'"),
-        ("hier --sampler slow", "--sampler must be one of auto, hf, fast, got 'slow'"),
-        (
-            "hier --dtype float8",
-            "--dtype must be one of auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), got 'float8'",
-        ),
-        ("hier --new-tokens 1", "Invalid value for '--new-tokens'"),
-        ("hier --new-tokens 4000 --device cpu", "tokens with 4000 new ones is longer than the 4096 positions of this"),
-        ("longqa --questions 0", "--questions must be whole numbers of at least 1 with commas between, got '0'"),
-        ("longqa --way stuck", "--way must be one of shared, stock, got 'stuck'"),
-        (
-            "longqa --tokens 90 --device cpu",
-            "--tokens 90 leave no room for 5 solved questions and a fact to ask about",
-        ),
-        ("longqa --tokens 4090 --device cpu", "are longer than the 4096 positions of this model; lower --tokens or"),
-        ("longqa --document nosuch.txt", "cannot read --document nosuch.txt: "),
-        ("longqa --device nonsense", "there is no device 'nonsense'; try auto or cpu"),
-        ("longqa --model ./nosuch", "there is no file or folder ./nosuch; name one"),
-    ],
-)
-def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = run(words)
-    assert done.exit_code == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not list(tmp_path.rglob("*.csv"))
 
 
 def test_a_file_of_something_else_is_not_written_over(tmp_path):

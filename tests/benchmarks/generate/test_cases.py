@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.generate.calls import caller
 from benchmarks.generate.cases import PromptTree
-from benchmarks.generate.inputs.shapes import given_of
+from benchmarks.generate.shapes import given_of
 from benchmarks.generate.ways import find_way, using
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 

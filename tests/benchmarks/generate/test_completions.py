@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.generate import completions
+from benchmarks.generate import measure as completions
 from benchmarks.generate.cases import GenerateCase, PromptTree, spans
-from benchmarks.generate.completions import CompletionBench, StepClock
+from benchmarks.generate.measure import CompletionBench, StepClock
 from benchmarks.generate.table import completions_table
-from benchmarks.ops.ceilings import Ceilings
+from benchmarks.operator_time import Ceilings
 from hf_fastdecode.files import read_rows
 
 from ..cli import command_line
@@ -25,9 +25,9 @@ def bench(monkeypatch):
 
 def test_spans_are_of_one_call(bench, monkeypatch):
     measured = []
-    time_call = CompletionBench._measured
+    time_call = CompletionBench._timed_call
     monkeypatch.setattr(
-        CompletionBench, "_measured", lambda self, *given: measured.append(given) or time_call(self, *given)
+        CompletionBench, "_timed_call", lambda self, *given: measured.append(given) or time_call(self, *given)
     )
     rows = [bench.measure(case, way) for case in CASES for way in ("stock", "shared")]
     assert [row["status"] for row in rows] == ["ok"] * 4
@@ -92,21 +92,3 @@ def test_the_command(tmp_path):
     assert (tmp_path / "rows-steps.png").stat().st_size > 5000
     line = f"| tiny | 40 | 3 | 6 to 12 | {float(rows[2]['kv_floor_ms']):.2f} | {float(rows[2]['ms_per_step']):.2f} |"
     assert line in completions_table(rows)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--marks", "a,b"], "whole numbers"),
-        (["--marks", "6,2"], "rising"),
-        (["--marks", "1"], "must end at 2 or more"),
-        (["--way", "beams"], "--way must be one of"),
-        (["--point", "7"], "CONTEXTxN"),
-        (["--tree", "8+2x30"], "SHARED+PROBLEMSxOWNxSAMPLES"),
-        (["--shape", "tiny", "--marks", "2,200000"], "longer than"),
-    ],
-)
-def test_what_is_refused(words, said, tmp_path):
-    found = run(*words, "--out", tmp_path / "rows.csv")
-    assert found.exit_code == 2
-    assert said in found.stderr

@@ -9,13 +9,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
 from benchmarks.generate import measure as generate
-from benchmarks.generate import replaced_attention as replacing
-from benchmarks.generate.calls import caller, load
+from benchmarks.generate import ways as replacing
+from benchmarks.generate.calls import caller, check_way, load, logits_error
 from benchmarks.generate.cases import WAYS
-from benchmarks.generate.check import check_way, logits_error
 from benchmarks.generate.measure import GenerateBench
-from benchmarks.generate.replaced_attention import no_attention, replaced_attention
-from benchmarks.generate.ways import find_way, using
+from benchmarks.generate.ways import find_way, no_attention, replaced_attention, using
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.measurement.rows import NotAvailableError
@@ -86,7 +84,7 @@ def test_wrong_tokens_of_the_case_itself_are_not_measured(monkeypatch):
 
 def test_logits_in_half_precision(monkeypatch):
     assert 0 < logits_error(find_way("eager"), CPU, torch.bfloat16) <= 2
-    monkeypatch.setattr("benchmarks.generate.check.gives_stock_tokens", lambda *arguments: True)
+    monkeypatch.setattr("benchmarks.generate.calls.gives_stock_tokens", lambda *arguments: True)
     monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", no_attention)
     assert check_way(find_way("eager-hydragen"), CPU, torch.bfloat16).startswith("wrong: logits err ")
 
@@ -176,13 +174,15 @@ def test_attention_that_was_not_replaced_is_noticed(model):
     assert not fd.explain(model).enabled
 
 
-def test_without_attention_tokens_differ(model):
+def test_without_attention_in_steps_tokens_after_the_first_differ(model):
+    """Prefill attends all the same: a captured pass stores keys and values where its attention is called."""
     drawn = []
     for way in ("eager", "eager-no-attention"):
         torch.manual_seed(0)
         with using(model, find_way(way)):
             drawn.append(caller(model, CASE, find_way(way))(8))
     assert not torch.equal(*drawn)
+    assert torch.equal(*(tokens[:, : CASE.context + 1] for tokens in drawn))
 
 
 def test_models(tmp_path, model):

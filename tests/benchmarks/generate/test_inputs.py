@@ -5,15 +5,13 @@ import logging
 import pytest
 import torch
 
-from benchmarks.generate import replaced_attention as replacing
-from benchmarks.generate.calls import caller, load
+from benchmarks.generate import ways as replacing
+from benchmarks.generate.calls import caller, check_way, load, logits_error, small_case
 from benchmarks.generate.cases import GenerateCase, PromptTree
-from benchmarks.generate.check import check_way, logits_error, small_case
-from benchmarks.generate.inputs.shapes import INPUT_SHAPES, given_of
+from benchmarks.generate.shapes import INPUT_SHAPES, given_of
 from benchmarks.generate.ways import find_way, using
 from hf_fastdecode.errors import InputError
 
-from ..cli.command_line import run
 from .tiny_case import CPU
 
 SAMPLES, NEW = 5, 9
@@ -128,21 +126,6 @@ def test_transformers_warns_of_nothing_between_rows(shape, way, caplog):
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize(
-    ("shape", "point", "message"),
-    [
-        ("tiny-whisper", "100x4", "--point 100x4: tiny-whisper encodes every recording as 200 tokens; ask for 200x4"),
-        ("tiny-whisper", "200x4", "--new-tokens 64 is more than the 60 that tiny-whisper has positions for"),
-        ("tiny-qwen3-vl", "34x4", "the image of tiny-qwen3-vl takes 16 tokens; ask for a context of 35 or more"),
-    ],
-)
-def test_inputs_that_there_are_not(tmp_path, shape, point, message):
-    words = ("generate", "--shape", shape, "--point", point, "--device", "cpu")
-    result = run(*words, "--out", tmp_path / "rows.csv")
-    assert result.exit_code == 2
-    assert message in result.output
 
 
 def test_trees_are_of_token_ids():

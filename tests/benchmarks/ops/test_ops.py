@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.ops.accuracy import BOUND, make_oracle
+from benchmarks.operator_time import Ceilings
 from benchmarks.ops.cases import OP_SETS, NodeSpec, OpCase, shared, tree_case
-from benchmarks.ops.ceilings import Ceilings
-from benchmarks.ops.inputs import make_inputs, sets_needed
+from benchmarks.ops.inputs import BOUND, make_inputs, make_oracle, sets_needed
 from benchmarks.ops.measure import OpBench
 from benchmarks.ops.ways import OP_WAYS, OpWay, kernel_calls
 
@@ -54,7 +53,7 @@ def test_every_way_obeys_the_error_rule(bench, case, way):
 @pytest.mark.parametrize("case", [replace(case, dtype="float16") for case in CASES], ids=IDS)
 def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
     pytest.importorskip("triton")
-    from benchmarks.ops.node_kernel import NodeKernel
+    from benchmarks.ops.kernel_ways import NodeKernel
 
     inputs = make_inputs(case.prefix_only, CPU, sets=1)[0]
     assert make_oracle(inputs).error(NodeKernel(inputs).attend().result()) <= BOUND
@@ -64,7 +63,7 @@ def test_the_kernel_of_nodes_obeys_the_error_rule_alone(case):
 @pytest.mark.parametrize("case", [shared(3, 200, 70, 6, 2, head_dim=32), shared(70, 65, 1, 1, 1, head_dim=16)])
 def test_the_sketch_obeys_the_error_rule(case, programs):
     pytest.importorskip("triton")
-    from benchmarks.ops.sketch import Sketch
+    from benchmarks.ops.kernel_ways import Sketch
 
     case = replace(case, dtype="float16")
     for part in (case, case.suffix_only):

@@ -5,12 +5,11 @@ from itertools import product
 
 import pytest
 
-from benchmarks.parallel import volumes
+from benchmarks.figures import draw_scaling
+from benchmarks.parallel import cases as volumes
 from benchmarks.parallel.cases import AttentionCase
-from benchmarks.parallel.cost_model import Cluster, Heads, Link, predict, predictions
-from benchmarks.parallel.measured_links import DEVICE, fitted, measured_cluster
-from benchmarks.parallel.scaling_figure import draw_scaling, scaling_table
-from benchmarks.parallel.table import predicted_table
+from benchmarks.parallel.cost_model import DEVICE, Cluster, Heads, Link, fitted, measured_cluster, predict, predictions
+from benchmarks.parallel.table import predicted_table, scaling_table
 
 # Numbers that are easy to follow: 100 bytes a second and 1 s within nodes of two GPUs, 10 and 2 between them.
 OWN = {"gather_s": 3, "reduce_s": 5, "pass_s": 7}
@@ -102,4 +101,4 @@ def test_the_papers_equations():
 
 def test_parts_must_be_equal():
     with pytest.raises(ValueError, match=r"a multiple of the number of processes, 8, .* got 1001; give 1000"):
-        AttentionCase("x", 1001, 1, 1, 4, 2, 32, ranks=8)
+        AttentionCase("x", 1001, 1, 8, 1, 4, 2, 32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ops.accuracy import BOUND
+from benchmarks.ops.inputs import BOUND
 from benchmarks.parallel.cases import ATTENTION_WAYS
 from benchmarks.parallel.table import parallel_table
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.ops.accuracy import make_oracle
-from benchmarks.parallel.attention_ways import make_step
+from benchmarks.ops.inputs import make_oracle
+from benchmarks.parallel.attention_ways import first_layer, make_stack, make_step
 from benchmarks.parallel.bench import ParallelBench, ParallelCase
 from benchmarks.parallel.cases import ATTENTION_WAYS, STEP_WAYS, AttentionCase, CollectiveCase, StepCase
-from benchmarks.parallel.processes import Processes
-from benchmarks.parallel.sends import counted_sends
-from benchmarks.parallel.stack import first_layer, make_stack
+from benchmarks.parallel.processes import Processes, counted_sends
 
 from ...interpreter import make_faster
 

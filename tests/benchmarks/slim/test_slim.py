@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from benchmarks.ops.ceilings import Ceilings
+from benchmarks.operator_time import Ceilings
 from benchmarks.slim.cases import SLIM_SETS, SLIM_WAYS
 from benchmarks.slim.measure import SlimBench
 from hf_fastdecode.files import read_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.workloads.calls import Timing
 from benchmarks.workloads.cases import GREEDY
+from benchmarks.workloads.measure import Timing
 from hf_fastdecode.assets import MODEL_PATH
 from hf_fastdecode.measurement import SAMPLING
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.workloads import longqa
-from benchmarks.workloads.calls import Measured
+from benchmarks.workloads import measure as longqa
 from benchmarks.workloads.document import make_document
-from benchmarks.workloads.longqa import QuestionsBench
+from benchmarks.workloads.measure import QuestionsBench
 from hf_fastdecode.errors import InputError
 
 from .models import QUICK_GREEDY, reading_model
@@ -33,9 +32,9 @@ def test_both_ways_give_the_same_and_sharing_prefills_the_text_once(bench):
     case = bench.case(9)
     ours, stock = bench.measure(case, "shared"), bench.measure(case, "stock")
     assert ours["status"] == stock["status"] == "ok"
-    width = max(map(len, bench._prompts))
+    width = max(map(len, bench.prompts))
     assert stock["prefilled_tokens"] == 9 * width
-    asked = sum(len(bench._prompts[row % len(bench._prompts)]) - case.prefix_tokens for row in range(9))
+    asked = sum(len(bench.prompts[row % len(bench.prompts)]) - case.prefix_tokens for row in range(9))
     assert case.prefix_tokens < ours["prefilled_tokens"] <= case.prefix_tokens + asked
     assert ours["kv_bytes"] < stock["kv_bytes"] / 4
     assert ours["correct"] == stock["correct"]
@@ -56,11 +55,11 @@ def test_right_answers_are_counted_row_by_row(bench, monkeypatch):
     monkeypatch.setattr(bench.model.generation_config, "eos_token_id", END)
 
     def answered(model, batch, enable, timing, **options):
-        texts = [answers[row % count] for row in range(batch.rows)]
+        texts = [answers[row % count] for row in range(len(batch["input_ids"]))]
         ids = bench.tokenizer(texts).input_ids
         width = max(map(len, ids)) + 1
         # Behind the end the model goes on, as rows do that none may leave.
-        return Measured({"status": "ok"}, torch.tensor([own + [END] + [9] * (width - 1 - len(own)) for own in ids]))
+        return {"tokens": torch.tensor([own + [END] + [9] * (width - 1 - len(own)) for own in ids])}
 
     monkeypatch.setattr(longqa, "measure_calls", answered)
     assert bench.measure(bench.case(count), "shared") == {"status": "ok", "correct": count - 1}
@@ -71,9 +70,9 @@ def test_ways_that_disagree_are_told(bench, monkeypatch):
     monkeypatch.setattr(
         longqa,
         "measure_calls",
-        lambda model, batch, enable, timing, **options: Measured(
-            {"status": "ok"}, torch.full((batch.rows, 2), 7 if enable is None else 8)
-        ),
+        lambda model, batch, enable, timing, **options: {
+            "tokens": torch.full((len(batch["input_ids"]), 2), 7 if enable is None else 8)
+        },
     )
     assert bench.measure(bench.case(2), "shared")["status"] == "ok"
     assert bench.measure(bench.case(2), "stock") == {"status": "wrong: shared and stock give other tokens"}

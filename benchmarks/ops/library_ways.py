@@ -1,25 +1,36 @@
-"""FlashInfer's wrappers as ways: pages of 16 tokens, tables that CUDA graphs can replay, planned before the timing.
+"""Other libraries' attention as ways, planned before the timing.
+
+FlashInfer's wrappers, over pages of 16 tokens and tables that CUDA graphs can replay:
 
 - `decode_calls`: `BatchDecodeWithPagedKVCacheWrapper` over each row's whole context. Rows name the pages of what they
   share, which are stored once and read once a row, as servers do without cascade attention.
 - `cascade_calls`: `MultiLevelCascadeAttentionWrapper`: a level for each depth of nodes, one for the suffixes.
 
 Sequences are lists of pages, as servers keep them, and equal pages are stored once. The pages of a sequence lie in
-order, one behind the other. New tokens are in their places, as for all baselines.
+order, one after the other. New tokens are in their places, as for all baselines.
 
 Tokens of a case are numbered: those of the nodes, end to end as in their segment, then each row's suffix.
+
+FastTree (MLSys 2025, github.com/PanZaifeng/FastTree-Artifact) is no package: its folder ``kernel_bench``, with the
+module of its Triton kernels, must be on Python's path. Every row's suffix is a leaf of its tree. Its plan joins short
+nodes with those below them, splits long ones, and sorts what is left into two launches by the number of rows; a third
+launch merges. Parameters are those of its own benchmark. Two of its limits are worked around, so that results are
+right: its plan starts at node 0 only, so several roots get an empty one above them; and it may change the query tiles
+that the kernels must run with, which its benchmark does not pass on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, product
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -58,7 +69,6 @@ def flashinfer_refusal(case: OpCase) -> str | None:
 
 
 def decode_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
-    """Batch decode with and without tensor cores."""
     pool = PagePool()
     rows = whole_rows(pool, sets[0].case)
     kernels = {"CUDA cores": False, "tensor cores": True}
@@ -76,7 +86,7 @@ def cascade_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all wrappers of a case are made from."""
+    """Arguments that all wrappers of a case share."""
 
     flashinfer: Any
     inputs: OpInputs
@@ -84,17 +94,14 @@ class _Setup:
     layout: str
 
     def buffer(self, table: Tensor) -> Tensor:
-        """A copy on the device, for graphs to read."""
         return table.to(self.inputs.query.device, copy=True)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The last positional arguments of every `plan`."""
         return self.inputs.case.heads, self.inputs.case.kv_heads, self.inputs.case.head_dim, PAGE_SIZE
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of every `plan`."""
         dtype = self.inputs.query.dtype
         return {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.inputs.scale}
 
@@ -258,8 +265,7 @@ class PagePool:
         slots = torch.frombuffer(bytearray().join(self._numbers), dtype=torch.int64).to(inputs.query.device)
 
         def part(nodes: Tensor, own: Tensor) -> Tensor:
-            tokens = torch.cat([nodes, own.transpose(0, 1).flatten(1, 2)], 1)  # [kv_heads, tokens, head_dim]
-            return tokens[:, slots].unflatten(1, (-1, PAGE_SIZE)).permute(LAYOUTS[layout]).contiguous()
+            return tokens_of(nodes, own)[:, slots].unflatten(1, (-1, PAGE_SIZE)).permute(LAYOUTS[layout]).contiguous()
 
         return part(inputs.segment.keys, inputs.suffix.keys), part(inputs.segment.values, inputs.suffix.values)
 
@@ -294,3 +300,122 @@ def _suffixes(case: OpCase) -> list[Tokens]:
 
 def _starts(lengths: Iterable[int]) -> Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+
+
+QUERY_TILES: Final = {1: (64, 16), 4: (16, 4), 16: (4, 1)}
+"""Rows per query tile in the first and the second launch, by query heads per KV head."""
+
+_KEY_TILES = (32, 32)
+_COST_WEIGHTS = (0.66, 0.33, 0.1)  # alpha, beta and gamma: of padded queries, of padded keys, and of merging
+_SPLITS = (1024, 128)  # keys of a piece, and those where there are fewer pieces than the first thresholds
+_THRESHOLDS = ((132, 528), (132, 132))
+
+_MOST_NUMBERS = 2**31  # its kernels compute offsets in 32 bits
+
+
+@dataclass
+class TreeNode:
+    """A node as FastTree's plan reads it; `parent` is -1 for the root, `requests` are the node's rows."""
+
+    parent: int
+    id: int
+    seqlen: int
+    requests: list[int]
+    num_children: int = field(default=0)
+
+
+def fasttree_refusal(case: OpCase) -> str | None:
+    """Why FastTree has no kernels or parameters for a case, or None."""
+    group = case.heads // case.kv_heads
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"FastTree takes float16 and bfloat16, got {case.dtype}"
+    if group not in QUERY_TILES:
+        known = ", ".join(map(str, QUERY_TILES))
+        return f"FastTree has parameters for {known} query heads per KV head, got {group}"
+    if case.head_dim & (case.head_dim - 1):
+        return f"FastTree takes a head_dim that is a power of two, got {case.head_dim}"
+    numbers = (case.stored_tokens + case.rows * case.suffix) * case.kv_heads * case.head_dim
+    if numbers >= _MOST_NUMBERS:
+        return f"FastTree addresses up to {_MOST_NUMBERS} numbers of keys, got {numbers}"
+    return None
+
+
+def fasttree_calls(sets: Sequence[OpInputs]) -> dict[str, list[Callable[[], Tensor]]]:
+    """Its kernels over keys and values in both layouts; NotAvailableError where it cannot be imported."""
+    try:
+        fasttree = importlib.import_module("fasttree")
+    except ImportError as error:
+        raise NotAvailableError(f"fasttree cannot be imported: {error}") from error
+    plan = _planned(fasttree, sets[0].case)
+    return {layout: [_fasttree_call(fasttree, plan, inputs, layout) for inputs in sets] for layout in LAYOUTS}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Output of `fasttree_preparation` for a case: tables and workspace, and tiles of both launches."""
+
+    tables: Sequence[Any]
+    query_tiles: Sequence[int]
+    key_tiles: Sequence[int]
+
+
+def _planned(fasttree: Any, case: OpCase) -> _Plan:
+    nodes = tree_of(case)
+    params = fasttree.FastTreeParams()
+    params.set_values(*_COST_WEIGHTS)
+    params.set_q_tile_sizes(list(QUERY_TILES[case.heads // case.kv_heads]))
+    params.set_kv_tile_sizes(list(_KEY_TILES))
+    params.set_kv_group_num(case.heads // case.kv_heads)
+    first_tokens = list(accumulate((node.seqlen for node in nodes), initial=0))
+    sizes = (case.rows, case.heads, case.kv_heads, case.head_dim)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its plan
+        tables, _ = fasttree.fasttree_preparation(
+            nodes, first_tokens, *sizes, list(_SPLITS), *map(list, _THRESHOLDS), params
+        )
+    return _Plan(tables, params.TSQs, params.TSKs)
+
+
+def tree_of(case: OpCase) -> list[TreeNode]:
+    """The nodes by depth and the suffixes as leaves, parents first, in the order of the tokens of `tokens_of`.
+
+    Several roots are below an empty one.
+    """
+    levels = [list(level) for _, level in groupby(case.nodes, lambda node: node.depth)]
+    placed = [[(node.length, range(node.row_start, node.row_start + node.row_count)) for node in lv] for lv in levels]
+    placed.append([(case.suffix, range(row, row + 1)) for row in range(case.rows)])
+    if len(placed[0]) > 1:
+        placed.insert(0, [(0, range(case.rows))])
+    tree: list[TreeNode] = []
+    above = [-1] * case.rows  # of each row, its node on the level above
+    for level in placed:
+        for length, rows in level:
+            node = TreeNode(above[rows[0]], len(tree), length, list(rows))
+            tree.append(node)
+            if node.parent >= 0:
+                tree[node.parent].num_children += 1
+            for row in rows:
+                above[row] = node.id
+    return tree
+
+
+def tokens_of(nodes: Tensor, own: Tensor) -> Tensor:
+    """Keys or values of all tokens, ``[kv_heads, tokens, head_dim]``: those of the nodes, then each row's suffix."""
+    return torch.cat([nodes, own.transpose(0, 1).flatten(1, 2)], 1)
+
+
+def _fasttree_call(fasttree: Any, plan: _Plan, inputs: OpInputs, layout: str) -> Callable[[], Tensor]:
+    query = inputs.query.squeeze(2)
+    keys, values = (
+        tokens_of(nodes, own).transpose(0, 1) for nodes, own in zip(inputs.segment, inputs.suffix, strict=True)
+    )
+    if layout == "NHD":
+        keys, values = keys.contiguous(), values.contiguous()
+    out = torch.empty_like(query)
+
+    def call() -> Tensor:
+        fasttree.fasttree_decode(
+            query, keys, values, out, *plan.tables, plan.query_tiles, plan.key_tiles, inputs.scale
+        )
+        return out.unsqueeze(2)
+
+    return call

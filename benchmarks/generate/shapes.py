@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from .encoders import EncodedText, Recording
-from .given import Given, TokenIds
-from .images import OneImage
+from .inputs import EncodedText, OneImage, Recording, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +30,7 @@ class InputShape:
     model_type: str
     auto_class: str
     fields: Mapping[str, Any]
-    given: Given
+    given: TokenIds
     context: int
     small: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +49,6 @@ class InputShape:
         return model
 
     def parameters(self) -> int:
-        """The number of weights; none are made."""
         import torch
 
         return sum(parameter.numel() for parameter in self.model("meta", torch.bfloat16).parameters())
@@ -86,7 +83,7 @@ def _of_whisper(
 ) -> dict[str, Any]:
     """The generation config of a multilingual Whisper, by the ids of its special tokens.
 
-    Timestamps are suppressed, too, which no trained model draws behind "no timestamps": Whisper's `generate` would
+    Timestamps are suppressed, too, which no trained model draws after "no timestamps": Whisper's `generate` would
     take two of random weights for the end of a segment, and call again for the rest of the recording.
     """
     return {
@@ -216,6 +213,5 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
 _TOKEN_IDS: Final = TokenIds()
 
 
-def given_of(shape: str) -> Given:
-    """What calls of a shape or a checkpoint are given."""
+def given_of(shape: str) -> TokenIds:
     return INPUT_SHAPES[shape].given if shape in INPUT_SHAPES else _TOKEN_IDS
