@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.prompts import short_calls
-from hf_fastdecode.generation.prompts.gain import Estimate
-from hf_fastdecode.generation.prompts.short_calls import COSTS, LOOPS, HostCosts, Savings
+from hf_fastdecode.generation.prompts.gain import BATCH, COSTS, LOOPS, Estimate, HostCosts, Savings
 from hf_fastdecode.generation.structure import Structure
 from tools.host_costs import HEADER, KINDS, OTHER_LOOPS, line_of, loop_of_a_user
 from tools.pages import DOCS
@@ -143,7 +141,7 @@ def test_fewest_tokens_grow_with_steps_and_batches_of_nodes():
         in_loop = costs + LOOPS[loop]
         assert in_loop.of_call(10, 4) == pytest.approx(costs.of_call(10, 4) + LOOPS[loop].of_call(10, 4))
         assert savings.fewest(in_loop.of_call(10, 4), 10) > fewest[2]
-    assert costs.of_call(10, 4, 3) == pytest.approx(costs.of_call(10, 4) + 10 * 4 * 2 * short_calls.BATCH)
+    assert costs.of_call(10, 4, 3) == pytest.approx(costs.of_call(10, 4) + 10 * 4 * 2 * BATCH)
     heavy = Savings(prefill=1e-2, step=1e-5)  # of half a billion weights
     assert heavy.fewest(costs.of_call(64, 24), 64) < 64
 

@@ -150,8 +150,8 @@ def test_no_size_is_counted_that_is_not_asked_for(monkeypatch):
     """An encoder's pass counts the tokens of each size once, where prompts run apart."""
     model = tiny_model_of("Mistral3ForConditionalGeneration")
     inputs, counted = prompts_with_images(model, TWO, ONE, NONE, sized=True), []
-    encoded = items._encoded_tokens
-    monkeypatch.setattr(items, "_encoded_tokens", lambda *args: counted.append(1) or encoded(*args))
+    encoded = items._features_made
+    monkeypatch.setattr(items, "_features_made", lambda *args: counted.append(1) or encoded(*args))
     for most, sizes in ((16384, 0), (16, 2)):
         with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
             run(model, inputs, "samples")

@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import image_prefixes, pass_parts
+from hf_fastdecode.generation.prompts import pass_parts, prefixes
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -156,7 +156,7 @@ def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
     def prefill_passes(*args, **kwargs):
         raise AttributeError("'NoneType' object has no attribute 'shape'")
 
-    monkeypatch.setattr(image_prefixes, "prefill_passes", prefill_passes)
+    monkeypatch.setattr(prefixes, "prefill_passes", prefill_passes)
     report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 

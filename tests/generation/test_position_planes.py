@@ -10,7 +10,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation import call_context
-from hf_fastdecode.generation.call_context import Positions, reduced
+from hf_fastdecode.generation.forward_pass import Positions, reduced
 from hf_fastdecode.generation.prompts import first_pass
 from hf_fastdecode.generation.prompts.by_rows import Rows
 from hf_fastdecode.generation.prompts.prompt_plan import PromptGroup

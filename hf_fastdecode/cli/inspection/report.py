@@ -27,7 +27,7 @@ from hf_fastdecode.conversion.sizes import (
 )
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
-from hf_fastdecode.generation.support.model import rope_limit
+from hf_fastdecode.generation.support import rope_limit
 
 from ...dtypes import parse_dtype
 from ...errors import InputError, one_line

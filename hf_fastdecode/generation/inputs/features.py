@@ -137,11 +137,11 @@ class SharedFeatures:
                     raise
                 whole, new = False, new * 2
                 output = method(**arguments | _arguments_of(new))
-            encoded = _of_images(output, new)
-            if encoded is None:
+            made = _of_images(output, new)
+            if made is None:
                 self._not_apart.add(name)
                 return output if whole else method(**arguments)
-            parts = iter(encoded)
+            parts = iter(made)
         known = self._known[name] = [next(parts) if one is None else one for one in found]
         if whole:
             return output

@@ -8,7 +8,8 @@ alone. A call that turns out to run stock gets what it would have had (`GivenInp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from inspect import signature
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ PLAIN: Final = frozenset(
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 """Arguments that say which tokens stand for images, which no token that follows a prompt does."""
+
+
+def holds_inputs(prompts: object, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
+    """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
+    if not isinstance(prompts, Mapping) or "input_ids" not in prompts:
+        return False
+    names = (signature(type(model).forward).parameters.keys() & prompts.keys()) - PLAIN
+    return any(isinstance(prompts[name], Tensor) and prompts[name].is_floating_point() for name in names)
 
 
 def image_mask_of(model: PreTrainedModel) -> str | None:
@@ -67,14 +76,19 @@ class GivenInputs:
         return cls(found, encode) if found else None
 
     @property
+    def name(self) -> str:
+        """The first argument's name, by which errors name them."""
+        return next(iter(self.arguments))
+
+    @property
     def says_nothing(self) -> bool:
         """Whether this is text alone, as the numbers of its tokens say."""
         return set(self.arguments) == {"mm_token_type_ids"} and not bool(self.arguments["mm_token_type_ids"].any())
 
     @property
-    def encoded_once(self) -> bool:
-        """Whether transformers encodes them before it repeats them for samples and beams."""
-        return self._encode is not None
+    def copies_of_features(self) -> int:
+        """How often transformers encodes each: once if it does before it repeats them for samples and beams."""
+        return self.copies if self._encode is None else 1
 
     def expand(self, expand: Callable[..., tuple[Any, dict[str, Any]]], ids: Tensor, copies: int) -> None:
         """Remember how transformers expands arguments of these prompts for so many samples or beams."""
@@ -97,26 +111,30 @@ class GivenInputs:
         """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
         return self._of_all_rows(self.arguments if self._encode is None else _inputs_among(self._encode()))
 
-    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Those that transformers' loops update after each pass and hand to the next one, as stock passes them on."""
+    def names_in_passes(self, model: PreTrainedModel) -> set[str]:
+        """Names of those that transformers' loops update after each pass and hand to the next one."""
         mask = image_mask_of(model)
-        return self._of_all_rows({mask: self.arguments[mask]}) if mask in self.arguments else {}
+        return {mask} if mask in self.arguments else set()
+
+    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The arguments of `names_in_passes`, as stock passes them on."""
+        found = {name: self.arguments[name] for name in self.names_in_passes(model)}
+        return self._of_all_rows(found) if found else {}
 
     def _of_all_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if self._expand is None:
             return dict(arguments)
-        return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
+        return self._expand(expand_size=self.copies, input_ids=self.ids, **arguments)[1]
 
     def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
         """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
-        name = next(iter(self.arguments))
+        name = self.name
         if mode is GenerationMode.ASSISTED_GENERATION:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
         if model.config.model_type in ATTENDS_ACROSS_IMAGES:
             raise Unsupported("its encoder attends to the images of all rows, on which the tokens of each row depend")
         own = own_code_of(type(model))
-        attends_itself = own is not None and (own.stand_ins or own.states is not None) and own.image_mask is None
-        if structure.layout.own or attends_itself:
+        if structure.layout.own or (own is not None and own.computes_layers and own.image_mask is None):
             raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
         if counts_padding(model) or places_tokens(model):
             raise Unsupported(

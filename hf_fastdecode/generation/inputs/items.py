@@ -64,13 +64,13 @@ def counting_tokens(model: PreTrainedModel, structure: Structure, arguments: Map
 
     def count(kind: str, size: Hashable, parts: dict[str, Tensor]) -> int | None:
         question = "tokens of an item", kind, blake2b(repr(size).encode(), digest_size=16).digest()
-        return structure.kept(question, lambda: _encoded_tokens(model, structure, kind, plain, parts))
+        return structure.kept(question, lambda: _features_made(model, structure, kind, plain, parts))
 
     return count
 
 
 @torch.no_grad()
-def _encoded_tokens(
+def _features_made(
     model: PreTrainedModel, structure: Structure, kind: str, plain: Mapping[str, Any], parts: Mapping[str, Tensor]
 ) -> int | None:
     """How many features the model makes of an item; None where it has no method for it, or that fails.

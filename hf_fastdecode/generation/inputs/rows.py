@@ -51,7 +51,7 @@ class InputRows:
         self._arguments, self._ids, self._config = given.arguments, given.ids, config
         self._count_tokens = count_tokens
         self.copies, self.rows, self.width = given.copies, *given.ids.shape
-        self._encoded_copies = 1 if given.encoded_once else given.copies
+        self._copies_of_features = given.copies_of_features
 
     @property
     def apart(self) -> bool:
@@ -163,9 +163,9 @@ class InputRows:
         return self._text_after[row // self.copies]
 
     @property
-    def encoded_together(self) -> dict[str, int]:
-        """How many images of each kind stock encodes in one pass of the encoder, where they are known."""
-        copies = {kind: self.copies if kind == "audio" else self._encoded_copies for kind in KINDS}
+    def counts_in_stock(self) -> dict[str, int]:
+        """How many images of each kind stock makes features of at once, where they are known."""
+        copies = {kind: self.copies if kind == "audio" else self._copies_of_features for kind in KINDS}
         return {kind: len(items) * copies[kind] for kind, items in self._items.items()}
 
     @property

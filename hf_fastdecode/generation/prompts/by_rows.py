@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
-from ...cache.layers.state import end_of
-from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext
@@ -32,7 +30,7 @@ from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass
 from .pass_parts import Form, ImagePasses, Part, passes, passes_by_input, tokens_that_fit, whole_prompts
-from .prompt_plan import PromptGroup, PromptPlan
+from .prompt_plan import PromptGroup, PromptPlan, TokensContinue
 
 CapturedRowPasses = Callable[[SharedContextCache, Tensor, Tensor, int], Any]
 """Prefills a cache's current items, rows of these ids and positions, by captured graphs: the model's output for so
@@ -155,7 +153,7 @@ def row_passes(
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
-    layout: ModelLayout,
+    continuation: TokensContinue,
     *,
     keep: int,
     max_tokens: int,
@@ -168,7 +166,7 @@ def row_passes(
         cache: The cache the plan was made for; the tokens become its next segment.
         plan: Of these rows, each a group.
         rows: The distinct rows.
-        layout: The model's.
+        continuation: How the model's layers continue what is stored.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row, and the whole
             prompt of it unless layers continue from states.
@@ -177,10 +175,10 @@ def row_passes(
     cache.add_segment(plan.new_tokens)
     several, width = len(plan.items) > 1, rows.inputs.shape[1]
     capacity = ImagePasses(model, max_tokens, len(plan.items) * width) if rows.images and several else None
-    features = None if rows.images is None else SharedFeatures(model, rows.images.encoded_together)
+    features = None if rows.images is None else SharedFeatures(model, rows.images.counts_in_stock)
     if keeps_logits(model):
         arguments["logits_to_keep"] = keep
-    for run in _runs(model, cache, plan, rows, layout, max_tokens, capacity):
+    for run in _runs(model, cache, plan, rows, continuation, max_tokens, capacity):
         items = [one.item for one in run]
         part = rows.of_run(run)
         if run[0].form is Form.PACKED:
@@ -199,7 +197,7 @@ def row_passes(
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
         for one in run:
             if one.number:
-                cache.forget_states(end_of(one.item.context))
+                continuation.end_part(cache, one.item.context)
     cache.set_forest(plan.forest, width)
 
 
@@ -208,7 +206,7 @@ def _runs(
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
-    layout: ModelLayout,
+    continuation: TokensContinue,
     max_tokens: int,
     capacity: ImagePasses | None,
 ) -> Iterator[list[Part]]:
@@ -217,11 +215,11 @@ def _runs(
     Args:
         capacity: Of passes with images, if prompts come with these and are several.
     """
-    images, states, width = rows.images, bool(layout.states), rows.inputs.shape[1]
-    prompts = whole_prompts(plan, None if images is None else rows.images_in, states=states)
-    if states and images is None:
+    images, scans, width = rows.images, continuation.scans, rows.inputs.shape[1]
+    prompts = whole_prompts(plan, None if images is None else rows.images_in, scans=scans)
+    if scans and images is None:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    divides = states and layout.continues_states and images is None and not _has_gaps(rows.attention_mask)
+    divides = scans and continuation.continues and images is None and not _has_gaps(rows.attention_mask)
     runs = passes(prompts, width, max_tokens, divides=divides, capacity=capacity)
     if rows.inputs_of is not None and (inputs := cache.inputs) is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())

@@ -21,19 +21,18 @@ from transformers import Cache
 
 from ..._compat import CACHE, prefill_of_transformers, with_cache
 from ...attention.forest import path_slice
-from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..call_context import CallContext, reduced
+from ..call_context import CallContext
+from ..forward_pass import arguments_of_decoders, reduced
 from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
 from ..steps.modes import holding_captures
-from ..support.call import OWN_METHOD, check_arguments
+from ..support import OWN_METHOD, check_arguments
 from .call_plan import CallPlan, Request, plan_call, planned_alike
 from .gain import require_gain
-from .image_prefixes import mask_of_images
 from .packed import PrefillPass
-from .prefill import end_prefill, merge_returned, passes_of
 from .reading import read_prompts
+from .start import end_prefill, merge_returned, passes_of
 
 _KNOWN_ARGUMENTS = {
     *("attention_mask", "input_ids", "inputs_embeds", "position_ids", CACHE),
@@ -89,10 +88,9 @@ class FirstPassPrompts:
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
     def enter_stock(self) -> None:
-        """Have the loop go on as in stock, where other calls may use the model's captures."""
-        self.call.state.captures.end_ahead(self.call.scope)
+        """Have the loop go on as in stock."""
         self.call.config.prefill_chunk_size = self.chunk
-        self.call.ranks.watchdog.enter_foreign_loop()
+        self.call.enter_stock_loop()
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any], held: ExitStack) -> Any:
         """The first pass's output; `held` then has what is held until the call's end."""
@@ -104,7 +102,7 @@ class FirstPassPrompts:
         mode, why = choose_pass_mode(call, request.new_tokens)
         call.set_mode(mode, why)
         if not self._is_users:
-            with call.ranks.together():
+            with call.together():
                 require_gain(call, plan, loop="transformers'")
         holds = held.enter_context(holding_captures(call))
         watches = self._is_users or self.loop.startswith(OWN_METHOD)
@@ -166,7 +164,7 @@ class FirstPassPrompts:
             kept=self.checks_masks,
             hidden=hidden,
             users_loop=self._is_users,
-            counted_by_model=True,
+            of_pass=True,
         )
         wanted = _tokens_to_keep(arguments.get("logits_to_keep"), prompts.width)
         new_tokens, recompute = max(0, self.longest - prompts.width), prompts.width if hidden else wanted
@@ -177,15 +175,14 @@ class FirstPassPrompts:
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raise `Unsupported` for a pass with arguments that a shared prefill does not follow."""
-        call, names, mask_of = self.call, self.call.names, mask_of_images(self.call)
-        cross = bool(call.structure.layout.cross)
-        others = {*names, ENCODER_OUTPUTS} if cross else set() if mask_of is None else {mask_of}
+        call, inputs = self.call, self.call.inputs
+        others = arguments_of_decoders(call.model) if inputs is None else inputs.names_in_passes(call.model)
         check_arguments(arguments, _KNOWN_ARGUMENTS | others)
         if arguments.get(_RETURNS_KEYS):
             raise Unsupported(f"its drafter reads each row's keys and values ({_RETURNS_KEYS}=True)")
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
-        if arguments.get(names.ids) is None and call.given is not None:
+        if arguments.get(call.names.ids) is None and call.given is not None:
             raise Unsupported("its tokens cannot be compared with inputs_embeds")
 
     def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:

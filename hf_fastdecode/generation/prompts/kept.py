@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from itertools import accumulate, groupby
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,18 +17,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..._compat import CACHE
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..active_call import calls_of_prefill
+from ..call_context import calls_of_prefill
 from ..fingerprint import filled_by
-from ..inputs.given import PLAIN
+from ..inputs.given import holds_inputs
 from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
 from ..structure import Structure
-from ..support.call import is_nothing
-from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
+from ..support import check_prefill, check_sequence_parallel, is_nothing, rope_limit
 from .by_rows import row_passes
 from .packed import prefill_passes
-from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts
+from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, continuation_of
 from .reading import Prompts, read_text
 
 _ONE_TOKEN: Final[dict[str, Any]] = {
@@ -55,30 +53,14 @@ def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given)
     """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
     structure = model_state.structure_of(model)
     with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
-        if _holds_images(inputs, model):
-            return _prefill_with_images(model, model_state, inputs)
+        if holds_inputs(inputs, model):
+            return _prefill_by_call(model, model_state, inputs)
         return _prefill_text(model, structure, model_state.options, inputs)
-
-
-def _holds_images(inputs: Given, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
-    """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
-    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
-        return False
-    names = (signature(type(model).forward).parameters.keys() & inputs.keys()) - PLAIN
-    return any(isinstance(inputs[name], Tensor) and inputs[name].is_floating_point() for name in names)
 
 
 def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
     with structure.ranks.together():
-        if structure.layout.cross:
-            raise ValueError(
-                f"prefill is for models without an encoder, and {type(inner).__name__} has one; call generate, which "
-                "shares each input between its rows"
-            )
-        with _or_value_error(f"{type(inner).__name__} cannot share context"):
-            check_model(inner, structure.layout)
-            check_processes(structure)
-            check_state(structure.walk)
+        check_prefill(inner, structure)
         input_ids, mask = padded_ids(inputs)
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
             check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
@@ -93,8 +75,8 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
     with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
-            distinct, layout = prompts.distinct_rows(), structure.layout
-            passes = row_passes(inner, cache, plan, distinct, layout, keep=1, max_tokens=limit)
+            distinct, continuation = prompts.distinct_rows(), continuation_of(structure.layout)
+            passes = row_passes(inner, cache, plan, distinct, continuation, keep=1, max_tokens=limit)
         else:
             ends = sorted({end for end in plan.ends if end is not None})
             passes = prefill_passes(inner, cache, plan, ends, max_tokens=limit, length=prompts.width)
@@ -105,9 +87,7 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
     return cache
 
 
-def _prefill_with_images(
-    inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
-) -> SharedContextCache:
+def _prefill_by_call(inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]) -> SharedContextCache:
     """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
     for name in ("input_ids", "attention_mask"):
         value = inputs.get(name)
@@ -146,11 +126,11 @@ def _plan(
     groups, min_shared_tokens = prompts.groups, options.min_shared_tokens
     stored = StoredPrompts(cache)
     given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
-    if structure.layout.states:
-        continues, worth = structure.layout.continues_states, options.worth_passes
-        return given.from_ends(cache, continues=continues, alike=True, worth=worth).plan(), None
+    given = continuation_of(structure.layout).reusing(given, cache, options.worth_passes)
     if prompts.apart:  # no two of them share
-        return given.apart().plan(), None
+        given = given.apart()
+    if prompts.by_rows:
+        return given.plan(), None
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]

@@ -156,19 +156,19 @@ class Part(NamedTuple):
     number: int = 0
 
 
-def whole_prompts(plan: PromptPlan, images_in: Callable[[int, int, int], bool] | None, *, states: bool) -> list[Part]:
+def whole_prompts(plan: PromptPlan, images_in: Callable[[int, int, int], bool] | None, *, scans: bool) -> list[Part]:
     """The items of a plan, undivided.
 
     Args:
         images_in: Of prompts that come with images, whether there are any in a prompt's tokens: of a group, from a
             token on, so many.
-        states: Whether layers have states, between which and the next token no padding may be.
+        scans: See `TokensContinue`.
     """
 
     def form(item: PrefillItem, group: int) -> Form:
         if not item.context and plan.ends[group] == item.span.stop - 1:
             return Form.WHOLE
-        if images_in is None or (item.context and states):
+        if images_in is None or (item.context and scans):
             return Form.ROWS
         packs = item.context and not images_in(group, item.position, item.span.length)
         return Form.PACKED if packs else Form.PADDED

@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...attention.forest import Forest, Path, PrefixTree, SharedRange, Span, path_slice, prefix_tree
+from ...cache.layers.state import end_of
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 
 _ITEM = 8  # bytes of an int64 id
 
 FEWEST = 2
-"""Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
+"""Tokens that are computed from a state at once; see `StatesContinue`."""
 
 
 @dataclass(frozen=True)
@@ -234,32 +237,6 @@ class ComparedPrompts:
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
 
-    def from_ends(
-        self, cache: SharedContextCache, *, continues: bool, worth: Callable[[int], int], alike: bool = False
-    ) -> ComparedPrompts:
-        """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
-
-        Whole prompts are computed again where their layers cannot continue from a state (`continues`), or where one
-        token is left: a single token runs by other code than several, which may round otherwise. So are those with
-        gaps, and all if a prompt of the cache had gaps: states also depend on hidden places. Prompts share nothing
-        with each other unless they are `alike`: of text alone, so that those that begin alike may share that, if it
-        saves as many tokens as `worth` says, see `if_it_saves`.
-        """
-        continues = continues and not cache.gaps
-        most = [
-            len(group.tokens) - max(self.recompute, FEWEST) if continues and not group.gaps else 0
-            for group in self.groups
-        ]
-        stored = [
-            (path, cache.length_with_states(path, min(held, limit)))
-            for (path, held), limit in zip(self.stored, most, strict=True)
-        ]
-        prompts = replace(self, stored=stored, recompute=0)
-        ends = {path_slice(path, 0, held) for path, held in stored}
-        if alike and continues and len(ends) == 1 and not any(group.gaps for group in self.groups):
-            return prompts._leaving_no_single_token().if_it_saves(worth, packed=False)
-        return prompts.apart()
-
     def apart(self) -> ComparedPrompts:
         """The same, where no prompts share anything."""
         return replace(self, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
@@ -276,18 +253,6 @@ class ComparedPrompts:
         if saved >= least:
             return self
         return replace(self.apart(), forgone=(saved, least) if saved > 0 else None)
-
-    def _leaving_no_single_token(self) -> ComparedPrompts:
-        """The same with common prefixes so short that no single token is computed from a state.
-
-        All prompts reuse the same tokens, and have a few more.
-        """
-        reused, lengths = self.reused_lengths[0], [len(group.tokens) for group in self.groups]
-        common = [
-            min(shared, *both) for shared, both in zip(self.common, pairwise(n - FEWEST for n in lengths), strict=True)
-        ]
-        common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
-        return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, FEWEST))
 
     def _saved_and_passes(self, *, packed: bool) -> tuple[int, int]:
         """Tokens that common prefixes save, and the further passes for them and for prompts' rests."""
@@ -346,3 +311,103 @@ def compare_prompts(
         min_shared_tokens,
         recompute,
     )
+
+
+class TokensContinue:
+    """How layers continue what a cache stores: here after any token, since each has keys and values of its own.
+
+    Attributes:
+        continues: Whether passes of several tokens continue what is stored.
+        scans: Whether layers compute several tokens by a scan, between which no padding may be.
+    """
+
+    continues, scans = True, False
+
+    def reusing(
+        self,
+        compared: ComparedPrompts,
+        cache: SharedContextCache,
+        worth: Callable[[int], int],
+        *,
+        text: bool = True,
+        alike: bool = True,
+    ) -> ComparedPrompts:
+        """The prompts, which reuse of a cache what layers can continue, and share what pays for its passes.
+
+        Args:
+            worth: See `ComparedPrompts.if_it_saves`.
+            text: Whether prompts are of text alone.
+            alike: Whether prompts that begin with the same tokens may share these.
+        """
+        return compared if text else compared.if_it_saves(worth)
+
+    def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
+        """Why a prompt reuses less than half of a given cache, of which it holds so many tokens.
+
+        It diverges early, e.g. because it was tokenized separately.
+        """
+        if 2 * held >= min(shortest, prompt):
+            return None
+        return f"{held} of the {shortest} or more tokens of the given cache; the rest of it is prefilled"
+
+    def end_part(self, cache: SharedContextCache, path: Path) -> None:
+        """Free what was stored at a path's end for the next part of a prompt alone."""
+
+
+class StatesContinue(TokensContinue):
+    """Layers with states, which continue where a path of the cache ends.
+
+    Whole prompts are computed again where layers cannot continue from a state, or where one token is left: a single
+    token runs by other code than several, which may round otherwise. So are those with gaps, and all if a prompt of
+    the cache had gaps: states also depend on hidden places.
+    """
+
+    scans = True
+
+    def __init__(self, *, continues: bool):
+        self.continues = continues
+
+    def reusing(
+        self,
+        compared: ComparedPrompts,
+        cache: SharedContextCache,
+        worth: Callable[[int], int],
+        *,
+        text: bool = True,
+        alike: bool = True,
+    ) -> ComparedPrompts:
+        continues, fewest = self.continues and not cache.gaps, max(compared.recompute, FEWEST)
+        most = [len(group.tokens) - fewest if continues and not group.gaps else 0 for group in compared.groups]
+        stored = [
+            (path, cache.length_with_states(path, min(held, limit)))
+            for (path, held), limit in zip(compared.stored, most, strict=True)
+        ]
+        prompts = replace(compared, stored=stored, recompute=0)
+        ends = {path_slice(path, 0, held) for path, held in stored}
+        if not (alike and continues and len(ends) == 1) or any(group.gaps for group in compared.groups):
+            return prompts.apart()
+        # Common prefixes so short that no single token is computed from a state; all prompts reuse the same tokens.
+        reused, lengths = prompts.reused_lengths[0], [len(group.tokens) - FEWEST for group in prompts.groups]
+        common = [min(shared, *both) for shared, both in zip(prompts.common, pairwise(lengths), strict=True)]
+        common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
+        least = max(prompts.min_shared_tokens, FEWEST)
+        return replace(prompts, common=common, min_shared_tokens=least).if_it_saves(worth, packed=False)
+
+    def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
+        if 2 * reused >= held:
+            return None
+        why = "its layers' scans do not continue states"
+        if self.continues:
+            why = f"states continue where a prompt or a completion in the cache ends, by at least {FEWEST} new tokens"
+        return f"{held} tokens of the given cache, of which {reused} are not computed again: {why}"
+
+    def end_part(self, cache: SharedContextCache, path: Path) -> None:
+        cache.forget_states(end_of(path))
+
+
+_TOKENS: Final = TokensContinue()
+
+
+def continuation_of(layout: ModelLayout) -> TokensContinue:
+    """How a model's layers continue what a cache stores."""
+    return StatesContinue(continues=layout.continues_states) if layout.states else _TOKENS

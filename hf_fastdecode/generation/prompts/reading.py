@@ -7,7 +7,7 @@ prompts apart, and whether they run by rows. Checks of prompts are here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -18,14 +18,13 @@ from transformers.generation import GenerationMixin
 
 from ...attention.own_code import OwnCode, own_code_of
 from ...errors import Unsupported
-from ..call_context import CallContext, Positions
-from ..forward_pass import counts_padding, places_tokens, reads_positions
-from ..inputs.encoded import FoundInputs, find_inputs
-from ..inputs.rows import InputRows
+from ..call_context import CallContext
+from ..forward_pass import Positions, counts_padding, places_tokens, prepares_positions, reads_positions
+from ..inputs.distinct import FoundInputs, find_inputs
 from ..structure import Structure
 from .by_rows import Rows
-from .image_prefixes import TEXT, ImagePrefixes, TextPrefixes, images_of_layers, prefixes_of
-from .prompt_plan import PromptGroup, group_prompts
+from .prefixes import TEXT, TextPrefixes, prefixes_of
+from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 
 _FEW = 1 << 17
 """Elements of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
@@ -82,7 +81,7 @@ class Prompts:
         tokens_say_all: Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored.
         by_rows: Whether prompts run by rows, see `by_rows`.
         inputs: Encoder inputs, or images that layers attend to, and which one each row reads.
-        images: Images, videos or audio of the rows.
+        prefixes: What the prompts may share and reuse.
         embeddings: Of ids, if the prompts are embeddings.
     """
 
@@ -96,8 +95,7 @@ class Prompts:
     tokens_say_all: bool
     by_rows: bool
     inputs: FoundInputs | None = None
-    images: InputRows | None = None
-    prefixes: ImagePrefixes | TextPrefixes = TEXT
+    prefixes: TextPrefixes = TEXT
     embeddings: Embeddings | None = None
 
     @property
@@ -114,7 +112,12 @@ class Prompts:
         """The first row of each group, as stock would be given it."""
         inputs = self.ids if self.embeddings is None else self.embeddings.given
         of_rows = None if self.inputs is None else self.inputs.of_rows
-        return Rows.of(inputs, self.mask, self.row_positions, of_rows, self.images).distinct(self.groups)
+        return Rows.of(inputs, self.mask, self.row_positions, of_rows, self.prefixes.rows).distinct(self.groups)
+
+    def narrowed(self, nodes: PromptPlan) -> Prompts | None:
+        """The prompts, which may share less after a pass over these nodes failed; None if it had nothing else."""
+        narrower = self.prefixes.narrowed(nodes, self.distinct_rows)
+        return None if narrower is None else replace(self, prefixes=narrower)
 
     @property
     def alike(self) -> bool:
@@ -142,7 +145,7 @@ def read_prompts(
     kept: bool,
     hidden: bool = False,
     users_loop: bool = False,
-    counted_by_model: bool = False,
+    of_pass: bool = False,
 ) -> Prompts:
     """The prompts of a call or of a first pass, checked.
 
@@ -154,8 +157,8 @@ def read_prompts(
         kept: Whether the cache may outlive the call.
         hidden: Whether hidden states are returned.
         users_loop: Whether a loop of the user's decodes, which may place tokens otherwise.
-        counted_by_model: Whether the model itself counts positions where none are given, as in a pass; before the
-            own loop `generate` makes them of the mask.
+        of_pass: Whether a pass of another loop is given them, in which the model itself counts positions where none
+            are given; before the own loop `generate` makes them of the mask.
 
     Raises:
         Unsupported: The call must run stock.
@@ -167,7 +170,7 @@ def read_prompts(
         ids = embeddings.ids
     mask = arguments.get(names.mask)
     require_rows(positions, len(ids))
-    inputs = find_inputs(arguments, len(ids)) if structure.layout.cross else None
+    inputs = find_inputs(arguments, len(ids))
     tokens_say_all = text and not positions.differ
     if not tokens_say_all:
         check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
@@ -175,23 +178,25 @@ def read_prompts(
     check_prompts(model, structure, here, shown, placed if text else Positions(None), longest=longest)
     if inputs is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
         require_counted(model, shown, positions)
-    counts = counted_by_model and positions.ids is None and reads_positions(model)
+    counts = of_pass and positions.ids is None and reads_positions(model)
     if counts and not text:
         raise Unsupported("without position_ids, models count those behind images by themselves")
     padded = (counts or counts_padding(model)) and shown is not None and not bool(shown.all())
     apart = padded or places_tokens(model)
     by_rows = apart or not tokens_say_all or structure.layout.prefills_by_rows
     _check_uses(inputs, apart=apart, by_rows=by_rows, kept=kept, hidden=hidden)
-    prefixes = TEXT if text else prefixes_of(call)
-    groups = _groups(call, prefixes.known_ids(here), shown, None if tokens_say_all else placed.ids, inputs)
-    inputs = inputs or images_of_layers(call, [group.count for group in groups])
+    prefixes = prefixes_of(call, narrow=of_pass)
+    planes = None if tokens_say_all or placed.ids is None else placed.ids
+    planes = planes[None] if planes is not None and planes.dim() == 2 else planes
+    groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers(inputs))
+    inputs = inputs or prefixes.inputs([group.count for group in groups])
     # Of images, passes by rows are given what the model is given, which may prepare it further.
     row_positions = positions.ids if text else call.arguments.get(names.positions)
     if padded:
         row_positions = torch.arange(ids.shape[1], device="cpu")[None]
     return Prompts(
         *(ids, mask, positions, row_positions, groups, padded, apart, tokens_say_all, by_rows),
-        *(inputs, call.input_rows, prefixes, embeddings),
+        *(inputs, prefixes, embeddings),
     )
 
 
@@ -202,18 +207,6 @@ def _check_uses(inputs: FoundInputs | None, *, apart: bool, by_rows: bool, kept:
         raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
     if by_rows and hidden:
         raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
-
-
-def _groups(
-    call: CallContext, ids: Tensor, mask: Tensor | None, planes: Tensor | None, inputs: FoundInputs | None
-) -> list[PromptGroup]:
-    """Neighbouring rows with equal ids, positions and inputs."""
-    numbers = None if inputs is None else inputs.of_rows
-    if call.input_rows is not None:
-        numbers = call.input_rows.numbers()
-    if planes is not None and planes.dim() == 2:
-        planes = planes[None]
-    return group_prompts(ids, mask, planes, numbers)
 
 
 def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: Tensor | None) -> Prompts:
@@ -337,12 +330,6 @@ def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Posi
         raise Unsupported("without position_ids, models count the padding of prompts in positions")
 
 
-def prepares_positions(model: PreTrainedModel) -> bool:
-    """Whether a decoder's positions count what the mask shows, by a method of its class (Whisper)."""
-    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    return bool(model.config.is_encoder_decoder) and own
-
-
 def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
@@ -367,7 +354,7 @@ def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False, users_l
     """
     what = "the planes of position_ids differ"
     if call.inputs is not None:
-        what = f"prompts come with {next(iter(call.inputs.arguments))}"
+        what = f"prompts come with {call.inputs.name}"
     if hidden:
         raise Unsupported(f"output_hidden_states is for positions of text, and {what}")
     if (call.inputs is not None and not call.places_given and not users_loop) or not (call.must_share or kept):

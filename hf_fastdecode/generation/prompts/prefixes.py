@@ -11,9 +11,9 @@ batch (HunYuan-VL), and whatever else belongs to it: kept prompts are found by t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate, pairwise, zip_longest
 from typing import Final
@@ -25,12 +25,20 @@ from ...cache.layers.images import ImageInputs
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
-from ..inputs.encoded import FoundInputs
+from ..inputs.distinct import FoundInputs
 from ..inputs.given import image_mask_of
 from ..inputs.rows import InputRows, RowImage
 from .by_rows import Rows, row_passes
 from .packed import prefill_passes
-from .prompt_plan import FEWEST, ComparedPrompts, PromptGroup, StoredPrompts, compare_prompts
+from .prompt_plan import (
+    FEWEST,
+    ComparedPrompts,
+    PromptGroup,
+    PromptPlan,
+    StoredPrompts,
+    compare_prompts,
+    continuation_of,
+)
 
 _ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, LookupError, NameError)
 """Errors of a model's code where there are none, such as of what is left None or unassigned then."""
@@ -42,36 +50,97 @@ _IDS = 4  # of 62 bits each
 
 
 class TextPrefixes:
-    """What prompts of text alone may share and reuse: whatever tokens they have in common."""
+    """What prompts may share and reuse: of text alone, whatever tokens they have in common.
+
+    Attributes:
+        of_text: Whether tokens say what may be shared.
+        rows: What comes with the prompts of each row; None with text alone.
+    """
 
     of_text = True
+    rows: InputRows | None = None
 
     def known_ids(self, ids: Tensor) -> Tensor:
         """The ids by which prompts are compared."""
         return ids
 
-    def sharing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+    def numbers(self, inputs: FoundInputs | None) -> Tensor | None:
+        """``[rows]`` on the CPU: numbers by which prompts that equal others in tokens must equal them too."""
+        return None if inputs is None else inputs.of_rows
+
+    def inputs(self, rows: Sequence[int]) -> FoundInputs | None:
+        """Storage for what layers attend to beside tokens, of distinct prompts with so many rows."""
+        return None
+
+    def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
         """The prompts, of which neighbours have in common what they may share."""
         return prompts
 
-    def reusing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+    def reusing(self, prompts: ComparedPrompts) -> ComparedPrompts:
         """The prompts, which reuse of stored tokens what they may."""
         return prompts
+
+    def narrowed(self, nodes: PromptPlan, rows: Callable[[], Rows]) -> TextPrefixes | None:
+        """Prefixes without what may have failed a pass over these nodes of distinct rows; None if nothing may have."""
+        return None
 
 
 TEXT: Final = TextPrefixes()
 
 
-@dataclass(frozen=True)
-class ImagePrefixes:
-    """What prompts of a call with images may share with each other, and reuse of a given cache.
+class _OfInputs(TextPrefixes):
+    """Prefixes of prompts that come with images, videos or audio."""
 
-    Where `after` is set, prompts may have images after what they share or reuse.
+    rows: InputRows
+
+    def __init__(self, call: CallContext):
+        assert call.inputs is not None and call.input_rows is not None
+        self._call, self._given, self.rows = call, call.inputs, call.input_rows
+
+    def numbers(self, inputs: FoundInputs | None) -> Tensor:
+        return self.rows.numbers()
+
+
+class LayerImages(_OfInputs):
+    """Prefixes of prompts with images that layers of the model's own attend to: text shares nothing of these.
+
+    Raises:
+        Unsupported: Such images cannot be in the caller's cache.
     """
 
-    call: CallContext
+    def __init__(self, call: CallContext, mask: str):
+        super().__init__(call)
+        self._mask = mask
+        if call.must_share:
+            raise Unsupported(UNCONTINUED)
+
+    def inputs(self, rows: Sequence[int]) -> FoundInputs:
+        pixels, text = self._given.arguments.get("pixel_values"), self._call.structure.text_config
+        if not isinstance(pixels, Tensor) or pixels.dim() != 6:
+            raise Unsupported("its images are not pixel_values [rows, images, tiles, channels, height, width]")
+        vision = self._call.model.config.vision_config
+        tokens = pixels.shape[1] * pixels.shape[2] * ((vision.image_size // vision.patch_size) ** 2 + 1)
+        layers, heads = text.cross_attention_layers, text.num_attention_heads
+        of_rows = torch.arange(len(rows), device="cpu").repeat_interleave(torch.tensor(rows, device="cpu"))
+        return FoundInputs(ImageInputs(len(rows), tokens, layers, heads, self._mask), of_rows)
+
+
+_AFTER = "images after stored tokens"
+"""Whether passes may have them: where tokens of an image see each other, our attention does not compute them."""
+
+
+class ImagePrefixes(_OfInputs):
+    """Prefixes of prompts with images, each of which tokens stand for.
+
+    Args:
+        after: Whether prompts may have images after what they share or reuse.
+    """
 
     of_text = False
+
+    def __init__(self, call: CallContext, *, after: bool):
+        super().__init__(call)
+        self._after = after
 
     def known_ids(self, ids: Tensor) -> Tensor:
         """The ids, those of images by their digests if a cache of these prompts is kept or given.
@@ -79,90 +148,69 @@ class ImagePrefixes:
         Raises:
             Unsupported: The call's images have no such ids, or text after them cannot be continued.
         """
-        call, images = self.call, self.call.input_rows
+        call = self._call
         if not (call.must_share or call.returns_cache):
             return ids
-        assert images is not None
-        ids = ids_of_images(images, ids, call.positions.ids)
-        if not _continues_text(call, images.text_token):
+        ids = ids_of_images(self.rows, ids, call.positions.ids)
+        if not _continues_text(call, self.rows.text_token):
             raise Unsupported(
-                f"prompts come with {next(iter(call.inputs.arguments)) if call.inputs else 'images'}, and text behind "
-                "them is not continued: it does not attend causally, or layers do not continue states"
+                f"prompts come with {self._given.name}, and text behind them is not continued: it does not attend "
+                "causally, or layers do not continue states"
             )
         return ids
 
-    def sharing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
-        """The prompts, of which neighbours have in common what they may share."""
-        images, common = self.call.input_rows, prompts.common
+    def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
+        images, common = self.rows, prompts.common
         shared = [0] * len(common)
-        if images is not None and any(common) and images.apart:
+        if any(common) and images.apart:
             pairs = list(zip(pairwise(_firsts(prompts.groups)), common, strict=True))
             with suppress(Unsupported):
-                shared = [_shared(images, self.call.positions.ids, *pair, length) for pair, length in pairs]
+                shared = [_shared(images, self._call.positions.ids, *pair, length) for pair, length in pairs]
             for index, (pair, _) in enumerate(pairs):
                 follow = any(len(group.tokens) - images.text_after(row) > shared[index] for row, group in pair)
-                shared[index] = 0 if follow and not after else shared[index]
-            if any(shared) and not _continues_text(self.call, images.text_token):
+                shared[index] = 0 if follow and not self._after else shared[index]
+            if any(shared) and not _continues_text(self._call, images.text_token):
                 shared = [0] * len(common)
         return replace(prompts, common=shared)
 
-    def reusing(self, prompts: ComparedPrompts, *, after: bool) -> ComparedPrompts:
+    def reusing(self, prompts: ComparedPrompts) -> ComparedPrompts:
         """The prompts, which reuse nothing where images come after what they would."""
-        if not self.call.structure.layout.states:
-            prompts = prompts.if_it_saves(self.call.options.worth_passes)
-        images, stored = self.call.input_rows, list(prompts.stored)
-        assert images is not None
+        images, stored = self.rows, list(prompts.stored)
         for index, (row, group) in enumerate(_firsts(prompts.groups)):
             reused = prompts.reused_lengths[index]
             if not reused or (reused >= len(group.tokens) - images.text_after(row) and not group.gaps):
                 continue
-            if after and not group.gaps and images.cuts_none(row, images.width - len(group.tokens) + reused):
+            if self._after and not group.gaps and images.cuts_none(row, images.width - len(group.tokens) + reused):
                 continue
             stored[index] = (), 0
-            self.call.state.log_once(
+            self._call.state.log_once(
                 "a prompt is computed whole, although the given cache holds a part of it: images come after that"
             )
         return replace(prompts, stored=stored)
 
-
-def prefixes_of(call: CallContext) -> ImagePrefixes | TextPrefixes:
-    """What prompts of a call with images may share; nothing of images where layers attend to these.
-
-    Raises:
-        Unsupported: These cannot be in the caller's cache.
-    """
-    if mask_of_images(call) is None:
-        return ImagePrefixes(call)
-    if call.must_share:
-        raise Unsupported(UNCONTINUED)
-    return TEXT
+    def narrowed(self, nodes: PromptPlan, rows: Callable[[], Rows]) -> ImagePrefixes | None:
+        """Prefixes without images after what is stored, if a pass had some; so are those of later calls."""
+        distinct, parts = rows(), zip(nodes.items, nodes.groups, strict=True)
+        if not any(one.context and distinct.images_in(group, one.position, one.span.length) for one, group in parts):
+            return None
+        self._call.structure.keep(_AFTER, False)
+        return ImagePrefixes(self._call, after=False)
 
 
-def mask_of_images(call: CallContext) -> str | None:
-    """As `image_mask_of`, of a call with images; None for others."""
-    return None if call.inputs is None else image_mask_of(call.model)
-
-
-def images_of_layers(call: CallContext, rows: Sequence[int]) -> FoundInputs | None:
-    """Storage for the images of distinct prompts that layers of the model's own attend to, if there are such.
+def prefixes_of(call: CallContext, *, narrow: bool) -> TextPrefixes:
+    """What prompts of a call may share.
 
     Args:
-        rows: Rows of each distinct prompt, whose images are its own.
+        narrow: Whether images may not come after what prompts share or reuse.
 
     Raises:
-        Unsupported: The call has them in another form.
+        Unsupported: Images that layers attend to cannot be in the caller's cache.
     """
-    if (mask := mask_of_images(call)) is None:
-        return None
-    assert call.inputs is not None
-    pixels = call.inputs.arguments.get("pixel_values")
-    if not isinstance(pixels, Tensor) or pixels.dim() != 6:
-        raise Unsupported("its images are not pixel_values [rows, images, tiles, channels, height, width]")
-    text, vision = call.structure.text_config, call.model.config.vision_config
-    tokens = pixels.shape[1] * pixels.shape[2] * ((vision.image_size // vision.patch_size) ** 2 + 1)
-    layers, heads = text.cross_attention_layers, text.num_attention_heads
-    of_rows = torch.arange(len(rows), device="cpu").repeat_interleave(torch.tensor(rows, device="cpu"))
-    return FoundInputs(ImageInputs(len(rows), tokens, layers, heads, mask), of_rows)
+    if call.inputs is None:
+        return TEXT
+    if (mask := image_mask_of(call.model)) is not None:
+        return LayerImages(call, mask)
+    return ImagePrefixes(call, after=not narrow and call.structure.kept(_AFTER, lambda: True))
 
 
 def _firsts(groups: Sequence[PromptGroup]) -> Iterator[tuple[int, PromptGroup]]:
@@ -221,6 +269,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         token: ``[1]``: one of text.
     """
     model, structure, limit = call.model, call.structure, call.max_prefill_tokens
+    continuation = continuation_of(structure.layout)
 
     @torch.no_grad()
     def tried() -> bool:
@@ -231,7 +280,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         try:
             if structure.layout.prefills_by_rows:
                 rows = Rows.of(tokens, None)
-                passes = row_passes(model, cache, plan, rows, structure.layout, keep=1, max_tokens=limit)
+                passes = row_passes(model, cache, plan, rows, continuation, keep=1, max_tokens=limit)
             else:
                 passes = prefill_passes(model, cache, plan, [], max_tokens=limit)
             deque(passes, maxlen=0)
@@ -239,7 +288,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
             return False
         return True
 
-    return structure.layout.continues_states and structure.kept("text behind images", tried)
+    return continuation.continues and structure.kept("text behind images", tried)
 
 
 def ids_of_images(images: InputRows, input_ids: Tensor, positions: Tensor | None) -> Tensor:

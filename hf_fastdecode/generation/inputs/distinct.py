@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,28 +13,6 @@ from transformers.utils import ModelOutput
 
 from ...cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from ...errors import Unsupported
-
-
-class PromptNames(NamedTuple):
-    """Names of arguments that say what the decoder, or the whole model if it has no encoder, is given."""
-
-    ids: str = "input_ids"
-    embeddings: str = "inputs_embeds"
-    mask: str = "attention_mask"
-    positions: str = "position_ids"
-
-    def named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that have the names of a model without an encoder, renamed."""
-        names = dict(zip(PromptNames(), self, strict=True))
-        return {names.get(name, name): value for name, value in arguments.items()}
-
-
-_OF_DECODERS: Final = PromptNames(*(f"decoder_{name}" for name in PromptNames()))
-
-
-def prompt_names(model: PreTrainedModel) -> PromptNames:
-    """The names that a model's `forward`, and `generate`, have for its prompts."""
-    return _OF_DECODERS if model.config.is_encoder_decoder else PromptNames()
 
 
 class FoundInputs(NamedTuple):
