@@ -50,7 +50,6 @@ class CallScope:
 
     @property
     def is_open(self) -> bool:
-        """Whether the call is in progress in this thread."""
         return self._thread == get_ident()
 
     def enter(self, context: AbstractContextManager[Entered]) -> Entered:
@@ -66,7 +65,6 @@ class CallScope:
         self._held.close()
 
     def close(self) -> None:
-        """End the call."""
         self._thread = None
         self.let_go()
 
@@ -76,11 +74,8 @@ class CallContext:
     """One `generate` call of an enabled model.
 
     Attributes:
-        options: Its options at the start of the call, unaffected by a concurrent `enable`.
         config: The call's generation config, with lengths prepared.
         arguments: Model arguments, as `generate` prepared them.
-        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
-        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
         report: The call's report, which is written here and never read.
         mode: How decode steps run: ``eager`` or ``graph``.
         runs_stock: Whether the call turned out to be unsupported.
@@ -90,6 +85,9 @@ class CallContext:
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
         stock_cache: Makes the cache that stock would begin with.
         loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
+        options: The model's at the start of the call, unaffected by a concurrent `enable`.
+        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
+        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
     """
 
     model: PreTrainedModel
@@ -120,23 +118,19 @@ class CallContext:
 
     @cached_property
     def positions(self) -> Positions:
-        """Positions of the prompts, as `generate` was given or prepared them."""
         return reduced(self.arguments.get(self.names.positions), self.mask)
 
     @cached_property
     def names(self) -> PromptNames:
-        """The names of the prompts among `arguments`."""
         return prompt_names(self.model)
 
     @property
     def mask(self) -> Tensor | None:
-        """The attention mask of the prompts ``[rows, width]``, if there is one."""
         mask: Tensor | None = self.arguments.get(self.names.mask)
         return mask
 
     @cached_property
     def input_rows(self) -> InputRows | None:
-        """Which of the inputs belong to which row; None of text alone."""
         if self.inputs is None:
             return None
         count_tokens = counting_tokens(self.model, self.structure, self.arguments)
@@ -144,11 +138,10 @@ class CallContext:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that compute the model together."""
         return self.structure.ranks
 
     def together(self) -> AbstractContextManager[None]:
-        """Context of work that fails on all of these processes if it does on one, see `Ranks.together`."""
+        """Context of work that fails on all processes of the model if it does on one, see `Ranks.together`."""
         return self.ranks.together()
 
     @property
@@ -157,7 +150,6 @@ class CallContext:
         return self.must_share or self.structure.parallel is not None
 
     def fork(self, base: SharedContextCache | None, max_suffix: int) -> SharedContextCache:
-        """A cache for the call's prompts: a fork of the base, or a new one."""
         cache = (SharedContextCache() if base is None else base).fork(
             max_suffix=max_suffix, backend=self.options.backend
         )
@@ -166,9 +158,8 @@ class CallContext:
 
     @property
     def model_now(self) -> ModelNow:
-        """The model as the prefix store compares it."""
-        settings = *pass_settings(self.model, self.structure.configs), self.structure.parallel
-        return ModelNow(self.model, self.structure, settings)
+        model, structure = self.model, self.structure
+        return ModelNow(model, structure, lambda: (*pass_settings(model, structure.configs), structure.parallel))
 
     def enter_stock_loop(self) -> None:
         """Have another loop go on as in stock, where other calls may use the model's captures."""
@@ -186,7 +177,6 @@ class CallContext:
         return self.returns_cache or self.loop_is_users
 
     def set_mode(self, mode: str, reason: str) -> None:
-        """Set how decode steps run, and why."""
         self.mode = self.report.mode = mode
         self.report.mode_reason = reason
 
@@ -249,13 +239,12 @@ class ActiveCall:
         loop_is_ours: Whether this package's decoding loop was passed.
         may_hold: Whether `generate` has got it, so that what was held back comes to it.
         loop: The user's ``custom_generate``, if any.
-        reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
         mode: The mode that `generate` chose; None before that.
         synced_gpus: Whether all processes must run as many passes.
         given: Tensors that `generate` was given, by name.
+        reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
-        scope: Ends with the call.
         of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
             do not decode.
     """

@@ -60,7 +60,7 @@ class Positions(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the positions as the model takes them."""
+        """As the model takes them."""
         reduced_to_one = self.planes and not self.differ
         return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
 
@@ -124,7 +124,7 @@ def forward_pass(
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
+    """Whether passes are given ``position_ids``, which the model or its overrides read; models with states alone are
     given none."""
     own = None if model.config.is_encoder_decoder else own_code_of(type(model))
     return counts_positions(model) if own is None else not own.places_tokens

@@ -109,7 +109,6 @@ def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:
 
 
 def _uses_interface(model: PreTrainedModel) -> bool:
-    """Whether the code of a layer looks up attention functions in transformers' registry."""
     modules = {type(module).__module__ for module in model.modules()}
     return any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[name]) for name in modules if name in sys.modules)
 
@@ -248,36 +247,13 @@ _HARMLESS = {
         *("mllama", "whisper"),
     )
 }
-# Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
-# position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask or token types out of steps, or
-# count positions by it.
-_HARMLESS = {
-    f"transformers.models.{name}.modeling_{name}"
-    for name in (
-        *("phi3", "phimoe"),
-        *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
-        *("falcon_mamba", "mamba", "mamba2"),
-        *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "molmo2"),
-        *("mllama", "whisper"),
-    )
-}
 _OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _MODES = (*_OUR_MODES, *_BEAM_MODES, GenerationMode.ASSISTED_GENERATION)
 # Model arguments of `generate` that shared context supports.
-_KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "inputs_embeds",
-    "position_ids",
-    CACHE,
-    "use_cache",
-    "logits_to_keep",
-}
+_KNOWN_ARGUMENTS = {"attention_mask", "inputs_embeds", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 OWN_METHOD: Final = "the model's own"
-"""What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
-
-OWN_METHOD: Final = "the model's own"
-"""What a model needs another loop for, as `other_loop` names it, begins so where a user has replaced a method."""
+"""Prefix of the names that `other_loop` has for methods which a user has replaced."""
 
 # Methods of PEFT that hand the model a cache which holds their own keys and values.
 _PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
@@ -289,14 +265,9 @@ _NOT_IN_STEPS = {
 }
 
 
-def check_call(
-    model: PreTrainedModel,
-    structure: Structure,
-    mode: GenerationMode,
-    config: GenerationConfig,
-    arguments: dict[str, Any],
-) -> None:
+def check_call(call: CallContext, mode: GenerationMode) -> None:
     """Raise `Unsupported` if a `generate` call must run stock, by its model and arguments."""
+    model, structure, config = call.model, call.structure, call.config
     check_model(model, structure.layout)
     if mode not in _MODES:
         raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
@@ -309,8 +280,8 @@ def check_call(
     if config.output_attentions:
         raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
     _check_cache_implementation(config)
-    _check_given_cache(arguments.get(CACHE), cross=bool(structure.layout.cross))
-    check_arguments(arguments, _KNOWN_ARGUMENTS | arguments_of_decoders(model))
+    _check_given_cache(call.arguments.get(CACHE), cross=bool(structure.layout.cross))
+    check_arguments(call.arguments, _KNOWN_ARGUMENTS | arguments_of_decoders(model))
     if (kind := _adapter_with_keys(model)) is not None:
         raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
     structure.kept("state", lambda: check_state(structure.walk))
@@ -322,7 +293,6 @@ def check_call(
 
 
 def _check_mode(model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
-    """Check that a model's cache can follow what a mode does with its rows."""
     name, own = type(model).__name__, own_code_of(type(model))
     if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
         if structure.layout.cross:
@@ -340,7 +310,6 @@ def _check_mode(model: PreTrainedModel, structure: Structure, mode: GenerationMo
 
 
 def _check_given_cache(cache: object, *, cross: bool) -> None:
-    """Check that a call can continue the cache that it is given, if any."""
     if cache is None:
         return
     if not isinstance(cache, SharedContextCache):
@@ -354,8 +323,7 @@ def _check_given_cache(cache: object, *, cross: bool) -> None:
 
 
 def _check_cache_implementation(config: GenerationConfig) -> None:
-    """Check that the kind of cache that was requested may be another one: None and dynamic, and a static one if only
-    its memory and speed are wanted."""
+    """Check that the requested kind of cache may be another one: a static one if only its memory and speed count."""
     kind = config.cache_implementation
     if kind in (None, "dynamic") or (kind == "static" and not config.return_dict_in_generate):
         return

@@ -1,4 +1,4 @@
-"""What a call gives with its prompts: images, videos or audio, and what says where in a prompt they belong.
+"""Images, videos or audio of a call, with the arguments that say where in a prompt they belong.
 
 `generate` encodes these arguments, in some transformers releases, and repeats them for every sample and beam, both
 before it asks for a cache. They are held back before that, so that prefill by rows encodes those of distinct inputs
@@ -47,10 +47,9 @@ def image_mask_of(model: PreTrainedModel) -> str | None:
 
 
 class GivenInputs:
-    """The images, videos or audio of one call.
+    """The images, videos or audio of one call, by name as `generate` was given them (`arguments`).
 
     Attributes:
-        arguments: By name, as `generate` was given them.
         ids: ``[given rows, width]``: the prompts that they belong to; None until `expand`.
         copies: Rows of the call for each given one.
     """
@@ -65,10 +64,9 @@ class GivenInputs:
     def among(
         cls, arguments: Mapping[str, Any], encode: Callable[[], dict[str, Any]] | None = None
     ) -> GivenInputs | None:
-        """Those among the model arguments of a call; None if there are none, or prompts are embeddings.
+        """The inputs among the model arguments of a call; None if there are none, or prompts are embeddings.
 
-        Args:
-            encode: Returns the arguments after transformers has encoded them, if it does before it expands them.
+        Where transformers encodes them before it expands them, `encode` returns them encoded.
         """
         if arguments.get("inputs_embeds") is not None:
             return None
@@ -77,7 +75,6 @@ class GivenInputs:
 
     @property
     def name(self) -> str:
-        """The first argument's name, by which errors name them."""
         return next(iter(self.arguments))
 
     @property
@@ -95,7 +92,7 @@ class GivenInputs:
         self._expand, self.ids, self.copies = expand, ids, copies
 
     def shown_to(self, function: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """What a function returns that reads how many images there are among these model arguments.
+        """The result of a function that counts the images among these model arguments.
 
         Mllama's static cache has room for as many.
         """
@@ -128,7 +125,7 @@ class GivenInputs:
 
     def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
         """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
-        name = self.name
+        name = next(iter(self.arguments))
         if mode is GenerationMode.ASSISTED_GENERATION:
             raise Unsupported(f"assisted decoding with the argument {name!r} is not accelerated yet")
         if model.config.model_type in ATTENDS_ACROSS_IMAGES:
@@ -153,7 +150,7 @@ class GivenInputs:
         )
         forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
-        # Each token behind a prompt sees the images that its last one does.
+        # Each token after a prompt sees the images that its last one does.
         known: tuple[str | None, ...] = (*_TOKEN_TYPES, image_mask_of(model))
         if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
             known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's

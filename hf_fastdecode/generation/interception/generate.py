@@ -160,7 +160,7 @@ def _stock_cache(prepare: Callable[[], Any], model_kwargs: dict[str, Any]) -> Ca
 
 def _require_shareable(call: CallContext, mode: GenerationMode, active_call: ActiveCall | None) -> None:
     """Raise `Unsupported` if a call must run stock, by what is known of it before an encoder runs."""
-    check_call(call.model, call.structure, mode, call.config, call.arguments)
+    check_call(call, mode)
     if active_call is None or not (active_call.loop_is_ours or active_call.loop):
         raise Unsupported(_why_not_ours(call.state, call.model))
     if active_call.model is call.model and active_call.synced_gpus:

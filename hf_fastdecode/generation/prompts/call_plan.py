@@ -25,7 +25,7 @@ from .reading import Prompts
 
 @dataclass(frozen=True)
 class Request:
-    """What a decoding loop asks of its prefill.
+    """Requirements of a decoding loop on its prefill.
 
     Attributes:
         new_tokens: Maximum tokens appended per row.
@@ -45,13 +45,12 @@ class Request:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What a call prefills, and into which cache.
+    """The plan of a call: its nodes, the tokens to prefill, and the cache.
 
     Attributes:
-        cache: A new cache, or a fork of the given one or of one in the prefix store.
+        cache: A new cache, or a fork of the given one or of one in the prefix store (`reuses`).
         compared: The prompts, compared with each other and with the cache, without what `nodes` leave out.
         nodes: The nodes, and the tokens to prefill into them.
-        reuses: Whether the cache is a fork.
         keeps: Whether the prompts are kept for later calls.
         checks_later: Whether the caller must ask `weights_hold`, since the prefix store was looked into.
         unshared: Prompt tokens to prefill into suffixes, if any.
@@ -123,12 +122,11 @@ def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan
 def _without_last(
     call: CallContext, cache: SharedContextCache, compared: ComparedPrompts, request: Request
 ) -> tuple[ComparedPrompts, bool]:
-    """The prompts, without their last tokens where these are computed as the first decode step, and whether they are.
-
-    They are if the cache holds a whole prompt, or all but its last token, unless that step would be of too many rows.
-    """
+    """The prompts, without their last tokens where these are computed as the first decode step, and whether they are:
+    if the cache holds a whole prompt, or all but its last token, unless that step would be of too many rows."""
     groups = compared.groups
-    if not compared.any_stored_whole and compared.new_length > len(groups):
+    whole = any(len(group.tokens) == held for group, held in zip(groups, compared.stored_lengths, strict=True))
+    if not whole and compared.new_length > len(groups):
         return compared, False
     rows = sum(group.count for group in groups)
     at_once = call.options.max_rows or rows
@@ -165,10 +163,8 @@ def unshared_prompts(call: CallContext, compared: ComparedPrompts) -> UnsharedPr
 def _find_shared(
     call: CallContext, prompts: Prompts, request: Request, checks_later: bool
 ) -> tuple[SharedContextCache, ComparedPrompts, bool]:
-    """Find the prefixes that prompts share with each other, the given cache, or one of the prefix store.
-
-    Returns the cache to prefill into, the prompts compared with it, and whether it is a fork.
-    """
+    """The cache to prefill into, the prompts compared with each other and with it, and whether it is a fork: of the
+    given one, or of one in the prefix store."""
     given, text = call.given, prompts.prefixes.of_text
     if call.options.reuse_prefix and (why := why_not_kept(call.structure.layout)) is not None:
         call.state.log_once(f"reuse_prefix is not used: {why}")
@@ -221,7 +217,6 @@ def _compared(
 
 
 def _require_prefixes(compared: ComparedPrompts, recompute: int) -> None:
-    """Require that every prompt begins with tokens of the caller's cache."""
     for index, (group, reused) in enumerate(zip(compared.groups, compared.reused_lengths, strict=True)):
         if reused == 0 and len(group.tokens) > recompute:
             raise ValueError(
@@ -247,12 +242,11 @@ def weights_hold(call: CallContext, beside: Beside | None = None) -> bool:
 
 
 def keeps_prompts(call: CallContext) -> bool:
-    """Whether prompts of the call are kept for later ones."""
     return bool(call.options.reuse_prefix) and why_not_kept(call.structure.layout) is None
 
 
 def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
-    """Reject a cache of another model, by its layers or fingerprint."""
+    """Reject a cache of another model or of other processes."""
     cache.meet(call.structure.layout)
     held, asked = cache.state.parallel, call.structure.parallel
     if (held and held.group) is not (asked and asked.group):

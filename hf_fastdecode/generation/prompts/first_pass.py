@@ -74,7 +74,8 @@ class FirstPassPrompts:
                 scope.enter(held.pop_all())
         if output is not None:
             return output
-        self.enter_stock()
+        self.call.config.prefill_chunk_size = self.chunk
+        self.call.enter_stock_loop()
         if self.stock is None:
             return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
@@ -86,11 +87,6 @@ class FirstPassPrompts:
                 others = self._before_prepared(cache)
             return prefill_of_transformers(self.call.model, ids, self.call.config, others)
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
-
-    def enter_stock(self) -> None:
-        """Have the loop go on as in stock."""
-        self.call.config.prefill_chunk_size = self.chunk
-        self.call.enter_stock_loop()
 
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any], held: ExitStack) -> Any:
         """The first pass's output; `held` then has what is held until the call's end."""
@@ -128,7 +124,6 @@ class FirstPassPrompts:
         return self.loop == "custom_generate"
 
     def _log_unused(self, rows: int, reason: str) -> None:
-        """Log which options this loop does not use."""
         options = self.call.options
         unused = [option for option in options.forced if option == "sampler='fast'"]
         if options.max_rows is not None and options.max_rows < rows:
@@ -137,7 +132,6 @@ class FirstPassPrompts:
             self.call.state.log_once(f"{', '.join(unused)} not used: {reason}")
 
     def _adopt(self, cache: SharedContextCache, plan: CallPlan) -> None:
-        """Have the loop's cache be that of the plan."""
         prompts, report = plan.prompts, self.call.report
         mask, positions, width = prompts.mask, prompts.positions, prompts.width
         report.padded_length = report.context_width = width
@@ -166,7 +160,10 @@ class FirstPassPrompts:
             users_loop=self._is_users,
             of_pass=True,
         )
-        wanted = _tokens_to_keep(arguments.get("logits_to_keep"), prompts.width)
+        asked = arguments.get("logits_to_keep")
+        if isinstance(asked, Tensor):
+            raise Unsupported("logits_to_keep is a tensor of positions")
+        wanted = min(asked or prompts.width, prompts.width)  # 0 and None mean all
         new_tokens, recompute = max(0, self.longest - prompts.width), prompts.width if hidden else wanted
         plan = plan_call(call, prompts, Request(new_tokens, wanted, recompute))
         if self._is_users:  # it may read keys, so that it gets stock's cache unless sharing gains
@@ -174,7 +171,6 @@ class FirstPassPrompts:
         return plan
 
     def _check(self, arguments: dict[str, Any]) -> None:
-        """Raise `Unsupported` for a pass with arguments that a shared prefill does not follow."""
         call, inputs = self.call, self.call.inputs
         others = arguments_of_decoders(call.model) if inputs is None else inputs.names_in_passes(call.model)
         check_arguments(arguments, _KNOWN_ARGUMENTS | others)
@@ -195,26 +191,15 @@ class FirstPassPrompts:
         )
 
     def _before_prepared(self, cache: Cache) -> dict[str, Any]:
-        """The model arguments of the call, as transformers' loops have them in stock before they prepare a pass."""
+        """The call's model arguments, as transformers' loops have them in stock before they prepare a pass."""
         assert self.call.inputs is not None
         return self.call.arguments | self.call.inputs.expanded() | {"use_cache": True, CACHE: cache}
-
-
-def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
-    """Number of last positions of the padded prompts to return logits for."""
-    if isinstance(asked, Tensor):
-        raise Unsupported("logits_to_keep is a tensor of positions")
-    return min(asked or width, width)  # 0 and None mean all
 
 
 def _output(
     cache: SharedContextCache, plan: CallPlan, passes: Sequence[PrefillPass], positions: Tensor, *, hidden: bool
 ) -> Any:
-    """The output of the model's class that one pass over all rows would have.
-
-    Args:
-        positions: Of the tokens whose logits are wanted, see `_positions_of_last`.
-    """
+    """The output of the model's class that one pass over all rows would have, with logits at `_positions_of_last`."""
     rows = torch.tensor([group.count for group in plan.prompts.groups], device="cpu")
     tokens, order = torch.tensor([token for done in passes for token in done.wanted], device="cpu").sort()
     logits = torch.cat([done.logits for done in passes])[order.to(passes[0].logits.device)]
@@ -249,12 +234,9 @@ def _positions_of_last(plan: CallPlan, last: int) -> Tensor:
 
 
 def _expand_to_rows(values: Tensor, positions: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """Expand per-token outputs ``[tokens, ...]`` to all rows: ``[rows, last, ...]``, 0 for padding.
+    """Expand per-token outputs ``[tokens, ...]`` to so many rows of each group: ``[rows, last, ...]``, 0 for padding.
 
-    Args:
-        positions: ``[groups, last]`` int64 on the CPU: token index of each position.
-        real: ``[groups, last]`` bool on the CPU: False for padding.
-        rows: ``[groups]`` int64 on the CPU: rows per group.
+    `positions`, the tokens' indices, and `real` are ``[groups, last]``; these and `rows` are on the CPU.
     """
     device = values.device
     spread = values[positions.clamp(0, len(values) - 1).to(device)]

@@ -52,7 +52,6 @@ class HostCosts:
         return HostCosts(self.call + other.call, self.layer + other.layer, self.step + other.step)
 
     def of_call(self, steps: int, layers: int, batches: int = 1) -> float:
-        """Seconds of a call with so many steps, whose forest has so many batches of alike nodes."""
         return self.call + steps * (self.step + layers * (self.layer + (max(1, batches) - 1) * BATCH))
 
 
@@ -102,7 +101,7 @@ class Savings:
 
     @classmethod
     def of(cls, model: PreTrainedModel, structure: Structure) -> Savings:
-        """Of a prompt's tokens in the decoder, or with an encoder, of its output's tokens in cross-attention."""
+        """Savings of prompt tokens in the decoder, or with an encoder, of its output's tokens in cross-attention."""
         layout, itemsize = structure.layout, model.dtype.itemsize
         stores = list((layout.cross or layout.per_token).values())
         numbers = sum(store.stock_numbers or store.numbers for store in stores)
@@ -121,7 +120,7 @@ class Savings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What sharing costs and saves calls of one kind on the CPU, of a model with so many layers."""
+    """Costs and savings of sharing for calls of one kind on the CPU, of a model with so many layers."""
 
     costs: HostCosts
     layers: int
@@ -185,7 +184,7 @@ def _takes_longer(saved: object, least: int, options: Options) -> Unsupported:
 
 
 def _what_helps(prompts: int, samples: int, reuse_prefix: bool | int) -> str:
-    """What would make calls of so many distinct prompts, the first with so many samples, save more."""
+    """Advice for calls of so many distinct prompts, the first with so many samples, that save too little."""
     if reuse_prefix:
         return "prompts this short are not kept for later calls; lower min_saved_tokens to keep them"
     if prompts > 1:
@@ -271,27 +270,25 @@ class TextCall:
 
     @property
     def first_prompt(self) -> Tensor:
-        """``[length]``: the tokens of the first prompt."""
         return self.ids[0] if self.mask is None else self.ids[0][self.mask[0].bool()]
 
 
 @dataclass(frozen=True)
 class ShortCalls:
-    """What tells short calls of a model, known from one that passed all checks but for saving too little.
+    """A test for short calls of a model, made from one that passed all checks but for saving too little.
 
     Such a call runs stock, which is right for any model: of what may have changed since, only that matters which makes
     sharing worth more, and that is asked for.
 
     Attributes:
+        conditions: What a step's time depends on, and what may add tokens; see `_conditions`.
         has_encoder: Whether prompts are an encoder's.
         advises: Whether prompts that begin like those of earlier calls are noticed.
         estimates: By the loops that `TextCall` tells, on the CPU.
     """
 
     options: Options
-    kind: type[PreTrainedModel]
-    dtype: torch.dtype
-    threads: int
+    conditions: tuple[Any, ...]
     has_encoder: bool
     advises: bool
     estimates: Mapping[str, Estimate]
@@ -299,33 +296,21 @@ class ShortCalls:
 
     @classmethod
     def of(cls, call: CallContext) -> ShortCalls | None:
-        """What tells a model's short calls, from one of them; None where others may be captured, divided or slim."""
-        model, options, layout = call.model, call.options, call.structure.layout
+        """The test, from such a call; None where other calls may be captured, divided or slim."""
+        options, layout = call.options, call.structure.layout
         if layout.own or options.unmet_by_stock or not call.state.runs_alone:
             return None
         estimates = {loop: one for loop in (_OURS, _STOCKS) if (one := Estimate.of(call, loop))}
         if not estimates:
             return None
-        return cls(
-            options=options,
-            kind=type(model),
-            dtype=model.dtype,
-            threads=torch.get_num_threads(),
-            has_encoder=bool(layout.cross),
-            advises=not (options.reuse_prefix or layout.prefills_by_rows),
-            estimates=estimates,
-            mode_reason=call.report.mode_reason,
-        )
+        advises = not (options.reuse_prefix or layout.prefills_by_rows)
+        conditions, reason = _conditions(call.model), call.report.mode_reason
+        return cls(options, conditions, bool(layout.cross), advises, estimates, reason)
 
     def hold_for(self, model: PreTrainedModel, state: ModelState) -> bool:
         """Whether they are told by `refusal` for a model, which is as it was as far as a step's time depends on it."""
-        if state.options is not self.options or type(model) is not self.kind or not state.runs_alone:
-            return False
-        if "prepare_inputs_for_generation" in vars(model) or self.kind.generate is not GenerationMixin.generate:
-            return False  # which may add tokens: PEFT's virtual ones
-        first = next(model.parameters())
-        of_model = first.device.type == "cpu" and first.dtype is self.dtype
-        return of_model and torch.get_num_threads() == self.threads
+        same = state.options is self.options and state.runs_alone
+        return same and _conditions(model) == self.conditions
 
     def refusal(self, call: TextCall) -> Unsupported | None:
         """Why a call runs stock; None where it may share, or more must be asked to tell."""
@@ -341,6 +326,13 @@ class ShortCalls:
             return None
         least = self.estimates[call.loop].fewest(call.new_tokens)
         return _takes_longer(told, least, options) if saved < least else None
+
+
+def _conditions(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Conditions of the test for a model; methods of its own may add tokens, such as PEFT's virtual ones."""
+    kind, first = type(model), next(model.parameters())
+    adds = "prepare_inputs_for_generation" in vars(model) or kind.generate is not GenerationMixin.generate
+    return kind, first.device.type, first.dtype, torch.get_num_threads(), adds
 
 
 def told_by_shapes(

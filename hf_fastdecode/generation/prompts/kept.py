@@ -50,7 +50,6 @@ Given = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 
 
 def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given) -> SharedContextCache:
-    """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
     structure = model_state.structure_of(model)
     with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
         if holds_inputs(inputs, model):
@@ -115,13 +114,10 @@ def _or_value_error(what: str) -> Iterator[None]:
 def _plan(
     prompts: Prompts, cache: SharedContextCache, structure: Structure, options: Options
 ) -> tuple[PromptPlan, list[int] | None]:
-    """Plan the prompts in the given order, or sorted if that stores fewer tokens; those by rows in the given one.
+    """The plan of prompts in the given order, or sorted if that stores fewer tokens, with the row of each prompt then.
 
     Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
     preferred because evenly spaced spans of consecutive rows are read in one operator call.
-
-    Returns:
-        The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
     groups, min_shared_tokens = prompts.groups, options.min_shared_tokens
     stored = StoredPrompts(cache)
@@ -171,15 +167,9 @@ def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None
 
 
 def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
-    """Convert prompts to ``input_ids`` and ``attention_mask`` tensors.
+    """``input_ids`` and ``attention_mask``, both ``[prompts, length]``, of prompts as `prefill` is given them.
 
-    Args:
-        inputs: ``input_ids`` ``[prompts, length]``, a list of prompts, or a mapping with one of these as
-            ``input_ids`` and an optional ``attention_mask`` of the same form.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, both ``[prompts, length]``; lists are left-padded. The mask is None
-        if none was given, or if a list needs no padding.
+    Lists are left-padded. The mask is None if none was given, or if a list needs no padding.
 
     Raises:
         ValueError: `inputs` are not prompts.
@@ -192,7 +182,9 @@ def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
             f"input_ids must be a tensor or a list of prompts, got {type(input_ids).__name__}; {_TOKENIZE}"
         )
     for name, value in inputs.items():
-        if name not in ("input_ids", "attention_mask") and not is_nothing(value) and not _is_of_text(name, value):
+        # Processors say of prompts without images that all tokens are of text.
+        of_text = name == "mm_token_type_ids" and isinstance(value, Tensor) and not bool(value.any())
+        if name not in ("input_ids", "attention_mask") and not is_nothing(value) and not of_text:
             raise ValueError(
                 f"of prompts of text prefill takes input_ids and attention_mask, got {name!r} too; leave it out, or "
                 "if the model takes images, pass all that its processor returns with return_tensors='pt'"
@@ -205,11 +197,6 @@ def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
             "return_tensors='pt'"
         )
     return _checked(input_ids), mask
-
-
-def _is_of_text(name: str, value: object) -> bool:
-    """Whether an argument says of all tokens that they are of text, as processors say it of prompts without images."""
-    return name == "mm_token_type_ids" and isinstance(value, Tensor) and not bool(value.any())
 
 
 def _checked(input_ids: Tensor) -> Tensor:
@@ -249,7 +236,6 @@ def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | 
 
 
 def _integers(values: object, name: str) -> Tensor:
-    """Convert one prompt's ids or mask to ``[length]`` int64 on the CPU."""
     if isinstance(values, Tensor):
         if values.dim() != 1:
             remedy = "pass ids[0] of it" if values.dim() == 2 and len(values) == 1 else "pass one tensor for each"

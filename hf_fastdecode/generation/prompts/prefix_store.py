@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -29,8 +30,6 @@ _MOST_LEVELS = 8
 
 @dataclass
 class _Kept:
-    """The nodes of a call, one row per prompt, and the prompts' tokens."""
-
     cache: SharedContextCache
     prompts: StoredPrompts
 
@@ -57,11 +56,11 @@ def require_room(model: PreTrainedModel, options: Options) -> None:
 
 
 class ModelNow(NamedTuple):
-    """A model as a call finds it, with what its nodes depend on beyond weights and modules."""
+    """A model as a call finds it; `settings` finds what its nodes depend on beyond weights and modules."""
 
     model: PreTrainedModel
     structure: Structure
-    settings: tuple[Any, ...]
+    settings: Callable[[], tuple[Any, ...]]
 
 
 class PrefixStore:
@@ -124,7 +123,7 @@ class PrefixStore:
             if found is None or found is not self._fingerprint:
                 self._drop_if_outdated(now, sampled=True)
             if self._fingerprint is None:
-                self._fingerprint, self._settings = Fingerprint(now.model, now.structure.walk), now.settings
+                self._fingerprint, self._settings = Fingerprint(now.model, now.structure.walk), now.settings()
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -133,7 +132,6 @@ class PrefixStore:
             return self._nbytes()
 
     def clear(self) -> None:
-        """Drop all kept caches."""
         with self._lock:
             self._clear()
 
@@ -146,7 +144,7 @@ class PrefixStore:
             return
         walk = now.structure.walk
         if (
-            self._settings != now.settings
+            self._settings != now.settings()
             or fingerprint.host_difference(now.model, walk, now.structure.known) is not None
             or (sampled and fingerprint.sampled_difference(walk) is not None)
         ):

@@ -1,7 +1,8 @@
-"""Prompts with images: their common prefixes, up to where texts or images differ, and ids for kept ones.
+"""Prefixes that prompts share and reuse, by what they come with: text alone, an encoder's inputs, or images.
 
-A model computes text that follows from stored keys and values, or states, as it does other text, if it does not attend
-both ways there. It may compute images that follow too, if their tokens do not see each other.
+Prompts with images have common prefixes up to where texts or images differ. A model computes text that follows from
+stored keys and values, or states, as it does other text, if it does not attend both ways there. It may compute images
+that follow too, if their tokens do not see each other.
 
 The tokens that stand for images have one id. In a cache that outlives its call they have negative ones, four that take
 turns, made of a digest of the image's pixels, its tokens' positions, which some models count by the images of a whole
@@ -11,21 +12,22 @@ batch (HunYuan-VL), and whatever else belongs to it: kept prompts are found by t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate, pairwise, zip_longest
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.layers.images import ImageInputs
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
-from ..inputs.distinct import FoundInputs
+from ..inputs.distinct import FoundInputs, find_inputs
 from ..inputs.given import image_mask_of
 from ..inputs.rows import InputRows, RowImage
 from .by_rows import Rows, row_passes
@@ -50,27 +52,31 @@ _IDS = 4  # of 62 bits each
 
 
 class TextPrefixes:
-    """What prompts may share and reuse: of text alone, whatever tokens they have in common.
+    """Prefixes that prompts may share and reuse: with text alone, whatever tokens they have in common.
 
     Attributes:
         of_text: Whether tokens say what may be shared.
         rows: What comes with the prompts of each row; None with text alone.
+        found: The encoder's inputs that a decoder's prompts are of; None without an encoder.
     """
 
     of_text = True
     rows: InputRows | None = None
 
+    def __init__(self, found: FoundInputs | None = None):
+        self.found = found
+
     def known_ids(self, ids: Tensor) -> Tensor:
         """The ids by which prompts are compared."""
         return ids
 
-    def numbers(self, inputs: FoundInputs | None) -> Tensor | None:
+    def numbers(self) -> Tensor | None:
         """``[rows]`` on the CPU: numbers by which prompts that equal others in tokens must equal them too."""
-        return None if inputs is None else inputs.of_rows
+        return None if self.found is None else self.found.of_rows
 
     def inputs(self, rows: Sequence[int]) -> FoundInputs | None:
         """Storage for what layers attend to beside tokens, of distinct prompts with so many rows."""
-        return None
+        return self.found
 
     def sharing(self, prompts: ComparedPrompts) -> ComparedPrompts:
         """The prompts, of which neighbours have in common what they may share."""
@@ -89,15 +95,14 @@ TEXT: Final = TextPrefixes()
 
 
 class _OfInputs(TextPrefixes):
-    """Prefixes of prompts that come with images, videos or audio."""
-
     rows: InputRows
 
     def __init__(self, call: CallContext):
+        super().__init__()
         assert call.inputs is not None and call.input_rows is not None
         self._call, self._given, self.rows = call, call.inputs, call.input_rows
 
-    def numbers(self, inputs: FoundInputs | None) -> Tensor:
+    def numbers(self) -> Tensor:
         return self.rows.numbers()
 
 
@@ -197,24 +202,24 @@ class ImagePrefixes(_OfInputs):
         return ImagePrefixes(self._call, after=False)
 
 
-def prefixes_of(call: CallContext, *, narrow: bool) -> TextPrefixes:
-    """What prompts of a call may share.
+def prefixes_of(call: CallContext, arguments: Mapping[str, Any], rows: int, *, narrow: bool) -> TextPrefixes:
+    """Prefixes of so many prompts of a call, or of a pass with these model arguments.
 
     Args:
         narrow: Whether images may not come after what prompts share or reuse.
 
     Raises:
-        Unsupported: Images that layers attend to cannot be in the caller's cache.
+        Unsupported: Images that layers attend to cannot be in the caller's cache, or encoder outputs are of other
+            rows.
     """
     if call.inputs is None:
-        return TEXT
+        return TEXT if arguments.get(ENCODER_OUTPUTS) is None else TextPrefixes(find_inputs(arguments, rows))
     if (mask := image_mask_of(call.model)) is not None:
         return LayerImages(call, mask)
     return ImagePrefixes(call, after=not narrow and call.structure.kept(_AFTER, lambda: True))
 
 
 def _firsts(groups: Sequence[PromptGroup]) -> Iterator[tuple[int, PromptGroup]]:
-    """Each group with the first of its rows in the call."""
     return zip([0, *accumulate(group.count for group in groups[:-1])], groups, strict=True)
 
 
@@ -225,10 +230,8 @@ def _shared(
     other: tuple[int, PromptGroup],
     common: int,
 ) -> int:
-    """What two prompts, each the first row of a group, may share of so many tokens that they have in common.
-
-    It ends before the first image that they do not both have.
-    """
+    """How many of so many common tokens two prompts, each the first row of a group, may share: up to the first image
+    that they do not both have."""
     if any(group.gaps for _, group in (one, other)):
         return 0
     common = min(common, *(len(group.tokens) - FEWEST for _, group in (one, other)))
@@ -237,7 +240,7 @@ def _shared(
         starts = [image.places[0] for image in (first, second) if image is not None]
         if min(starts) >= common:
             break
-        if None in (first, second) or not _equal(first, second) or int(first.places[-1]) >= common:
+        if None in (first, second) or not first.equals(second) or int(first.places[-1]) >= common:
             common = int(min(starts))
             break
     parts = []
@@ -257,17 +260,8 @@ def _images(images: InputRows, row: int, length: int) -> list[RowImage]:
     return sorted(found, key=lambda image: int(image.places[0]))
 
 
-def _equal(one: RowImage, other: RowImage) -> bool:
-    same = one.parts.keys() == other.parts.keys() and torch.equal(one.places, other.places)
-    return same and all(torch.equal(part, other.parts[name]) for name, part in one.parts.items())
-
-
 def _continues_text(call: CallContext, token: Tensor) -> bool:
-    """Whether the model attends causally to text, as to what continues a beginning: tried once, with a few tokens.
-
-    Args:
-        token: ``[1]``: one of text.
-    """
+    """Whether the model attends causally to text, which then continues a prefix: tried once, with a few of a token."""
     model, structure, limit = call.model, call.structure, call.max_prefill_tokens
     continuation = continuation_of(structure.layout)
 
@@ -294,13 +288,8 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
 def ids_of_images(images: InputRows, input_ids: Tensor, positions: Tensor | None) -> Tensor:
     """Ids ``[rows, width]`` int64, where tokens that stand for images have ids of their digests.
 
-    Args:
-        images: What the prompts come with.
-        input_ids: ``[rows, width]``: those of the call, samples and beams included.
-        positions: ``[..., rows or 1, width]``: theirs.
-
-    Raises:
-        Unsupported: Not all inputs are tensors of single rows.
+    Of all rows of a call, with positions ``[..., rows or 1, width]``; raises `Unsupported` where not all inputs are
+    tensors of single rows.
     """
     ids = input_ids.to("cpu", torch.long, copy=True)
     for given in range(images.rows):

@@ -27,11 +27,10 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Neighbouring rows with the same prompt.
+    """So many neighbouring rows with the same prompt.
 
     Attributes:
         tokens: ``[length]`` int64 on the CPU, without padding.
-        count: Number of rows.
         gaps: Whether the mask hides places between the tokens.
     """
 
@@ -52,8 +51,7 @@ def group_prompts(
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
         planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
-        inputs: ``[rows]`` int64 on the CPU: numbers of encoder inputs, or of `InputRows`, of which equal prompts must
-            have the same.
+        inputs: ``[rows]`` int64 on the CPU: numbers of inputs, which equal prompts must have in common.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
     if planes is not None and planes.shape[1] > 1:
@@ -125,12 +123,11 @@ class StoredPrompts:
         return all(any(near.startswith(text) for near in self._neighbours(text)) for text in other._texts)
 
     def _longest(self, text: bytes) -> int:
-        """Longest common prefix of a text with any path, in tokens."""
         ids = np.frombuffer(text, np.int64)
         return max((_common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
 
     def _neighbours(self, text: bytes) -> list[bytes]:
-        """The sorted texts before and after this one; one of them has the longest common prefix."""
+        """The sorted texts before and after this one, one of which has the longest common prefix."""
         place = bisect_left(self._texts, text)
         return self._texts[max(0, place - 1) : place + 1]
 
@@ -169,7 +166,7 @@ class PromptPlan:
 class ComparedPrompts:
     """The prompts of a call with the prefixes that they share with each other and with a cache; see `compare_prompts`.
 
-    Comparing tokens takes most of the time, so that what a call decides by the lengths below it decides before `plan`.
+    Comparing tokens takes most of the time, so a call decides what it can by the lengths below before `plan`.
 
     Attributes:
         stored: For each group, the path in the cache that begins like it, and the number of tokens in common.
@@ -197,14 +194,9 @@ class ComparedPrompts:
 
     @cached_property
     def reused_lengths(self) -> tuple[int, ...]:
-        """Of these, the number that are not computed again."""
+        """Stored tokens of each group that are not computed again."""
         most = (max(0, len(group.tokens) - self.recompute) for group in self.groups)
         return tuple(map(min, self.stored_lengths, most))
-
-    @property
-    def any_stored_whole(self) -> bool:
-        """Whether the cache holds every token of a prompt."""
-        return any(len(group.tokens) == length for group, length in zip(self.groups, self.stored_lengths, strict=True))
 
     @property
     def unshared_lengths(self) -> list[int]:
@@ -216,7 +208,6 @@ class ComparedPrompts:
 
     @property
     def new_length(self) -> int:
-        """Tokens to prefill."""
         return sum(run.stop - self._first_new(run) for run in self._tree.ranges)
 
     def _first_new(self, run: SharedRange) -> int:
@@ -225,41 +216,34 @@ class ComparedPrompts:
         return min(max(reused, run.start), run.stop)
 
     def without_last(self, counts: Sequence[int]) -> ComparedPrompts:
-        """The same without the last ``counts[i]`` tokens of group ``i``."""
+        """The prompts without the last ``counts[i]`` tokens of group ``i``."""
         lengths = [len(group.tokens) - count for group, count in zip(self.groups, counts, strict=True)]
+        groups = zip(self.groups, lengths, strict=True)
         return replace(
             self,
-            groups=[
-                PromptGroup(group.tokens[:length], group.count)
-                for group, length in zip(self.groups, lengths, strict=True)
-            ],
+            groups=[PromptGroup(group.tokens[:length], group.count) for group, length in groups],
             stored=[(path, min(held, length)) for (path, held), length in zip(self.stored, lengths, strict=True)],
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
 
     def apart(self) -> ComparedPrompts:
-        """The same, where no prompts share anything."""
+        """The prompts, none of which share anything."""
         return replace(self, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
 
     def if_it_saves(self, worth: Callable[[int], int], *, packed: bool = True) -> ComparedPrompts:
-        """The same, or `apart` if passes of their own for what prompts have in common take longer than they save.
+        """The prompts, or `apart` if passes of their own for what they have in common take longer than they save.
 
         Args:
             worth: From the number of further passes, the tokens that these must save.
-            packed: Whether the prompts' rests run in one pass, and not in one for each length.
+            packed: Whether what remains of the prompts runs in one pass, and not in one for each length.
         """
-        saved, passes = self._saved_and_passes(packed=packed)
-        least = worth(passes)
-        if saved >= least:
-            return self
-        return replace(self.apart(), forgone=(saved, least) if saved > 0 else None)
-
-    def _saved_and_passes(self, *, packed: bool) -> tuple[int, int]:
-        """Tokens that common prefixes save, and the further passes for them and for prompts' rests."""
         alone = sum(len(group.tokens) for group in self.groups) - sum(self.reused_lengths)
         lengths = ((run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges)
         passes = {(depth, 0 if packed else length) for depth, length in lengths}
-        return alone - self.new_length, max(0, len(passes) - 1)
+        saved, least = alone - self.new_length, worth(max(0, len(passes) - 1))
+        if saved >= least:
+            return self
+        return replace(self.apart(), forgone=(saved, least) if saved > 0 else None)
 
     def plan(self) -> PromptPlan:
         """Plan nodes for the shared prefixes, and the prefill of what is not reused."""
@@ -292,16 +276,11 @@ class ComparedPrompts:
 def compare_prompts(
     groups: list[PromptGroup], stored: StoredPrompts, *, min_shared_tokens: int, recompute: int = 0
 ) -> ComparedPrompts:
-    """Compare prompts with each other and with a cache.
+    """Compare prompts, in row order, with each other and with a cache, whose next segment the new tokens become.
 
     Neighbouring prompts with a common prefix of at least `min_shared_tokens` share nodes, recursively (Hydragen,
-    section 3.3). Tokens that the cache holds are reused.
-
-    Args:
-        groups: The prompts in row order.
-        stored: The cache's prompts; the new tokens become its next segment.
-        min_shared_tokens: Minimum length of a shared node, at any depth.
-        recompute: Number of last tokens per prompt to compute even if stored, for their logits.
+    section 3.3). Tokens that the cache holds are reused, but for the last `recompute` of each prompt, computed for
+    their logits.
     """
     return ComparedPrompts(
         groups,

@@ -20,7 +20,7 @@ from ...attention.own_code import OwnCode, own_code_of
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import Positions, counts_padding, places_tokens, prepares_positions, reads_positions
-from ..inputs.distinct import FoundInputs, find_inputs
+from ..inputs.distinct import FoundInputs
 from ..structure import Structure
 from .by_rows import Rows
 from .prefixes import TEXT, TextPrefixes, prefixes_of
@@ -32,7 +32,7 @@ _FEW = 1 << 17
 _WHOLE: Final = (torch.int32, torch.int64, torch.bool)
 
 PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
-"""Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
+"""Reason where positions count padding, or a model makes them; a kept cache knows neither."""
 
 
 class Embeddings(NamedTuple):
@@ -47,7 +47,6 @@ class Embeddings(NamedTuple):
 
     @classmethod
     def of(cls, given: Tensor) -> Embeddings:
-        """Embeddings ``[rows, width, hidden]`` with ids."""
         rows, width, hidden = given.shape
         vectors = given.detach()
         distinct, row_of = [0], [0]  # expanded prompts are equal neighbours
@@ -73,7 +72,7 @@ class Prompts:
     """The prompts of a call.
 
     Attributes:
-        ids: ``[rows, width]``; of embeddings, those that stand for them.
+        ids: ``[rows, width]``; of embeddings, ids that stand for them.
         row_positions: Positions for passes by rows, ``[..., rows or 1, width]``; None for those of the mask.
         groups: Neighbouring rows with equal prompts.
         padded: Whether positions count the padding of prompts.
@@ -100,7 +99,6 @@ class Prompts:
 
     @property
     def width(self) -> int:
-        """Tokens of each row, padding included."""
         return self.ids.shape[1]
 
     @property
@@ -150,9 +148,8 @@ def read_prompts(
     """The prompts of a call or of a first pass, checked.
 
     Args:
-        ids: ``[rows, width]``; None where `arguments` have embeddings.
-        arguments: Model arguments that come with them.
-        positions: Those of `arguments`.
+        ids: ``[rows, width]``; None where `arguments`, which come with them, have embeddings.
+        positions: As `arguments` have them.
         longest: Maximum row length, padding included.
         kept: Whether the cache may outlive the call.
         hidden: Whether hidden states are returned.
@@ -169,27 +166,30 @@ def read_prompts(
         embeddings = Embeddings.of(arguments[names.embeddings])
         ids = embeddings.ids
     mask = arguments.get(names.mask)
-    require_rows(positions, len(ids))
-    inputs = find_inputs(arguments, len(ids))
+    _require_rows(positions, len(ids))
+    prefixes = prefixes_of(call, arguments, len(ids), narrow=of_pass)
     tokens_say_all = text and not positions.differ
     if not tokens_say_all:
-        check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
+        _check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
     here, shown, placed = _on_host(ids, mask, positions)
     check_prompts(model, structure, here, shown, placed if text else Positions(None), longest=longest)
-    if inputs is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
-        require_counted(model, shown, positions)
+    if prefixes.found is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
+        _require_counted(model, shown, positions)
     counts = of_pass and positions.ids is None and reads_positions(model)
     if counts and not text:
         raise Unsupported("without position_ids, models count those behind images by themselves")
     padded = (counts or counts_padding(model)) and shown is not None and not bool(shown.all())
     apart = padded or places_tokens(model)
     by_rows = apart or not tokens_say_all or structure.layout.prefills_by_rows
-    _check_uses(inputs, apart=apart, by_rows=by_rows, kept=kept, hidden=hidden)
-    prefixes = prefixes_of(call, narrow=of_pass)
-    planes = None if tokens_say_all or placed.ids is None else placed.ids
+    if apart and (kept or hidden) and prefixes.found is None:
+        what = "hidden states are asked for" if hidden else "the call's cache would be kept"
+        raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
+    if by_rows and hidden:
+        raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
+    planes = None if tokens_say_all else placed.ids
     planes = planes[None] if planes is not None and planes.dim() == 2 else planes
-    groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers(inputs))
-    inputs = inputs or prefixes.inputs([group.count for group in groups])
+    groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers())
+    inputs = prefixes.inputs([group.count for group in groups])
     # Of images, passes by rows are given what the model is given, which may prepare it further.
     row_positions = positions.ids if text else call.arguments.get(names.positions)
     if padded:
@@ -200,21 +200,8 @@ def read_prompts(
     )
 
 
-def _check_uses(inputs: FoundInputs | None, *, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
-    """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
-    if apart and (kept or hidden) and inputs is None:
-        what = "hidden states are asked for" if hidden else "the call's cache would be kept"
-        raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
-    if by_rows and hidden:
-        raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
-
-
 def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: Tensor | None) -> Prompts:
-    """Prompts of text alone that are kept without a call, in which later calls continue them.
-
-    Raises:
-        Unsupported: They cannot share context.
-    """
+    """Prompts of text alone that are kept without a call; raises `Unsupported` where they cannot share context."""
     check_prompts(model, structure, ids, mask, longest=ids.shape[1])
     apart = places_tokens(model)
     groups = group_prompts(ids, mask)
@@ -247,10 +234,8 @@ def check_prompts(
     *,
     longest: int,
 ) -> None:
-    """Raise `Unsupported` for prompts, masks ``[rows, length]`` or positions that cannot share context.
-
-    Masks are also checked where the `longest` row of the call, padding included, exceeds a window.
-    """
+    """Raise `Unsupported` for prompts, masks ``[rows, length]`` or positions that cannot share context, in a call of
+    rows of up to `longest` tokens, padding included."""
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
     if input_ids.dtype not in (torch.int64, torch.int32):  # of which stock's embeddings, if they refuse it, raise
@@ -310,27 +295,24 @@ def _position_check(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | No
     right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)
     if positions.planes and mask is not None:
         right = right | (mask == 0)  # where planes have values of their own
-    return right.all(), lambda: Unsupported(why_not_counted(model, positions))
+    return right.all(), lambda: Unsupported(_why_not_counted(model, positions))
 
 
-def require_rows(positions: Positions, rows: int) -> None:
-    """Raise `Unsupported` for positions of another number of rows, as `generate` makes of one row for several prompts.
-
-    Stock raises where the model reads them.
-    """
+def _require_rows(positions: Positions, rows: int) -> None:
+    """Raise `Unsupported` for positions of another number of rows, as `generate` makes of one row for several prompts;
+    stock raises where the model reads them."""
     if (ids := positions.ids) is not None and ids.dim() > 1 and ids.shape[-2] not in (1, rows):
         remedy = "give each prompt its row, or leave them out"
         raise Unsupported(f"position_ids have {ids.shape[-2]} rows, and the call {rows}", remedy)
 
 
-def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
-    """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
+def _require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     counts = reads_positions(model) and positions.ids is None and not prepares_positions(model)
     if mask is not None and counts and not bool(mask.all()):
         raise Unsupported("without position_ids, models count the padding of prompts in positions")
 
 
-def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
+def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
@@ -343,14 +325,11 @@ def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     return "position_ids are not those of the attention mask"
 
 
-def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False, users_loop: bool = False) -> None:
+def _check_unkept(call: CallContext, *, kept: bool, hidden: bool, users_loop: bool) -> None:
     """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
 
-    Those of images do where their ids do (`image_ids`), and the model itself makes positions of them. Or for hidden
-    states, which are spread to rows by tokens.
-
-    Args:
-        users_loop: Whether a loop of the user's own decodes, which may place tokens otherwise.
+    They do with images whose ids do (`ids_of_images`), where the model itself makes positions. Or for hidden states,
+    which are spread to rows by tokens.
     """
     what = "the planes of position_ids differ"
     if call.inputs is not None:

@@ -33,7 +33,6 @@ class Start:
     """State at the start of decoding.
 
     Attributes:
-        cache: The prefilled cache; suffixes hold `suffix_tokens`.
         logits: ``[rows, vocabulary]`` after each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
         suffix_tokens: ``[rows, tokens]`` int64: last tokens of the prompts that suffixes hold because nodes hold the
@@ -49,10 +48,9 @@ class Start:
 
 
 def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> Start:
-    """Find the prefixes that prompts share, and prefill each once.
+    """Find the prefixes that prompts share, and prefill each once, in a call whose mode is set.
 
     Args:
-        call: The call, with the mode set.
         passes: How its passes run.
         input_ids: ``[rows, width]``, expanded to all samples, as passed to decoding loops.
 
@@ -94,7 +92,6 @@ def _planned(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
 
 
 def _begin_again(call: CallContext, passes: CallPasses, prompts: Prompts, request: Request) -> tuple[CallPlan, Start]:
-    """Plan anew, and prefill."""
     call.report.begin_again()
     plan = planned_alike(call, partial(_planned, call, prompts, replace(request, checks_later=False)))
     return plan, _begin(call, passes, plan)
@@ -108,7 +105,7 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
     call.report.padded_length, call.report.context_width = width, width - plan.last_again
     if plan.unshared is not None:
         return _start_with_unshared(call, plan, plan.unshared)
-    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
+    # Sent to the device before the prefill is queued there, after which a transfer would wait.
     next_positions = [width] * len(ids) if prompts.padded else forest.context_lengths
     positions, group_of_row = torch.tensor([next_positions, prompts.row_groups], device=ids.device)
     if prompts.by_rows and not prompts.tokens_say_all and (after := prompts.positions.after) is not None:
@@ -180,8 +177,7 @@ def passes_of(
 
     Args:
         tokens: Indices of the new tokens to return logits for, ascending; by rows, those of the plan's last positions.
-        captured: Runs packed passes by captured graphs where it can.
-        captured_rows: Runs passes by rows so.
+        captured: Runs packed passes by captured graphs where it can, and `captured_rows` passes by rows.
         arguments: Further model arguments of packed passes.
     """
     model, prompts, limit = call.model, plan.prompts, call.max_prefill_tokens
