@@ -260,4 +260,4 @@ def test_a_model_of_another_dtype_is_asked_again(model):
         model.to(torch.float64)
         model.generate(**TINY, do_sample=False, max_new_tokens=2)
         after = state_of(model).short_calls
-    assert (before.dtype, after.dtype) == (torch.float32, torch.float64)
+    assert torch.float32 in before.conditions and torch.float64 in after.conditions
