@@ -290,11 +290,8 @@ def _pass(
 
 @torch.no_grad()
 def try_step(call: CallContext, cache: SharedContextCache, rows: Rows) -> None:
-    """Run a step of one row, once per model, and once for rows that outgrow a window: prefill with images does not
-    show whether steps can share context.
-
-    Raises `Unsupported` where they cannot.
-    """
+    """Run a step of one row, once per model, and once for rows that outgrow a window; raises `Unsupported` where steps
+    cannot share context, which prefill with images does not show."""
     model, device, window = call.model, input_device(call.model), call.structure.layout.smallest_window
 
     def run() -> None:
@@ -435,10 +432,7 @@ def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
 
 
 class ImagePasses:
-    """How many positions passes over prompts with images may have: at most `max_tokens` of all the prompts' positions.
-
-    The first pass, of one prompt, is counted.
-    """
+    """Positions that passes over prompts with images may have, of so many in all; the first pass is counted."""
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, positions: int):
         self._max_tokens, self._dtype = max_tokens, model.dtype

@@ -50,12 +50,12 @@ def group_prompts(
     Args:
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
-        planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
+        planes: ``[(planes,) rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
         inputs: ``[rows]`` int64 on the CPU: numbers of inputs, which equal prompts must have in common.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
-    if planes is not None and planes.shape[1] > 1:
-        same &= (planes[:, 1:] == planes[:, :-1]).all(0).all(1)
+    if planes is not None and planes.shape[-2] > 1:
+        same &= (planes[..., 1:, :] == planes[..., :-1, :]).all(-1).reshape(-1, len(same)).all(0)
     if inputs is not None:
         same &= (inputs[1:] == inputs[:-1]).to(same.device)
     if attention_mask is not None:

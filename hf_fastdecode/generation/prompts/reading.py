@@ -181,13 +181,8 @@ def read_prompts(
     padded = (counts or counts_padding(model)) and shown is not None and not bool(shown.all())
     apart = padded or places_tokens(model)
     by_rows = apart or not tokens_say_all or structure.layout.prefills_by_rows
-    if apart and (kept or hidden) and prefixes.found is None:
-        what = "hidden states are asked for" if hidden else "the call's cache would be kept"
-        raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
-    if by_rows and hidden:
-        raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
+    _check_uses(apart=apart and prefixes.found is None, by_rows=by_rows, kept=kept, hidden=hidden)
     planes = None if tokens_say_all else placed.ids
-    planes = planes[None] if planes is not None and planes.dim() == 2 else planes
     groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers())
     inputs = prefixes.inputs([group.count for group in groups])
     # Of images, passes by rows are given what the model is given, which may prepare it further.
@@ -198,6 +193,15 @@ def read_prompts(
         *(ids, mask, positions, row_positions, groups, padded, apart, tokens_say_all, by_rows),
         *(inputs, prefixes, embeddings),
     )
+
+
+def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
+    """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
+    if apart and (kept or hidden):
+        what = "hidden states are asked for" if hidden else "the call's cache would be kept"
+        raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
+    if by_rows and hidden:
+        raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
 
 
 def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: Tensor | None) -> Prompts:
