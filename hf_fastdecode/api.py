@@ -21,7 +21,7 @@ from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
 from .generation.report import Report
-from .generation.support.model import check_model
+from .generation.support import check_model
 from .generation.wrappers import unwrapped
 from .instance_methods import STATE_ATTRIBUTE
 from .log import logger

@@ -5,7 +5,7 @@ time: for one new token, and for some more, with few layers and with many. What 
 by `Savings`, is added to the difference.
 
 Run ``OMP_NUM_THREADS=1 python -m tools.host_costs`` from a clone, and copy the constants that it prints to
-`generation/prompts/short_calls.py`.
+`generation/prompts/gain.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, set_seed
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.prompts.short_calls import HostCosts, Savings
+from hf_fastdecode.generation.prompts.gain import HostCosts, Savings
 from hf_fastdecode.generation.structure import Structure
 from tests.architectures.classes import class_named
 from tests.architectures.overrides import OVERRIDES

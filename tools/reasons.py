@@ -39,10 +39,10 @@ SUBJECTS: Final = (
         ("generation/foreign_code.py", "generation/structure.py"),
     ),
     Subject(
-        "Arguments of the call",
-        "The call asks for what passes over a shared cache do not compute, or for another loop or cache. Leave the "
-        "argument out, if you do not need it.",
-        ("generation/support/call.py", "generation/interception/"),
+        "The loop and the cache of the call",
+        "The call asks for another loop, or for a cache that sharing does not have. Leave the argument out, if you do "
+        "not need it.",
+        ("generation/interception/",),
     ),
     Subject(
         "Prompts and positions",
@@ -51,11 +51,12 @@ SUBJECTS: Final = (
         ("generation/prompts/",),
     ),
     Subject(
-        "The model",
-        "The architecture computes attention in a way that a shared cache does not have, or the model is in training "
-        "mode. [Architectures](architectures.md) lists every class; the others need code in this package.",
+        "The model, and arguments of the call",
+        "The architecture computes attention in a way that a shared cache does not have, the model is in training "
+        "mode, or an argument asks for what passes over a shared cache do not compute: leave it out, if you can. "
+        "[Architectures](architectures.md) lists every class; the others need code in this package.",
         (
-            "generation/support/model.py",
+            "generation/support.py",
             "attention/",
             "cache/layers/",
             "cache/layout.py",

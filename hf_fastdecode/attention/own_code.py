@@ -88,6 +88,11 @@ class OwnCode:
     not_captured: str | None = None
     states: OwnStates | None = None
 
+    @property
+    def computes_layers(self) -> bool:
+        """Whether attention, or states, run by code of this package."""
+        return bool(self.stand_ins) or self.states is not None
+
 
 _known: dict[str, OwnCode] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
 from ..attention.torch_operators import Backend, TorchBackend
-from ..parallel.divided_pass import DividedPass
+from ..parallel.divided_pass import FEWEST_TOKENS, DividedPass
+from ..parallel.groups import splits_between
 from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
 from ..parallel.shards import WHOLE, Shard
 from .layers.latent import ExpandedNodes
@@ -187,6 +188,16 @@ class SharedState:
             None if rows is None else _positions_in(rows, sum(span.length for span in spans)),
             (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None,
         )
+
+    def most_divided(self, parameters: Iterable[Tensor], max_tokens: int) -> int | None:
+        """Most tokens of a pass over new nodes that is divided between processes, each of which may have `max_tokens`.
+
+        None where each computes all tokens: those of suffixes, and all if they split the parameters.
+        """
+        parallel = self.parallel
+        if parallel is None or self.suffix_rows or splits_between(parameters, parallel.group):
+            return None
+        return max_tokens * (parallel.ranks if max_tokens >= FEWEST_TOKENS else 1)
 
     def step(self, queries: int) -> Pass:
         """The pass that appends so many tokens to every suffix, made by its first layer for all of them."""

@@ -1,92 +1,48 @@
-"""The context of one `generate` call: what grouping, planning, prefill and decoding of its prompts all need."""
+"""A `generate` call in progress: what is known of it from its start on, and the context that planning, prefill and
+decoding of its prompts need.
+
+`ActiveCall` is there from the start; `CallContext` is made once `generate` has prepared the call's arguments. Images,
+video and audio are held back in between, by overrides of the methods in which transformers encodes and expands them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from inspect import signature
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
 
-from .._compat import CACHE, untested_transformers
+from .._compat import CACHE, ENCODE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
 from ..parallel.agreement import Ranks
 from .fingerprint import Fingerprint
-from .inputs.encoded import PromptNames, prompt_names
+from .forward_pass import Positions, PromptNames, left_out, prompt_names, reduced
 from .inputs.given import GivenInputs
 from .inputs.items import counting_tokens
 from .inputs.rows import InputRows
 from .model_state import ModelState
 from .options import Options
+from .prompts.prefix_store import ModelNow
 from .report import CallReport
+from .snapshot import pass_settings
 from .structure import Structure
 
 Entered = TypeVar("Entered")
 
 
-class Positions(NamedTuple):
-    """Positions of a batch of prompts.
-
-    Attributes:
-        ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ; None for those of the mask.
-        planes: Number of planes that the model takes; 0 for positions without planes.
-    """
-
-    ids: Tensor | None
-    planes: int = 0
-
-    @property
-    def shape(self) -> list[int]:
-        """Shape of the positions as the model takes them."""
-        reduced_to_one = self.planes and not self.differ
-        return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
-
-    @property
-    def differ(self) -> bool:
-        """Whether planes differ, so that tokens have no single position."""
-        return self.ids is not None and self.ids.dim() == 3
-
-    @property
-    def after(self) -> Tensor | None:
-        """``[rows or 1]``: the position of the token after each prompt; None where planes differ there too.
-
-        Of four planes the first is that of text, by which only packed training rows are told apart.
-        """
-        if self.ids is None:
-            return None
-        last = self.ids[..., -1]
-        if self.differ:
-            last = last[1:] if len(last) == 4 else last
-            if not bool((last == last[0]).all()):
-                return None
-            last = last[0]
-        return last + 1
-
-
-def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
-    """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
-
-    Positions of padding, by the mask ``[rows, width]``, are not compared.
-    """
-    if position_ids is None or position_ids.dim() != 3:
-        return Positions(position_ids)
-    first = position_ids[0]
-    equal = position_ids == first
-    rows, width = position_ids.shape[1:]
-    if attention_mask is not None and attention_mask.shape[-1] == width and rows in (1, len(attention_mask)):
-        equal = equal | (attention_mask == 0)
-    return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
-
-
 class CallScope:
-    """What is held until a `generate` call ends, by code that runs in it."""
+    """Contexts that code of a `generate` call entered, held until the call ends."""
 
     def __init__(self) -> None:
         self._held = ExitStack()
@@ -94,7 +50,6 @@ class CallScope:
 
     @property
     def is_open(self) -> bool:
-        """Whether the call is in progress in this thread."""
         return self._thread == get_ident()
 
     def enter(self, context: AbstractContextManager[Entered]) -> Entered:
@@ -110,7 +65,6 @@ class CallScope:
         self._held.close()
 
     def close(self) -> None:
-        """End the call."""
         self._thread = None
         self.let_go()
 
@@ -120,11 +74,8 @@ class CallContext:
     """One `generate` call of an enabled model.
 
     Attributes:
-        options: Its options at the start of the call, unaffected by a concurrent `enable`.
         config: The call's generation config, with lengths prepared.
         arguments: Model arguments, as `generate` prepared them.
-        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
-        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
         report: The call's report, which is written here and never read.
         mode: How decode steps run: ``eager`` or ``graph``.
         runs_stock: Whether the call turned out to be unsupported.
@@ -134,6 +85,9 @@ class CallContext:
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
         stock_cache: Makes the cache that stock would begin with.
         loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
+        options: The model's at the start of the call, unaffected by a concurrent `enable`.
+        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
+        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
     """
 
     model: PreTrainedModel
@@ -164,23 +118,19 @@ class CallContext:
 
     @cached_property
     def positions(self) -> Positions:
-        """Positions of the prompts, as `generate` was given or prepared them."""
         return reduced(self.arguments.get(self.names.positions), self.mask)
 
     @cached_property
     def names(self) -> PromptNames:
-        """The names of the prompts among `arguments`."""
         return prompt_names(self.model)
 
     @property
     def mask(self) -> Tensor | None:
-        """The attention mask of the prompts ``[rows, width]``, if there is one."""
         mask: Tensor | None = self.arguments.get(self.names.mask)
         return mask
 
     @cached_property
     def input_rows(self) -> InputRows | None:
-        """Which of the inputs belong to which row; None of text alone."""
         if self.inputs is None:
             return None
         count_tokens = counting_tokens(self.model, self.structure, self.arguments)
@@ -188,8 +138,33 @@ class CallContext:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that compute the model together."""
         return self.structure.ranks
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context of work that fails on all processes of the model if it does on one, see `Ranks.together`."""
+        return self.ranks.together()
+
+    @property
+    def shares_anyway(self) -> bool:
+        """Whether the call shares whatever that saves: with a cache of the caller's, or to divide each context."""
+        return self.must_share or self.structure.parallel is not None
+
+    def fork(self, base: SharedContextCache | None, max_suffix: int) -> SharedContextCache:
+        cache = (SharedContextCache() if base is None else base).fork(
+            max_suffix=max_suffix, backend=self.options.backend
+        )
+        cache.state.parallel, cache.kept = self.structure.parallel, self.may_keep_cache
+        return cache
+
+    @property
+    def model_now(self) -> ModelNow:
+        model, structure = self.model, self.structure
+        return ModelNow(model, structure, lambda: (*pass_settings(model, structure.configs), structure.parallel))
+
+    def enter_stock_loop(self) -> None:
+        """Have another loop go on as in stock, where other calls may use the model's captures."""
+        self.state.captures.end_ahead(self.scope)
+        self.ranks.watchdog.enter_foreign_loop()
 
     @property
     def returns_cache(self) -> bool:
@@ -202,7 +177,6 @@ class CallContext:
         return self.returns_cache or self.loop_is_users
 
     def set_mode(self, mode: str, reason: str) -> None:
-        """Set how decode steps run, and why."""
         self.mode = self.report.mode = mode
         self.report.mode_reason = reason
 
@@ -242,3 +216,123 @@ class CallContext:
         self.runs_stock = True
         self.report.path, self.report.reason = "stock", reason
         self.state.log_once(f"this generate call runs stock transformers: {reason}")
+
+
+_of_prefill: ContextVar[bool] = ContextVar("hf_fastdecode_of_prefill", default=False)
+
+
+@contextmanager
+def calls_of_prefill() -> Iterator[None]:
+    """Context in which this thread's calls of `generate` are those of `prefill`, see `ActiveCall.of_prefill`."""
+    token = _of_prefill.set(True)
+    try:
+        yield
+    finally:
+        _of_prefill.reset(token)
+
+
+@dataclass
+class ActiveCall:
+    """A `generate` call in progress.
+
+    Attributes:
+        loop_is_ours: Whether this package's decoding loop was passed.
+        may_hold: Whether `generate` has got it, so that what was held back comes to it.
+        loop: The user's ``custom_generate``, if any.
+        mode: The mode that `generate` chose; None before that.
+        synced_gpus: Whether all processes must run as many passes.
+        given: Tensors that `generate` was given, by name.
+        reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
+        inputs: Images, videos or audio that are held back.
+        context: What our loop decodes; None for a call that it hands over to transformers' loops.
+        of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
+            do not decode.
+    """
+
+    model: PreTrainedModel
+    loop_is_ours: bool
+    may_hold: bool = field(default=False, init=False)
+    loop: Callable[..., Any] | None = None
+    mode: GenerationMode | None = field(default=None, init=False)
+    synced_gpus: bool = field(default=False, init=False)
+    given: dict[str, Tensor] = field(default_factory=dict)
+    reports: list[CallReport] = field(default_factory=list, init=False)
+    structure: Structure | None = None
+    inputs: GivenInputs | None = None
+    context: CallContext | None = None
+    scope: CallScope = field(default_factory=CallScope)
+    of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
+
+    @property
+    def report(self) -> CallReport | None:
+        """The report of the last of its calls of transformers' `generate`; None before the path of the first."""
+        return self.reports[-1] if self.reports else None
+
+    def begin(self, *, may_hold: bool) -> None:
+        """Begin one call of transformers' `generate`, which a user's or a class's own may make several times.
+
+        Captures that the one before held are free again: Whisper's own makes one for each segment and temperature.
+        """
+        if self.reports:
+            self.scope.let_go()
+        self.may_hold, self.inputs, self.mode = may_hold, None, None
+
+    def hold(self, arguments: dict[str, Any], encode: Callable[[], dict[str, Any]] | None = None) -> None:
+        """Take images, videos or audio out of these model arguments, until `give_back`.
+
+        What a method of the instance prepares is none of them, such as the tasks of PEFT's prompt tuning.
+        """
+        prepare = vars(self.model).get("prepare_inputs_for_generation")
+        taken = left_out(self.model, arguments) | (set() if prepare is None else signature(prepare).parameters.keys())
+        others = {name: value for name, value in arguments.items() if name not in taken}
+        if self.inputs is None and (inputs := GivenInputs.among(others, encode)) is not None:
+            self.inputs = inputs
+            for name in inputs.arguments:
+                del arguments[name]
+
+    def give_back(self, arguments: dict[str, Any]) -> None:
+        """Add what was held back to these model arguments, as stock passes it on."""
+        if self.inputs is not None:
+            arguments.update(self.inputs.expanded())
+            self.inputs = None
+
+
+# The innermost active call of this thread.
+active_call_of_thread: ContextVar[ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
+
+
+def structure_of_call(model_state: ModelState, model: PreTrainedModel) -> Structure:
+    """The model's structure, read once per call."""
+    call = active_call_of_thread.get()
+    if call is None or call.model is not model:
+        return model_state.structure_of(model)
+    if call.structure is None:
+        call.structure = model_state.structure_of(model)
+    return call.structure
+
+
+def hold_before_encoding(
+    model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+) -> dict[str, Any]:
+    """`ENCODE` of a decoder: is called with model arguments that hold raw images, and returns encoded ones."""
+    original, call = model_state.methods.original(model, ENCODE), active_call_of_thread.get()
+    if call is not None and call.model is model and call.may_hold:
+        call.hold(model_kwargs, partial(original, inputs_tensor, dict(model_kwargs), *args))
+        if call.inputs is not None:
+            return model_kwargs
+    found: dict[str, Any] = original(inputs_tensor, model_kwargs, *args)
+    return found
+
+
+def expand_inputs(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of_thread.get()
+    if call is None or call.model is not model or args or not call.may_hold:
+        return original(*args, **kwargs)
+    call.hold(kwargs)
+    if call.inputs is None:
+        return original(**kwargs)
+    ids, copies = kwargs["input_ids"], kwargs.get("expand_size", 1)
+    call.inputs.expand(original, ids, copies)
+    # Tokens of no image, as images are held back: VideoLlama 3 counts both, before transformers 5.24.
+    _, expanded = original(**kwargs | {"input_ids": torch.full_like(ids, -1)})
+    return ids.repeat_interleave(copies, dim=0), expanded

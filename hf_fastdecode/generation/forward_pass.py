@@ -1,22 +1,104 @@
-"""Forward passes over a shared-context cache."""
+"""Forward passes over a shared-context cache, and the names and positions of what a model's `forward` is given."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
+from transformers.generation import GenerationMixin
 
 from .._compat import CACHE, uncompiled_call
 from ..attention.interface import at_positions
 from ..attention.own_code import own_code_of
 from ..cache.captured import CapturedCache, CapturedInputs
+from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache
-from .inputs.encoded import prompt_names
+
+
+class PromptNames(NamedTuple):
+    """Names of arguments that say what the decoder, or the whole model if it has no encoder, is given."""
+
+    ids: str = "input_ids"
+    embeddings: str = "inputs_embeds"
+    mask: str = "attention_mask"
+    positions: str = "position_ids"
+
+    def named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that have the names of a model without an encoder, renamed."""
+        names = dict(zip(PromptNames(), self, strict=True))
+        return {names.get(name, name): value for name, value in arguments.items()}
+
+
+_OF_DECODERS: Final = PromptNames(*(f"decoder_{name}" for name in PromptNames()))
+
+
+def arguments_of_decoders(model: PreTrainedModel) -> set[str]:
+    """Names of arguments that the decoder of a model with an encoder has; without one, none."""
+    return {*_OF_DECODERS, ENCODER_OUTPUTS} if model.config.is_encoder_decoder else set()
+
+
+def prompt_names(model: PreTrainedModel) -> PromptNames:
+    """The names that a model's `forward`, and `generate`, have for its prompts."""
+    return _OF_DECODERS if model.config.is_encoder_decoder else PromptNames()
+
+
+class Positions(NamedTuple):
+    """Positions of a batch of prompts.
+
+    Attributes:
+        ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ; None for those of the mask.
+        planes: Number of planes that the model takes; 0 for positions without planes.
+    """
+
+    ids: Tensor | None
+    planes: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        """As the model takes them."""
+        reduced_to_one = self.planes and not self.differ
+        return [] if self.ids is None else [*([self.planes] if reduced_to_one else []), *self.ids.shape]
+
+    @property
+    def differ(self) -> bool:
+        """Whether planes differ, so that tokens have no single position."""
+        return self.ids is not None and self.ids.dim() == 3
+
+    @property
+    def after(self) -> Tensor | None:
+        """``[rows or 1]``: the position of the token after each prompt; None where planes differ there too.
+
+        Of four planes the first is that of text, by which only packed training rows are told apart.
+        """
+        if self.ids is None:
+            return None
+        last = self.ids[..., -1]
+        if self.differ:
+            last = last[1:] if len(last) == 4 else last
+            if not bool((last == last[0]).all()):
+                return None
+            last = last[0]
+        return last + 1
+
+
+def reduced(position_ids: Tensor | None, attention_mask: Tensor | None) -> Positions:
+    """Reduce planes of positions ``[planes, rows or 1, width]`` to one where all are equal, as for text alone.
+
+    Positions of padding, by the mask ``[rows, width]``, are not compared.
+    """
+    if position_ids is None or position_ids.dim() != 3:
+        return Positions(position_ids)
+    first = position_ids[0]
+    equal = position_ids == first
+    rows, width = position_ids.shape[1:]
+    if attention_mask is not None and attention_mask.shape[-1] == width and rows in (1, len(attention_mask)):
+        equal = equal | (attention_mask == 0)
+    return Positions(first if bool(equal.all()) else position_ids, len(position_ids))
 
 
 def forward_pass(
@@ -42,7 +124,7 @@ def forward_pass(
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether passes are given ``position_ids``, which the model or its stand-ins read; models with states alone are
+    """Whether passes are given ``position_ids``, which the model or its overrides read; models with states alone are
     given none."""
     own = None if model.config.is_encoder_decoder else own_code_of(type(model))
     return counts_positions(model) if own is None else not own.places_tokens
@@ -71,6 +153,12 @@ def places_tokens(model: PreTrainedModel) -> bool:
     """Whether the model derives positions from ids, see `OwnCode.places_tokens`."""
     own = own_code_of(type(model))
     return own is not None and own.places_tokens
+
+
+def prepares_positions(model: PreTrainedModel) -> bool:
+    """Whether a decoder's positions count what the mask shows, by a method of its class (Whisper)."""
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return bool(model.config.is_encoder_decoder) and own
 
 
 def takes_shared_cache(model: PreTrainedModel) -> bool:

@@ -5,28 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .._compat import tensor_version
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
-from ..parallel.groups import sequence_group
+from ..parallel.groups import in_several_processes, local_part, sequence_group
 from ..parallel.sequence import SequenceParallel
 from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
-from .prompts.prefix_store import PrefixStore, RepeatedPrompts
+from .prompts.prefix_store import PrefixStore
 from .report import CallReport
 from .steps.captures import Captures
 from .structure import KeptStructure, Structure
-
-if TYPE_CHECKING:
-    from .prompts.short_calls import ShortCalls
 
 
 class ModelState:
@@ -50,7 +49,7 @@ class ModelState:
         self.structure = KeptStructure()
         self.prefix_store = PrefixStore()
         self.repeated = RepeatedPrompts()
-        self.short_calls: ShortCalls | None = None  # once a call has saved too little
+        self.short_calls: object = None  # of `prompts.gain`, once a call has saved too little
         self._logged: set[str] = set()
         self._parallel: SequenceParallel | None = None
 
@@ -63,6 +62,11 @@ class ModelState:
         if self._parallel is None or self._parallel.group is not group:
             self._parallel = SequenceParallel(group)
         return self._parallel
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether no other process may compute the model with this one."""
+        return not in_several_processes()
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.parallel)
@@ -122,3 +126,46 @@ _calls: WeakKeyDictionary[ModelState, int] = WeakKeyDictionary()
 def state_of(model: PreTrainedModel) -> ModelState | None:
     model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
     return None if model_state is None or model_state.disable_pending else model_state
+
+
+_CALLS_TO_TELL = 3
+_RECENT = 8  # prompts that a new one is compared with
+_LONGEST = 1024  # tokens by which prompts are compared
+
+
+class RepeatedPrompts:
+    """Counts calls whose first prompt begins like one of the last few, for the same weights."""
+
+    def __init__(self) -> None:
+        self._recent: deque[list[int]] = deque(maxlen=_RECENT)
+        self._weights: object = None
+        self._repeated = 0
+        self._lock = Lock()  # calls of several threads are counted together
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RepeatedPrompts:
+        return RepeatedPrompts()
+
+    def advice(self, model: PreTrainedModel, prompt: Tensor, *, least: int) -> str | None:
+        """Take note of a call's prompt, and say what would help once it is the third that begins like an earlier one.
+
+        Prompts begin alike by their first `least` tokens. After a training step they must be computed again, so that
+        counting begins anew.
+        """
+        if not len(prompt) >= least <= _LONGEST:
+            return None
+        weight = next(model.parameters())
+        weights = (local_part(weight).data_ptr(), tensor_version(weight))
+        beginning = prompt[:least].tolist()
+        with self._lock:
+            if weights != self._weights:
+                self._weights, self._repeated = weights, 0
+                self._recent.clear()
+            self._repeated += beginning in self._recent
+            self._recent.append(beginning)
+            repeated = self._repeated
+        if repeated != _CALLS_TO_TELL:
+            return None
+        return (
+            f"{repeated} calls had a prompt that begins like an earlier call's; "
+            "hf_fastdecode.enable with `reuse_prefix=True` keeps prompts, so that later calls prefill new tokens only"
+        )

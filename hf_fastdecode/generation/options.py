@@ -82,7 +82,7 @@ class Options:
         return FEWEST_SAVED if isinstance(self.min_saved_tokens, str) else max(1, self.min_saved_tokens)
 
     def worth_passes(self, passes: int) -> int:
-        """Tokens that a common beginning must save if sharing it adds so many prefill passes; at least 1."""
+        """Tokens that a common prefix must save if sharing it adds so many prefill passes; at least 1."""
         return passes * TOKENS_OF_A_PASS + 1 if isinstance(self.min_saved_tokens, str) else self.fewest_saved
 
     @property
@@ -93,7 +93,7 @@ class Options:
 
     @property
     def unmet_by_stock(self) -> list[str]:
-        """Those of `forced` that a call which runs stock does not fulfil."""
+        """Options of `forced` that a call which runs stock does not fulfil."""
         return [option for option in self.forced if option not in _STOCK_OPTIONS]
 
     @property

@@ -208,7 +208,25 @@ class CallReport:
         return replace(main, reason=reason, inner=tuple(inner))
 
     def lines(self) -> list[str]:
-        return _lines_of(self)
+        lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
+        if self.path != "shared":
+            return lines
+        stored, _, stock = self.nbytes
+        return [
+            *lines,
+            f"  {self.forest}",
+            f"  tokens prefilled: {self.prefilled_tokens} (stock: {self.rows * self.padded_length})",
+            *_prefill(self),
+            f"  {'KV and state' if self.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
+            *([f"  of these, for encoder inputs ({self.inputs}): {self.input_bytes:,}"] if self.inputs else []),
+            *([f"  KV bytes kept for later calls: {self.kept_bytes:,}"] if self.kept_bytes else []),
+            f"  steps: {self.mode} ({self.mode_reason})",
+            *([f"  {self.parallel}"] if self.parallel else []),
+            *([f"  as kernels: {self.fused}"] if self.fused else []),
+            f"  sampler: {self.sampler} ({self.sampler_reason})",
+            *_events(self),
+            *_layer_lines(self.layers),
+        ]
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,30 +277,7 @@ def _what_ran(layer: object) -> str:
 _COLUMNS = 80
 
 
-def _lines_of(call: CallReport) -> list[str]:
-    lines = [f"last generate call: {call.path} ({call.reason})", *_inner_lines(call.inner)]
-    if call.path != "shared":
-        return lines
-    stored, _, stock = call.nbytes
-    return [
-        *lines,
-        f"  {call.forest}",
-        f"  tokens prefilled: {call.prefilled_tokens} (stock: {call.rows * call.padded_length})",
-        *_prefill(call),
-        f"  {'KV and state' if call.state_bytes else 'KV'} bytes: {stored:,} (stock: {stock:,})",
-        *([f"  of these, for encoder inputs ({call.inputs}): {call.input_bytes:,}"] if call.inputs else []),
-        *([f"  KV bytes kept for later calls: {call.kept_bytes:,}"] if call.kept_bytes else []),
-        f"  steps: {call.mode} ({call.mode_reason})",
-        *([f"  {call.parallel}"] if call.parallel else []),
-        *([f"  as kernels: {call.fused}"] if call.fused else []),
-        f"  sampler: {call.sampler} ({call.sampler_reason})",
-        *_events(call),
-        *_layer_lines(call.layers),
-    ]
-
-
 def _inner_lines(inner: Sequence[CallReport]) -> list[str]:
-    """One line for each run of inner calls that went alike."""
     lines, first = [], 1
     for (path, reason), run in groupby((one.path, one.reason) for one in inner):
         count = len(list(run))
@@ -293,7 +288,6 @@ def _inner_lines(inner: Sequence[CallReport]) -> list[str]:
 
 
 def _ordinal(inner: Sequence[CallReport], one: CallReport) -> str:
-    """Which of the calls one is, such as ``2nd``."""
     number = next(index for index, other in enumerate(inner, 1) if other is one)
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
     return f"{number}{ending}"
@@ -344,7 +338,6 @@ def _layer_lines(layers: Sequence[str]) -> list[str]:
 
 
 def _fold(line: str) -> list[str]:
-    """A line of a report in lines of at most 80 columns, indented after the first."""
     text = line.lstrip(" ")
     indent = line[: len(line) - len(text)]
     wrap = textwrap.TextWrapper(

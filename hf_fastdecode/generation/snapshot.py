@@ -280,7 +280,7 @@ def _of_length_seen(module: nn.Module, name: str) -> bool:
 def changes_frequencies(module: nn.Module) -> bool:
     """Whether a module's tensors are frequencies that each pass writes anew by its length, as of LongRoPE.
 
-    No cache is used where they change, see `generation.support.model.rope_limit`.
+    No cache is used where they change, see `generation.support.rope_limit`.
     """
     kinds = getattr(module, "rope_type", None)  # for all layers, or per layer type
     found = kinds.values() if isinstance(kinds, dict) else (kinds,)

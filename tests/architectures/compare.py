@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.prompts.short_calls import Savings
+from hf_fastdecode.generation.prompts.gain import Savings
 from hf_fastdecode.generation.structure import Structure
 
 from ..image_inputs import KINDS, prompts_with_images

@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+import torch
+
 import hf_fastdecode as fd
 
 from ..module_calls import before_calls
@@ -17,6 +19,21 @@ def both(model, arguments, prompt=PROMPT):
     with fd.enabled(model):
         shared = seeded(lambda: model.generate(**prompt, **arguments()))
         return stock, shared, fd.explain(model).last_call
+
+
+def as_in_stock(model, call, path=None, **options):
+    """The report of a call that returns stock's tokens, from one seed, and took this path where one is named."""
+    stock = _tokens(seeded(call))
+    with fd.enabled(model, **options):
+        found = _tokens(seeded(call))
+        report = fd.explain(model).last_call
+    assert torch.equal(found, stock)
+    assert path in (None, report.path), report.reason
+    return report
+
+
+def _tokens(output):
+    return output if isinstance(output, torch.Tensor) else output.sequences
 
 
 @contextmanager

@@ -1,11 +1,9 @@
 """Every supported architecture gives stock transformers' tokens in fp32."""
 
 import pytest
-import torch
-
-import hf_fastdecode as fd
 
 from ..tiny_models import ARCHITECTURES, ragged_prompts, seeded, tiny_model
+from .calls import as_in_stock
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
@@ -17,15 +15,10 @@ def test_tokens_equal_stock(name, do_sample):
         arguments |= {key: arguments[key].repeat_interleave(4, 0) for key in ("input_ids", "attention_mask")}
     arguments |= {"do_sample": do_sample, "temperature": 0.9 if do_sample else None, "top_k": 0 if do_sample else None}
 
-    stock = seeded(lambda: model.generate(**arguments))
-    with fd.enabled(model):
-        shared = seeded(lambda: model.generate(**arguments))
-        call = fd.explain(model).last_call
-
-    assert call.path == "shared", call.reason
+    call = as_in_stock(model, lambda: model.generate(**arguments), "shared")
     assert call.prefilled_tokens == 57 + 40 + 71
+    stock = seeded(lambda: model.generate(**arguments))
     assert stock.shape == (12, 71 + 24)
-    assert torch.equal(shared, stock)
     if do_sample:
         assert len({tuple(row) for row in stock[:4, 71:].tolist()}) == 4, "samples that agree would show nothing"
 
@@ -35,9 +28,5 @@ def test_two_levels_of_sharing_equal_stock(name):
     model = tiny_model(name)
     prompts = ragged_prompts(90, 70, 81, 64, shared=60)
     arguments = {**prompts, "max_new_tokens": 12, "num_return_sequences": 3, "do_sample": True, "top_k": 0}
-    stock = seeded(lambda: model.generate(**arguments))
-    with fd.enabled(model):
-        shared = seeded(lambda: model.generate(**arguments))
-        call = fd.explain(model).last_call
+    call = as_in_stock(model, lambda: model.generate(**arguments), "shared")
     assert call.prefilled_tokens == 60 + (30 + 10 + 21 + 4), call.forest
-    assert torch.equal(shared, stock)

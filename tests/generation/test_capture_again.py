@@ -68,7 +68,7 @@ CHANGES = [in_a_nested_dict, in_a_config_of_its_own, in_a_module, in_a_switch, i
 def test_what_modules_read_on_the_host_is_captured_again(change, uncaptured, monkeypatch):
     model = tiny_model(**SMALL)
     model.model.layers[0].mlp.function = torch.nn.functional.gelu
-    monkeypatch.setattr("hf_fastdecode.generation.support.model.check_code", lambda _: None)  # this file's classes
+    monkeypatch.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # this file's classes
     model.model.layers[0].mlp.limits = (0.0, 6.0)
     model.patch = monkeypatch
     call = ragged_prompts(70) | SAMPLING | {"max_new_tokens": 2}

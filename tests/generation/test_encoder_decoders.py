@@ -14,13 +14,14 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.foreign_code import Gathering
-from hf_fastdecode.generation.inputs.encoded import encode_distinct
+from hf_fastdecode.generation.inputs.distinct import encode_distinct
 from hf_fastdecode.generation.steps.runners import EagerSteps
 from hf_fastdecode.generation.structure import Structure
 
 from ..architectures.classes import tiny_model_of
 from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded
+from .calls import as_in_stock
 
 CLASSES = [
     "BartForConditionalGeneration",
@@ -57,12 +58,7 @@ def run(model, arguments, **more):
 
 def check(model, arguments, **more):
     """Compare with stock; returns the report."""
-    stock = run(model, arguments, **more)
-    with fd.enabled(model, min_saved_tokens=1):
-        tokens = run(model, arguments, **more)
-        report = fd.explain(model).last_call
-    assert torch.equal(tokens, stock)
-    assert report.path == "shared", report.reason
+    report = as_in_stock(model, lambda: run(model, arguments, **more), "shared", min_saved_tokens=1)
     assert report.inputs == 3
     return report
 
@@ -207,11 +203,7 @@ def test_encoders_run_as_in_stock(model):
             copied = {name: type(one)(one) if name == "encoder_outputs" else one for name, one in other.items()}
             return seeded(lambda: model.generate(**copied, **SAMPLING))
 
-        stock = call()
-        with fd.enabled(model, min_saved_tokens=1):
-            assert torch.equal(call(), stock)
-            report = fd.explain(model).last_call
-        assert report.path == "shared"
+        report = as_in_stock(model, call, "shared", min_saved_tokens=1)
         assert report.inputs == (2 if "input_ids" in other else 3)
 
 
@@ -274,11 +266,8 @@ def test_labels_change_nothing(each, arguments):
     """transformers' trainer hands them on, other ones for each row."""
     given = {name: one[[0, 0, 1]] for name, one in inputs(each).items()} | arguments
     given["labels"] = torch.arange(15).view(3, 5)
-    stock = seeded(lambda: each.generate(**given))
-    with fd.enabled(each, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: each.generate(**given)), stock)
-        report = fd.explain(each).last_call
-        assert (report.path, report.inputs) == ("shared", 2), report.reason
+    report = as_in_stock(each, lambda: each.generate(**given), "shared", min_saved_tokens=1)
+    assert report.inputs == 2
 
 
 def test_labels_that_a_model_reads_run_stock(model, monkeypatch):

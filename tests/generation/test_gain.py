@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.prompts import short_calls
-from hf_fastdecode.generation.prompts.gain import Estimate
-from hf_fastdecode.generation.prompts.short_calls import COSTS, LOOPS, HostCosts, Savings
+from hf_fastdecode.generation.prompts.gain import BATCH, COSTS, LOOPS, Estimate, HostCosts, Savings
 from hf_fastdecode.generation.structure import Structure
 from tools.host_costs import HEADER, KINDS, OTHER_LOOPS, line_of, loop_of_a_user
 from tools.pages import DOCS
@@ -20,6 +18,7 @@ from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
 from ..short_calls import ESTIMATED
 from ..tiny_models import ragged_prompts, seeded
+from .calls import as_in_stock
 from .image_calls import SMALL
 
 
@@ -40,24 +39,16 @@ def test_prompts_that_begin_alike_and_share_nothing_are_told_so(name):
     """Further passes are worth a number of tokens, which the reason names; another bound makes them share."""
     model, prompts = prompts_that_begin_alike(name)
     call = {"max_new_tokens": 4, "do_sample": False}
-    stock = model.generate(**prompts, **call)
-    with fd.enabled(model):
-        assert torch.equal(model.generate(**prompts, **call), stock)
-        report = fd.explain(model).last_call
-        assert report.path == "stock"
-        assert "what prompts begin with would save" in report.reason
-        assert "lower min_saved_tokens" in report.reason
-        assert "next to each other" not in report.reason
-        samples = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
-        model.generate(**prompts, **samples)
-    with fd.enabled(model, min_saved_tokens=64):
-        assert torch.equal(model.generate(**prompts, **call), stock)
-        report = fd.explain(model).last_call
-        assert report.path == "shared", report.reason
-        assert report.prefilled_tokens < int(prompts["attention_mask"].sum()) - 300
-        assert "would save" not in report.reason
-        drawn = seeded(lambda: model.generate(**prompts, **samples))
-    assert torch.equal(drawn, seeded(lambda: model.generate(**prompts, **samples)))
+    reason = as_in_stock(model, lambda: model.generate(**prompts, **call), "stock").reason
+    assert "what prompts begin with would save" in reason
+    assert "lower min_saved_tokens" in reason
+    assert "next to each other" not in reason
+    report = as_in_stock(model, lambda: model.generate(**prompts, **call), "shared", min_saved_tokens=64)
+    assert report.prefilled_tokens < int(prompts["attention_mask"].sum()) - 300
+    assert "would save" not in report.reason
+    samples = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
+    as_in_stock(model, lambda: model.generate(**prompts, **samples))
+    as_in_stock(model, lambda: model.generate(**prompts, **samples), min_saved_tokens=64)
 
 
 @pytest.fixture
@@ -76,11 +67,7 @@ def test_short_calls_of_every_kind_run_stock_on_the_cpu(estimated, kind, name):
     """The reason names what would be saved, what would be enough, and the option, with which they share."""
     model = tiny_model_of(name)
     prompt = prompts_with_images(model, (24, SMALL, 24)) if kind == "images" else ragged_prompts(48)
-    stock = seeded(lambda: model.generate(**prompt, **SAMPLES))
-    with fd.enabled(model):
-        assert torch.equal(seeded(lambda: model.generate(**prompt, **SAMPLES)), stock)
-        report = fd.explain(model).last_call
-    assert report.path == "stock"
+    report = as_in_stock(model, lambda: model.generate(**prompt, **SAMPLES), "stock")
     numbers = re.match(
         r"sharing would save (\d+) tokens, and on the CPU a call like this gains from about (\d+) on; "
         "lower min_saved_tokens to share all the same: min_saved_tokens=64$",
@@ -88,9 +75,7 @@ def test_short_calls_of_every_kind_run_stock_on_the_cpu(estimated, kind, name):
     )
     assert numbers, report.reason
     assert 64 < int(numbers[1]) < int(numbers[2])
-    with fd.enabled(model, min_saved_tokens=64):
-        assert torch.equal(seeded(lambda: model.generate(**prompt, **SAMPLES)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**prompt, **SAMPLES), "shared", min_saved_tokens=64)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the estimate is of the CPU")
@@ -143,7 +128,7 @@ def test_fewest_tokens_grow_with_steps_and_batches_of_nodes():
         in_loop = costs + LOOPS[loop]
         assert in_loop.of_call(10, 4) == pytest.approx(costs.of_call(10, 4) + LOOPS[loop].of_call(10, 4))
         assert savings.fewest(in_loop.of_call(10, 4), 10) > fewest[2]
-    assert costs.of_call(10, 4, 3) == pytest.approx(costs.of_call(10, 4) + 10 * 4 * 2 * short_calls.BATCH)
+    assert costs.of_call(10, 4, 3) == pytest.approx(costs.of_call(10, 4) + 10 * 4 * 2 * BATCH)
     heavy = Savings(prefill=1e-2, step=1e-5)  # of half a billion weights
     assert heavy.fewest(costs.of_call(64, 24), 64) < 64
 

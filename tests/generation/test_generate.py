@@ -16,7 +16,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import ModelWalk
-from hf_fastdecode.generation.support.call import step_arguments
+from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, both, tokens_embedded

@@ -19,6 +19,7 @@ from hf_fastdecode.generation.inputs.rows import InputRows
 from ..architectures.classes import tiny_model_of
 from ..cases import exhaustive_but
 from ..image_inputs import prompts_with_images
+from .calls import as_in_stock
 from .image_calls import run
 
 A, B, C, LARGE = (4, 4, 1), (4, 4, 2), (4, 4, 3), (8, 8, 5)
@@ -72,14 +73,20 @@ def test_prompts_get_their_own(name):
     """In one pass, in many, sampled and greedy: the tokens of stock for rows that are repeated by hand."""
     model, kind = tiny_model_of(name), CASES[name]
     for batch in BATCHES.values():
-        inputs = prompts_with_images(model, *batch, kind=kind, sized=True)
-        copied = [prompt for prompt in batch for _ in range(3)]
-        copies = prompts_with_images(model, *copied, kind=kind, sized=True)
-        expected = run(model, copies, "one sample"), run(model, inputs, "greedy")
-        for most in (16384, 16):
-            with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
-                for call, tokens in zip(("samples", "greedy"), expected, strict=True):
-                    assert torch.equal(run(model, inputs, call), tokens)
+        check_each(model, batch, (16384, 16), kind)
+
+
+def check_each(model, batch, bounds, kind="image", paths=("shared", "stock")):
+    """Compare samples and greedy tokens with those of stock for rows repeated by hand; returns the inputs."""
+    inputs = prompts_with_images(model, *batch, kind=kind, sized=True)
+    copies = prompts_with_images(model, *[prompt for prompt in batch for _ in range(3)], kind=kind, sized=True)
+    expected = run(model, copies, "one sample"), run(model, inputs, "greedy")
+    for most in bounds:
+        with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
+            for call, tokens in zip(("samples", "greedy"), expected, strict=True):
+                assert torch.equal(run(model, inputs, call), tokens)
+                assert call == "greedy" or fd.explain(model).last_call.path in paths
+    return inputs
 
 
 @pytest.mark.parametrize("name", exhaustive_but(QUICK, [name for name in SHARED if "Qwen2Audio" not in name]))
@@ -88,10 +95,7 @@ def test_equal_prompts_are_one_input(name):
     model, prompts = tiny_model_of(name), [TWO, TWO, (4, A, 3, LARGE, 2), ONE, ONE]
     inputs = prompts_with_images(model, *prompts, kind=CASES[name], sized=True)
     lengths = inputs["attention_mask"].sum(1).tolist()
-    stock = run(model, inputs, "greedy")
-    with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=16):
-        assert torch.equal(run(model, inputs, "greedy"), stock)
-        report = fd.explain(model).last_call
+    report = as_in_stock(model, lambda: run(model, inputs, "greedy"), min_saved_tokens=1, max_prefill_tokens=16)
     assert (report.path, report.prefilled_tokens) == ("shared", sum(lengths) - lengths[0] - lengths[3])
 
 
@@ -101,11 +105,8 @@ def test_what_older_releases_run_stock(name):
     model, other = tiny_model_of(name), (4, C, 5)
     inputs = prompts_with_images(model, TWO, TWO, other, kind=CASES[name], sized=True)
     for call in ("greedy", "samples"):
-        stock = run(model, inputs, call)
-        with fd.enabled(model, min_saved_tokens=1):
-            assert torch.equal(run(model, inputs, call), stock)
-            report = fd.explain(model).last_call
-        assert report.path == "stock" and STOCK[name] in report.reason
+        report = as_in_stock(model, lambda call=call: run(model, inputs, call), "stock", min_saved_tokens=1)
+        assert STOCK[name] in report.reason
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if "Lfm2" not in name])  # whose states go on at ends alone
@@ -126,14 +127,7 @@ def test_images_of_one_token():
     """Whose encoder drops a dimension where one is alone, and raises: in stock's calls with a single image only."""
     model, one, other = tiny_model_of("Mistral3ForConditionalGeneration"), (2, 2, 1), (2, 2, 2)
     for batch in ([(4, one, 5), (3, one, 9)], [(4, one, 5), (3, other, 9), (5, one, other, 6)]):
-        inputs = prompts_with_images(model, *batch, sized=True)
-        copies = prompts_with_images(model, *[prompt for prompt in batch for _ in range(3)], sized=True)
-        expected = run(model, copies, "one sample"), run(model, inputs, "greedy")
-        for most in (16384, 4):
-            with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
-                for call, tokens in zip(("samples", "greedy"), expected, strict=True):
-                    assert torch.equal(run(model, inputs, call), tokens)
-                    assert fd.explain(model).last_call.path == "shared" or call == "greedy"
+        inputs = check_each(model, batch, (16384, 4), paths=("shared",))
     single = {name: value[:1] for name, value in inputs.items()}
     for call in ("greedy", "samples"):  # before 5.24, stock encodes it for each sample
         outcomes = []
@@ -150,8 +144,8 @@ def test_no_size_is_counted_that_is_not_asked_for(monkeypatch):
     """An encoder's pass counts the tokens of each size once, where prompts run apart."""
     model = tiny_model_of("Mistral3ForConditionalGeneration")
     inputs, counted = prompts_with_images(model, TWO, ONE, NONE, sized=True), []
-    encoded = items._encoded_tokens
-    monkeypatch.setattr(items, "_encoded_tokens", lambda *args: counted.append(1) or encoded(*args))
+    encoded = items._features_made
+    monkeypatch.setattr(items, "_features_made", lambda *args: counted.append(1) or encoded(*args))
     for most, sizes in ((16384, 0), (16, 2)):
         with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
             run(model, inputs, "samples")

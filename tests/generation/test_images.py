@@ -8,13 +8,14 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import image_prefixes, pass_parts
+from hf_fastdecode.generation.prompts import by_rows, prefixes
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
 from ..module_calls import before_calls
 from ..tiny_models import seeded
-from .image_calls import CALLS, CLASSES, SEVERAL, SMALL, TALL, TOWERS, WITH_STATES_TOO, run
+from .calls import as_in_stock
+from .image_calls import CLASSES, SEVERAL, SMALL, TALL, TOWERS, WITH_STATES_TOO, run
 
 OTHERS = {
     "LlavaForConditionalGeneration": "image",
@@ -26,23 +27,24 @@ OTHERS = {
 }
 
 
+FEW = {"min_saved_tokens": 1, "min_shared_tokens": 4}
+
+
 @pytest.fixture(scope="module", params=CLASSES)
 def model(request):
     return tiny_model_of(request.param)
 
 
 def compared(model, inputs, call, **options):
-    """The report of a call with stock's tokens, and the patches of each run of the vision tower."""
-    stock, counted = run(model, inputs, call), []
-    options.setdefault("min_saved_tokens", 1)
-    with fd.enabled(model, **options):
-        with before_calls(
-            model.model.visual, lambda args, kwargs: counted.append(len(args[0] if args else kwargs["hidden_states"]))
-        ):
-            tokens = run(model, inputs, call)
-        report = fd.explain(model).last_call
-    assert torch.equal(tokens, stock)
-    return report, counted
+    """The report of a call with stock's tokens, and the patches of each run of the vision tower after stock's."""
+    counted = []
+
+    def called():
+        counted.clear()
+        return run(model, inputs, call)
+
+    with before_calls(model.model.visual, lambda args, kwargs: counted.append(_images_of(args, kwargs))):
+        return as_in_stock(model, called, **{"min_saved_tokens": 1, **options}), counted
 
 
 @pytest.mark.parametrize("call", ["samples", "beams"])
@@ -60,19 +62,17 @@ def test_other_forms(name):
     """The vision tower, or the audio encoder, sees each distinct input once."""
     model = tiny_model_of(name)
     inputs = prompts_with_images(model, (5, SMALL, 9), (3, TALL, 12), kind=OTHERS[name])
-    stock = {call: run(model, inputs, call) for call in CALLS}
+    stock = {call: run(model, inputs, call) for call in ("greedy", "samples")}
     other = {key: part.flip(-1) * 2 if part.is_floating_point() else part for key, part in inputs.items()}
     assert not torch.equal(run(model, other, "samples"), stock["samples"])  # else this would show nothing
     twice = {key: part.repeat_interleave(2, 0) for key, part in inputs.items()}
     if OTHERS[name] == "video":
         first, second = inputs["pixel_values_videos"].split([16, 32])
         twice["pixel_values_videos"] = torch.cat([first, first, second, second])
+    for call in ("samples", "beams"):
+        report = as_in_stock(model, lambda call=call: run(model, inputs, call), "shared", min_saved_tokens=1)
+        assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
     with fd.enabled(model, min_saved_tokens=1):
-        for call in ("samples", "beams"):
-            assert torch.equal(run(model, inputs, call), stock[call])
-            report = fd.explain(model).last_call
-            assert report.path == "shared", report.reason
-            assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
         assert torch.equal(run(model, twice, "greedy"), stock["greedy"].repeat_interleave(2, 0))
         assert fd.explain(model).last_call.prefilled_tokens == report.prefilled_tokens
 
@@ -103,9 +103,8 @@ def test_an_image_of_several_prompts_is_encoded_once(name):
     stock = {call: run(model, inputs, call) for call in ("samples", "beams")}
     once = [16 + 32] if name.startswith("Qwen") else [2]
     each = [16, 32] if name.startswith("Qwen") else [1, 1]
-    with before_calls(
-        getattr(model.model, TOWERS[name]), lambda args, kwargs: counted.append(_images_of(args, kwargs))
-    ):
+    tower = getattr(model.model, TOWERS[name])
+    with before_calls(tower, lambda args, kwargs: counted.append(_images_of(args, kwargs))):
         for most, runs in ((16384, once), (1, each)):
             with fd.enabled(model, min_saved_tokens=1, max_prefill_tokens=most):
                 for call, tokens in stock.items():
@@ -156,7 +155,7 @@ def test_code_that_asks_for_images_shares_no_beginning(monkeypatch):
     def prefill_passes(*args, **kwargs):
         raise AttributeError("'NoneType' object has no attribute 'shape'")
 
-    monkeypatch.setattr(image_prefixes, "prefill_passes", prefill_passes)
+    monkeypatch.setattr(prefixes, "prefill_passes", prefill_passes)
     report, _ = compared(model, inputs, "samples", min_shared_tokens=4)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 
@@ -184,26 +183,23 @@ def test_prompts_that_attend_both_ways_share_no_beginning(monkeypatch):
     model = tiny_model_of("PaliGemmaForConditionalGeneration")
     inputs = prompts_with_images(model, (5, SMALL, 20), (5, SMALL, 24), (5, TALL, 10), (14,))
     begin_alike(inputs, 0, 1, 35)
-    stock = run(model, inputs, "samples")
-    with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=4, max_prefill_tokens=40):
-        assert torch.equal(run(model, inputs, "samples"), stock)
-        report = fd.explain(model).last_call
-    assert (report.path, report.prefilled_tokens) == ("shared", int(inputs["attention_mask"].sum()))
+    report = as_in_stock(model, lambda: run(model, inputs, "samples"), "shared", **FEW, max_prefill_tokens=40)
+    assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
 
 
 def test_passes_fit_in_free_memory(monkeypatch):
     """The first one with an image, of one prompt, is counted, once; and only the images of its prompts are encoded."""
     model = tiny_model_of("Qwen3VLForConditionalGeneration")
     inputs = prompts_with_images(model, *[(5, (4, 4, seed), 9) for seed in range(1, 7)])
-    monkeypatch.setattr(pass_parts, "_FEW", 8)
-    monkeypatch.setattr(pass_parts, "_bytes_with_images", {})
+    monkeypatch.setattr(by_rows, "_FEW", 8)
+    monkeypatch.setattr(by_rows, "_bytes_with_images", {})
     report, counted = compared(model, inputs, "samples")
     assert counted == [6 * 16]  # free memory is not known on a CPU
-    monkeypatch.setattr(pass_parts, "usable_memory", lambda device: 1)
+    monkeypatch.setattr(by_rows, "usable_memory", lambda device: 1)
     for runs in ([16] * 6, [32] * 3):
         assert compared(model, inputs, "samples")[1] == runs
-        needed = pass_parts._bytes_with_images[model][model.dtype]
-        monkeypatch.setattr(pass_parts, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
+        needed = by_rows._bytes_with_images[model][model.dtype]
+        monkeypatch.setattr(by_rows, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
     assert report.path == "shared"
 
 

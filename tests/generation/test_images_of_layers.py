@@ -13,6 +13,7 @@ from hf_fastdecode._compat import CACHE
 from ..module_calls import before_calls
 from ..tiny_models import seeded
 from . import mllama_calls
+from .calls import as_in_stock
 from .mllama_calls import BEAMS, SAMPLES, prompts
 from .uncaptured import on_the_cpu
 
@@ -40,11 +41,19 @@ def test_samples(mllama, given, options):
     stock = seeded(lambda: mllama.generate(**given, **SAMPLES))
     other = seeded(lambda: mllama.generate(**given | {"pixel_values": -given["pixel_values"]}, **SAMPLES))
     assert not torch.equal(stock, other)
-    with fd.enabled(mllama, min_saved_tokens=1, **options), encoding(mllama) as encoded:
-        assert torch.equal(seeded(lambda: mllama.generate(**given, **SAMPLES)), stock)
-        report = fd.explain(mllama).last_call
-    assert (report.path, report.inputs) == ("shared", len(given["input_ids"]))
-    assert sum(encoded) == len(given["input_ids"])
+    report, encoded = shared(mllama, given | SAMPLES, **options)
+    assert report.inputs == sum(encoded) == len(given["input_ids"])
+
+
+def shared(model, call, **options):
+    """The report of a shared call with stock's tokens, and how many prompts' images each pass encodes."""
+    with encoding(model) as encoded:
+
+        def generate():
+            encoded.clear()
+            return model.generate(**call)
+
+        return as_in_stock(model, generate, "shared", **{"min_saved_tokens": 1} | options), encoded
 
 
 @pytest.mark.parametrize("extra", [{}, {"do_sample": True, "top_k": 0}], ids=["search", "sample"])
@@ -64,21 +73,16 @@ def test_beams(mllama, given, extra):
 @pytest.mark.parametrize("call", [SAMPLES, BEAMS], ids=["samples", "beams"])
 def test_rows_that_repeat_a_prompt_with_its_images(mllama, call):
     given = _doubled(prompts(0))
-    stock = seeded(lambda: mllama.generate(**given, **call))
-    with fd.enabled(mllama, min_saved_tokens=1), encoding(mllama) as encoded:
-        assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
-    assert encoded == [1]
+    assert shared(mllama, given | call)[1] == [1]
 
 
 def test_beams_that_save_too_little(mllama):
     """Stock decodes, which extends the mask of images by what each step adds: row 0 sees one tile of two."""
     given = prompts(0, 2)
-    stock = mllama.generate(**given, **BEAMS)
     unmasked = {name: value for name, value in given.items() if name != "cross_attention_mask"}
-    assert not torch.equal(mllama.generate(**unmasked, **BEAMS), stock)
-    with fd.enabled(mllama, min_saved_tokens=10_000):
-        assert torch.equal(mllama.generate(**given, **BEAMS), stock)
-        assert "fewer than 10000" in fd.explain(mllama).last_call.reason
+    assert not torch.equal(mllama.generate(**unmasked, **BEAMS), mllama.generate(**given, **BEAMS))
+    report = as_in_stock(mllama, lambda: mllama.generate(**given, **BEAMS), min_saved_tokens=10_000)
+    assert "fewer than 10000" in report.reason
 
 
 @pytest.mark.parametrize("call", [{"do_sample": False}, BEAMS], ids=["greedy", "beams"])
@@ -86,12 +90,10 @@ def test_a_static_cache_has_room_for_all_images(mllama, call):
     """In calls that run stock, whose images are not held back when transformers makes it."""
     given = prompts(0, images=2) | call | {"max_new_tokens": 3, "cache_implementation": "static"}
     try:
-        stock = mllama.generate(**given)
+        mllama.generate(**given)
     except RuntimeError:
         pytest.skip("transformers 5.17 has no room for images in a static cache")
-    with fd.enabled(mllama, min_saved_tokens=10_000):
-        assert torch.equal(mllama.generate(**given), stock)
-        assert fd.explain(mllama).last_call.path == "stock"
+    as_in_stock(mllama, lambda: mllama.generate(**given), "stock", min_saved_tokens=10_000)
 
 
 def test_a_loop_with_a_method_of_the_users(mllama, monkeypatch):
@@ -157,10 +159,7 @@ def test_a_prompt_that_ends_without_an_image(mllama, call):
     """What its tokens see of one differs from what tokens behind it do."""
     given = prompts(0, 2)
     given["cross_attention_mask"][1] = 0
-    stock = seeded(lambda: mllama.generate(**given, **call))
-    with fd.enabled(mllama):
-        assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
-        assert "masked whole" in fd.explain(mllama).last_call.reason
+    assert "masked whole" in as_in_stock(mllama, lambda: mllama.generate(**given, **call)).reason
 
 
 @on_the_cpu
@@ -169,9 +168,6 @@ def test_a_prompt_that_ends_without_an_image(mllama, call):
 def test_captured_steps(mllama, given, call, uncaptured):
     pytest.importorskip("triton")
     call = call | {"num_return_sequences": 2, "max_new_tokens": 4}
-    stock = seeded(lambda: mllama.generate(**given, **call))
-    with fd.enabled(mllama, mode="graph", backend="triton"):
-        assert torch.equal(seeded(lambda: mllama.generate(**given, **call)), stock)
-        report = fd.explain(mllama).last_call
+    report = as_in_stock(mllama, lambda: mllama.generate(**given, **call), mode="graph", backend="triton")
     assert (report.path, report.mode) == ("shared", "graph"), report.mode_reason
     assert "ran eagerly" not in report.mode_reason

@@ -15,6 +15,7 @@ from hf_fastdecode.generation.interception.generate import hands_generate_on
 
 from ..architectures.classes import class_named, generating_classes, tiny_model_of
 from ..tiny_models import ragged_prompts, seeded, tiny_model, tiny_model_of_type
+from .calls import as_in_stock
 
 RAGGED = ragged_prompts(57, 71, 64, shared=40)
 SAMPLES = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 6}
@@ -34,14 +35,13 @@ def test_tokens_equal_stock(name):
     if name not in generating_classes():
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     model = tiny_model_of(name)
-    stock = [seeded(lambda call=call: model.generate(**RAGGED, **call)) for call in (SAMPLES, BEAMS)]
-    with fd.enabled(model, min_saved_tokens=1):
-        kept = {CACHE: fd.prefill(model, RAGGED["input_ids"][1:2, :40])}
-        for call, expected in zip((SAMPLES, BEAMS), stock, strict=True):
-            assert torch.equal(seeded(lambda call=call: model.generate(**RAGGED, **call)), expected)
-            report = fd.explain(model).last_call
-            assert (report.path, report.prefilled_tokens) == ("shared", CLASSES[name]), report.reason
-            assert torch.equal(seeded(lambda call=call: model.generate(**RAGGED, **call, **kept)), expected)
+    for call in (SAMPLES, BEAMS):
+        stock = seeded(lambda call=call: model.generate(**RAGGED, **call))
+        report = as_in_stock(model, lambda call=call: model.generate(**RAGGED, **call), "shared", min_saved_tokens=1)
+        assert report.prefilled_tokens == CLASSES[name]
+        with fd.enabled(model, min_saved_tokens=1):
+            kept = {CACHE: fd.prefill(model, RAGGED["input_ids"][1:2, :40])}
+            assert torch.equal(seeded(lambda call=call, kept=kept: model.generate(**RAGGED, **call, **kept)), stock)
 
 
 def test_positions_from_the_cache_are_not_captured():
@@ -61,11 +61,9 @@ def bart():
 def test_padding_in_positions_leaves_no_cache(bart, call, more):
     """It would serve other prompts that begin alike, at other positions."""
     more = more | {"return_dict_in_generate": True}
-    stock = seeded(lambda: bart.generate(**RAGGED, **call, **more)).sequences
-    with fd.enabled(bart, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: bart.generate(**RAGGED, **call, **more)).sequences, stock)
-        report = fd.explain(bart).last_call
-    assert report.path == "stock"
+    report = as_in_stock(
+        bart, lambda: seeded(lambda: bart.generate(**RAGGED, **call, **more)).sequences, "stock", min_saved_tokens=1
+    )
     assert "other positions than those counted from a row's first" in report.reason
 
 
@@ -101,6 +99,13 @@ def test_calls_that_a_class_does_not_hand_on():
     assert not hands_generate_on(replaced, {})
 
 
+def tokens_or_error(model, ids, call):
+    try:
+        return seeded(lambda: model.generate(ids, **call)).tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "NemotronHForCausalLM", "BloomForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("call", [{"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2}], ids=str)
 def test_positions_of_one_row_for_several_prompts(name, call):
@@ -108,15 +113,9 @@ def test_positions_of_one_row_for_several_prompts(name, call):
     model, ids = tiny_model_of(name), torch.randint(5, 60, (2, 45))
     call = call | {"position_ids": torch.arange(45)[None], "max_new_tokens": 3}
 
-    def tokens():
-        try:
-            return seeded(lambda: model.generate(ids, **call)).tolist()
-        except RuntimeError as error:
-            return str(error)
-
-    stock = tokens()
+    stock = tokens_or_error(model, ids, call)
     with fd.enabled(model, min_saved_tokens=1):
-        assert tokens() == stock
+        assert tokens_or_error(model, ids, call) == stock
         path = fd.explain(model).last_call.path
     unread = ["BloomForCausalLM", *(["MambaForCausalLM"] if CACHE == "cache" else [])]  # before 5.24, Mamba runs stock
     assert path in (("shared",) if name in unread else ("failed", "stock"))
@@ -185,16 +184,11 @@ def test_ids_of_any_dtype(dtype, call):
     """Embeddings look up int64 and int32; for others stock's error is raised."""
     model, ids = tiny_model("llama-gqa"), torch.randint(5, 60, (1, 80)).to(dtype)
 
-    def tokens():
-        try:
-            return seeded(lambda: model.generate(ids, max_new_tokens=3, **call)).tolist()
-        except RuntimeError as error:
-            return str(error)
-
-    stock = tokens()
+    call = call | {"max_new_tokens": 3}
+    stock = tokens_or_error(model, ids, call)
     assert isinstance(stock, str) == (dtype is not torch.int32)
     with fd.enabled(model, min_saved_tokens=1):
-        assert tokens() == stock
+        assert tokens_or_error(model, ids, call) == stock
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])

@@ -20,6 +20,7 @@ from hf_fastdecode.patches.architectures.encoder_decoders import ENCODER_DECODER
 from ..architectures.classes import class_named
 from ..cases import exhaustive_but
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded
+from .calls import as_in_stock
 from .uncaptured import on_the_cpu
 
 pytest.importorskip("triton")
@@ -221,13 +222,9 @@ def test_a_forward_of_another_library_on_the_positions():
     """Of a model that accelerate has split, say: nothing is captured, and steps share all the same."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = tiny(GROWING[0])
-    call = inputs(model) | SAMPLING
-    stock = seeded(lambda: model.generate(**call))
     hooks.add_hook_to_module(table(model), hooks.ModelHook())
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        report = fd.explain(model).last_call
-        assert (report.path, report.mode) == ("shared", "eager"), report.reason
+    call = inputs(model) | SAMPLING
+    assert as_in_stock(model, lambda: model.generate(**call), "shared", min_saved_tokens=1).mode == "eager"
 
 
 def test_experts_that_the_host_reads():
@@ -235,11 +232,8 @@ def test_experts_that_the_host_reads():
     model = tiny("NllbMoeForConditionalGeneration", **sparse)
     assert any(type(module).__name__ == "NllbMoeSparseMLP" for module in model.get_decoder().modules())
     call = inputs(model) | SAMPLING
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        report = fd.explain(model).last_call
-        assert (report.path, report.mode_reason) == ("shared", "the host reads which experts a step's tokens take")
+    report = as_in_stock(model, lambda: model.generate(**call), "shared", min_saved_tokens=1)
+    assert report.mode_reason == "the host reads which experts a step's tokens take"
 
 
 @pytest.mark.parametrize("share", [0.25, -1.0])
@@ -250,12 +244,8 @@ def test_experts_that_leave_tokens_out(arguments, share):
     fields = {**MODELS[GROWING[0]], **sparse, "moe_eval_capacity_token_fraction": share}
     model = tiny("NllbMoeForConditionalGeneration", **fields)
     call = inputs(model) | arguments
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        report = fd.explain(model).last_call
-        assert report.path == "stock"
-        assert "beyond a capacity that all rows of a pass have together" in report.reason
+    report = as_in_stock(model, lambda: model.generate(**call), "stock", min_saved_tokens=1)
+    assert "beyond a capacity that all rows of a pass have together" in report.reason
 
 
 def alike(left, right):

@@ -14,24 +14,28 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING
 
 
+def drawn(model, prompt=PROMPT, cache=None, **more):
+    """Samples of prompts, from one seed, with a cache if there is one."""
+    given = more if cache is None else more | {CACHE: cache}
+    return seeded(lambda: model.generate(**prompt, **SAMPLING | given))
+
+
 def test_a_prefilled_cache_serves_many_calls(model):
-    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    stock = drawn(model)
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
         before = (cache.nbytes, repr(cache))
         for _ in range(3):
-            shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}))
-            assert torch.equal(shared, stock)
+            assert torch.equal(drawn(model, cache=cache), stock)
             assert fd.explain(model).last_call.prefilled_tokens == 0
         assert (cache.nbytes, repr(cache)) == before
 
 
 def test_a_prefilled_prefix_is_extended(model):
-    prefix = {key: value[:, :60] for key, value in PROMPT.items()}
-    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
+    stock = drawn(model)
     with fd.enabled(model):
-        cache = fd.prefill(model, prefix["input_ids"])
-        shared = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}))
+        cache = fd.prefill(model, PROMPT["input_ids"][:, :60])
+        shared = drawn(model, cache=cache)
         assert fd.explain(model).last_call.prefilled_tokens == 20
         assert cache.rows == 1
         assert cache.get_seq_length() == 60
@@ -45,8 +49,8 @@ def test_of_a_cache_that_is_hardly_used_the_log_tells(model, caplog):
         cache = fd.prefill(model, ids)
         model.generate(other[:, :20], **SAMPLING, **{CACHE: cache})
         assert not caplog.records
-        stock = seeded(lambda: model.generate(other, **SAMPLING, **{CACHE: None}))
-        assert torch.equal(seeded(lambda: model.generate(other, **SAMPLING, **{CACHE: cache})), stock)
+        stock = drawn(model, {"input_ids": other})
+        assert torch.equal(drawn(model, {"input_ids": other}, cache), stock)
         assert "tokens of each prompt that were stored before: 12" in str(fd.explain(model).last_call.lines())
     assert [record.getMessage() for record in caplog.records] == [
         "prompt 0 begins with 12 of the 80 or more tokens of the given cache; the rest of it is prefilled"
@@ -78,21 +82,19 @@ def test_one_prefix_serves_prompts_that_leave_it_anywhere(model):
     tails = [ragged_prompts(20, seed=seed)["input_ids"][0] for seed in (1, 2)]
     rows = [torch.cat([prefix, tails[0]]), torch.cat([prefix[:50], tails[1], tails[0][:14]])]
     prompt = {"input_ids": torch.stack(rows), "attention_mask": torch.ones(2, 84, dtype=torch.long)}
-    stock = seeded(lambda: model.generate(**prompt, **SAMPLING))
+    stock = drawn(model, prompt)
     with fd.enabled(model):
-        cache = fd.prefill(model, prefix[None])
-        shared = seeded(lambda: model.generate(**prompt, **SAMPLING, **{CACHE: cache}))
+        shared = drawn(model, prompt, fd.prefill(model, prefix[None]))
         assert fd.explain(model).last_call.prefilled_tokens == 20 + 34
     assert torch.equal(shared, stock)
 
 
 def test_a_conversation_goes_on_from_the_returned_cache(model):
     def turns(shared):
-        first = seeded(lambda: model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True))
+        first = drawn(model, return_dict_in_generate=True)
         more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
-        cache = {CACHE: first[CACHE]} if shared else {}
-        arguments = SAMPLING | {"num_return_sequences": 1}
-        return seeded(lambda: model.generate(more, attention_mask=torch.ones_like(more), **arguments, **cache))
+        prompt = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+        return drawn(model, prompt, first[CACHE] if shared else None, num_return_sequences=1)
 
     stock = turns(False)
     with fd.enabled(model):
@@ -102,22 +104,10 @@ def test_a_conversation_goes_on_from_the_returned_cache(model):
 
 def test_a_conversation_from_a_cache_that_needed_no_prefill(model):
     with fd.enabled(model):
-        cache = fd.prefill(model, PROMPT)
-        arguments = SAMPLING | {CACHE: cache, "return_dict_in_generate": True}
-        first = seeded(lambda: model.generate(**PROMPT, **arguments))
-        more = torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)
-        arguments = SAMPLING | {"num_return_sequences": 2}
-        shared = seeded(lambda: model.generate(more, **arguments, **{CACHE: first[CACHE]}))
-    assert torch.equal(shared, seeded(lambda: model.generate(more, **arguments)))
-
-
-def test_ragged_prompts_prefilled_together(model):
-    prompts = ragged_prompts(70, 90, 55)
-    stock = seeded(lambda: model.generate(**prompts, **SAMPLING))
-    with fd.enabled(model):
-        cache = fd.prefill(model, prompts)
-        assert (cache.rows, cache.nbytes.stored < cache.nbytes.stock) == (3, True)
-        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, **{CACHE: cache})), stock)
+        first = drawn(model, cache=fd.prefill(model, PROMPT), return_dict_in_generate=True)
+        more = {"input_ids": torch.cat([first.sequences, ragged_prompts(7, seed=4)["input_ids"].repeat(4, 1)], 1)}
+        shared = drawn(model, more, first[CACHE], num_return_sequences=2)
+    assert torch.equal(shared, drawn(model, more, num_return_sequences=2))
 
 
 def unpadded(prompts):
@@ -138,10 +128,11 @@ def test_prompts_of_unequal_length_in_a_list(model, form):
         "padded lists": {name: part.tolist() for name, part in prompts.items()},
         "int32": [row.int() for row in tensors],
     }[form]
-    stock = seeded(lambda: model.generate(**prompts, **SAMPLING))
+    stock = drawn(model, prompts)
     with fd.enabled(model):
         cache = fd.prefill(model, given)
-        assert torch.equal(seeded(lambda: model.generate(**prompts, **SAMPLING, **{CACHE: cache})), stock)
+        assert (cache.rows, cache.nbytes.stored < cache.nbytes.stock) == (3, True)
+        assert torch.equal(drawn(model, prompts, cache), stock)
         assert fd.explain(model).last_call.prefilled_tokens == 0
         assert repr(cache) == repr(fd.prefill(model, prompts))
     assert cache.node_tokens == 40 + 30 + 50 + 15
@@ -180,20 +171,20 @@ def test_prompts_share_in_the_order_given_where_sorting_stores_no_less(model):
 
 def test_further_prompts_find_what_the_prefilled_ones_have_in_common(model):
     prompts = unpadded(ragged_prompts(70, 90, 55, 81, shared=40))
-    expected = [seeded(lambda prompt=prompt: model.generate(prompt[None], **SAMPLING)) for prompt in prompts[2:]]
+    others = [{"input_ids": prompt[None]} for prompt in prompts[2:]]
+    expected = [drawn(model, prompt) for prompt in others]
     with fd.enabled(model):
         cache = fd.prefill(model, prompts[:2])
-        for prompt, stock in zip(prompts[2:], expected, strict=True):
-            shared = seeded(lambda prompt=prompt: model.generate(prompt[None], **SAMPLING, **{CACHE: cache}))
-            assert fd.explain(model).last_call.prefilled_tokens == len(prompt) - 40
-            assert torch.equal(shared, stock)
+        for prompt, stock in zip(others, expected, strict=True):
+            assert torch.equal(drawn(model, prompt, cache), stock)
+            assert fd.explain(model).last_call.prefilled_tokens == prompt["input_ids"].shape[1] - 40
 
 
 def test_a_cache_of_another_text_is_an_error(model):
     with fd.enabled(model):
         cache = fd.prefill(model, ragged_prompts(40, seed=8)["input_ids"])
         with pytest.raises(ValueError, match="does not begin with tokens of the cache"):
-            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
+            drawn(model, cache=cache)
 
 
 def test_a_shared_cache_outside_an_enabled_model_is_an_error(model):
@@ -238,7 +229,7 @@ def test_a_cache_of_weights_that_have_changed_is_an_error(change):
     model = tiny_model("llama-gqa")
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
-        out = model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}, return_dict_in_generate=True)
+        out = drawn(model, cache=cache, return_dict_in_generate=True)
         if change in ("sgd", "adamw"):
             model(PROMPT["input_ids"], labels=PROMPT["input_ids"]).loss.backward()
             weights = model.parameters()
@@ -256,8 +247,8 @@ def test_a_cache_of_weights_that_have_changed_is_an_error(change):
         for old, ids in kept:
             with pytest.raises(ValueError, match="the cache was made with other weights"):
                 model.generate(ids, **SAMPLING, **{CACHE: old})
-        fresh = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)}))
-    assert torch.equal(fresh, seeded(lambda: model.generate(**PROMPT, **SAMPLING)))
+        fresh = drawn(model, cache=fd.prefill(model, PROMPT))
+    assert torch.equal(fresh, drawn(model))
 
 
 def test_a_cache_serves_a_copy_of_the_model(model):
@@ -266,11 +257,9 @@ def test_a_cache_serves_a_copy_of_the_model(model):
         twin = copy.deepcopy(model)
         with torch.no_grad():
             next(twin.parameters()).mul_(1)
-        expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}))
+        expected = drawn(model, cache=cache)
         for given in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-            assert torch.equal(
-                seeded(lambda given=given: twin.generate(**PROMPT, **SAMPLING, **{CACHE: given})), expected
-            )
+            assert torch.equal(drawn(twin, cache=given), expected)
 
 
 @pytest.mark.parametrize("other", [{"seed": 5}, {"attention_bias": True}], ids=str)
@@ -279,7 +268,7 @@ def test_a_cache_of_other_weights_is_an_error(model, other):
     with fd.enabled(model), fd.enabled(other):
         cache = fd.prefill(other, PROMPT)
         with pytest.raises(ValueError, match="made with other weights, of another model or before these changed"):
-            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
+            drawn(model, cache=cache)
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -294,14 +283,14 @@ def test_a_cache_of_fewer_weights_is_an_error(changed):
                     weight.mul_(2)
         model.model.layers[0].mlp.adapter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
         with pytest.raises(ValueError, match="made with other weights"):
-            model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
+            drawn(model, cache=cache)
 
 
 def test_weights_of_any_stride_are_known():
     model = tiny_model("llama-gqa")
     model.scale = torch.nn.Parameter(torch.arange(10.0)[::10])
     with fd.enabled(model):
-        model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)})
+        drawn(model, cache=fd.prefill(model, PROMPT))
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids", "pixel_values"])
@@ -329,7 +318,7 @@ def test_weights_that_are_no_numbers_are_still_the_same():
     model = tiny_model("llama-gqa")
     with fd.enabled(model), torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.nan
-        model.generate(**PROMPT, **SAMPLING, **{CACHE: fd.prefill(model, PROMPT)})
+        drawn(model, cache=fd.prefill(model, PROMPT))
         assert fd.explain(model).last_call.path == "shared"
 
 
@@ -415,8 +404,7 @@ def test_frequencies_that_every_pass_writes_are_no_other_weights(kind, between):
 def test_who_iterates_over_a_returned_cache_is_told_what_to_do(model, read):
     """transformers' caches give the keys and values of each layer."""
     with fd.enabled(model):
-        call = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 4, "return_dict_in_generate": True}
-        out = model.generate(**ragged_prompts(90), **call)
+        out = drawn(model, return_dict_in_generate=True)
     assert isinstance(out[CACHE], fd.SharedContextCache)
     with pytest.raises(
         TypeError, match=rf"no 'keys' tensor: .* pass {CACHE}=transformers.DynamicCache\(\) to generate"

@@ -263,7 +263,7 @@ def test_an_offloaded_model():
 
 
 def advised(caplog):
-    return [one.getMessage() for one in caplog.records if "reuse_prefix=True) keeps prompts" in one.getMessage()]
+    return [one.getMessage() for one in caplog.records if "`reuse_prefix=True` keeps prompts" in one.getMessage()]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_return_sequences": 3}, {"num_beams": 2}])
@@ -273,7 +273,7 @@ def test_the_third_call_that_begins_like_an_earlier_one_says_what_would_help(mod
             run(model, prompt, **arguments)
             assert len(advised(caplog)) == (number >= 3)  # the first began like none
     assert advised(caplog) == [
-        "3 calls had a prompt that begins like an earlier call's; hf_fastdecode.enable(model, reuse_prefix=True) "
+        "3 calls had a prompt that begins like an earlier call's; hf_fastdecode.enable with `reuse_prefix=True` "
         "keeps prompts, so that later calls prefill new tokens only"
     ]
 

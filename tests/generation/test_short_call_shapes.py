@@ -250,7 +250,7 @@ def test_prompts_that_arrive_one_at_a_time_are_still_noticed(model, caplog, unas
         unasked()
         for _ in range(4):
             model.generate(**ragged_prompts(80), do_sample=False, max_new_tokens=2)
-    assert sum("reuse_prefix=True) keeps prompts" in one for one in caplog.messages) == 1
+    assert sum("`reuse_prefix=True` keeps prompts" in one for one in caplog.messages) == 1
 
 
 def test_a_model_of_another_dtype_is_asked_again(model):
@@ -260,4 +260,4 @@ def test_a_model_of_another_dtype_is_asked_again(model):
         model.to(torch.float64)
         model.generate(**TINY, do_sample=False, max_new_tokens=2)
         after = state_of(model).short_calls
-    assert (before.dtype, after.dtype) == (torch.float32, torch.float64)
+    assert torch.float32 in before.conditions and torch.float64 in after.conditions

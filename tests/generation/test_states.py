@@ -14,7 +14,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.own_code import own_code_of
 from hf_fastdecode.cache.layout import ModelLayout
-from hf_fastdecode.generation.prompts import pass_parts
+from hf_fastdecode.generation.prompts import by_rows
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
 from ..architectures.classes import tiny_model_of
@@ -232,10 +232,10 @@ def test_passes_are_as_long_as_memory_allows(name, monkeypatch):
     """A short pass is counted, once. What continues no state runs whole, one prompt at a time."""
     model, prompts = tiny_model_of(name), {"input_ids": torch.arange(2 * 96).view(2, 96) % 90 + 3}
     stock, monkeypatched = run(model, SAMPLING, prompts), monkeypatch.setattr
-    monkeypatched(pass_parts, "_COUNTED", 8)
-    monkeypatched(pass_parts, "_FEW", 8)
-    needed = pass_parts.most_bytes(model, 8)
-    monkeypatched(pass_parts, "usable_memory", lambda device: 2 * 6 * needed)
+    monkeypatched(by_rows, "_COUNTED", 8)
+    monkeypatched(by_rows, "_FEW", 8)
+    needed = by_rows.most_bytes(model, 8)
+    monkeypatched(by_rows, "usable_memory", lambda device: 2 * 6 * needed)
     for before in ([8], []):
         with fd.enabled(model, min_saved_tokens=1), tokens_embedded(model) as counted:
             assert torch.equal(run(model, SAMPLING, prompts), stock)
@@ -245,12 +245,12 @@ def test_passes_are_as_long_as_memory_allows(name, monkeypatch):
 
 def test_memory_of_passes_is_counted_for_each_dtype(monkeypatch):
     model = copy.deepcopy(tiny_model_of("Qwen3NextForCausalLM"))
-    monkeypatch.setattr(pass_parts, "_COUNTED", 8)
-    monkeypatch.setattr(pass_parts, "_FEW", 8)
-    needed = pass_parts.most_bytes(model, 8)
-    monkeypatch.setattr(pass_parts, "usable_memory", lambda device: 2 * 600 * needed)
-    assert pass_parts.tokens_that_fit(model, 10**6) == 4800
-    assert pass_parts.tokens_that_fit(model.bfloat16(), 10**6) > 4800
+    monkeypatch.setattr(by_rows, "_COUNTED", 8)
+    monkeypatch.setattr(by_rows, "_FEW", 8)
+    needed = by_rows.most_bytes(model, 8)
+    monkeypatch.setattr(by_rows, "usable_memory", lambda device: 2 * 600 * needed)
+    assert by_rows.tokens_that_fit(model, 10**6) == 4800
+    assert by_rows.tokens_that_fit(model.bfloat16(), 10**6) > 4800
 
 
 def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):

@@ -19,8 +19,9 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import first_pass, gain, start
 from hf_fastdecode.patches.architectures.decoders import DECODERS
 
-from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
-from .calls import PROMPT, SAMPLING, both
+from ..architectures.classes import tiny_model_of
+from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
+from .calls import PROMPT, SAMPLING, as_in_stock
 
 STOCK = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
@@ -45,22 +46,19 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
     if name == "attentions":
         model.set_attn_implementation("eager")
     with caplog.at_level(logging.INFO, logger="hf_fastdecode"):
-        stock, shared, call = both(model, lambda: SAMPLING | extra)
-        told = [record.message for record in caplog.records if record.name == "hf_fastdecode"]
-        with fd.enabled(model):
-            seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{}))
-    assert call.path == "stock"
+        call = drawn(model, "stock", extra)
+    (told,) = [record.message for record in caplog.records if record.name == "hf_fastdecode"]
     assert reason in call.reason
-    assert len(told) == 1
-    assert call.reason in told[0]
-    sequences = [out if isinstance(out, torch.Tensor) else out.sequences for out in (stock, shared)]
-    assert torch.equal(*sequences)
+    assert call.reason in told
+
+
+def drawn(model, path, extra=None, prompt=PROMPT):
+    """The report of samples that are stock's, and took this path."""
+    return as_in_stock(model, lambda: model.generate(**prompt, **SAMPLING | (extra or {})), path)
 
 
 def test_a_static_cache_that_nobody_gets_is_a_shared_one(model):
-    stock, shared, call = both(model, lambda: SAMPLING | {"cache_implementation": "static"})
-    assert call.path == "shared"
-    assert torch.equal(shared, stock)
+    drawn(model, "shared", {"cache_implementation": "static"})
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
@@ -77,9 +75,7 @@ def test_a_model_with_its_own_inputs_keeps_its_loop(where):
         model.__class__ = type("Shifted", (type(model),), {"prepare_inputs_for_generation": shifted})
     else:
         model.prepare_inputs_for_generation = shifted.__get__(model)
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert torch.equal(shared, stock)
-    assert call.path == "shared"
+    call = drawn(model, "shared")
     whose = "Shifted." if where == "class" else "the model's own "
     assert call.sampler_reason == f"{whose}prepare_inputs_for_generation uses another decoding loop"
 
@@ -95,21 +91,15 @@ def test_prompts_without_positions_share_as_models_count_them():
     model.prepare_inputs_for_generation = without_positions
     padded, even = ragged_prompts(41, 36, shared=33), ragged_prompts(41, 41, shared=33)
     for prompts in (padded, even):
-        stock = seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLING))
-        with fd.enabled(model):
-            assert torch.equal(seeded(lambda prompts=prompts: model.generate(**prompts, **SAMPLING)), stock)
-            assert fd.explain(model).last_call.path == "shared"
+        drawn(model, "shared", prompt=prompts)
 
 
 def test_processes_that_must_keep_step_run_stock(model):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        stock, shared, call = both(model, lambda: SAMPLING | {"synced_gpus": True})
+        assert "synced_gpus=True" in drawn(model, "stock", {"synced_gpus": True}).reason
     finally:
         torch.distributed.destroy_process_group()
-    assert call.path == "stock"
-    assert "synced_gpus=True" in call.reason
-    assert torch.equal(shared, stock)
 
 
 @pytest.mark.parametrize(("saved", "stock"), [(0, True), (1_000_000, False)])
@@ -145,13 +135,8 @@ def test_dynamic_rope_runs_stock_beyond_its_limit(entry):
     """Which transformers reads from the config, and not from its entry for RoPE."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0} | entry
     model = tiny_model("llama-gqa", max_position_embeddings=88, rope_parameters=rope)
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "88" in call.reason
-    assert torch.equal(shared, stock)
-    stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": 8})
-    assert call.path == "shared"
-    assert torch.equal(shared, stock)
+    assert "88" in drawn(model, "stock").reason
+    drawn(model, "shared", {"max_new_tokens": 8})
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["sample", "beams"])
@@ -192,51 +177,29 @@ def test_a_stock_call_holds_no_memory_of_the_shared_attempt(model, monkeypatch, 
     assert left[1:] == [None, None]
 
 
-def test_custom_position_ids_run_stock(model):
-    prompt = PROMPT | {"position_ids": torch.arange(80)[None] * 2}
-    stock, shared, call = both(model, lambda: SAMPLING, prompt)
-    assert call.path == "stock"
-    assert "position_ids" in call.reason
-    assert torch.equal(shared, stock)
+OTHERS = {
+    "position_ids": ({"position_ids": torch.arange(80)[None] * 2}, "position_ids"),
+    "right padding": ({"attention_mask": torch.tensor([[1] * 75 + [0] * 5])}, "padding_side"),
+    "stock cache": (lambda model: {CACHE: DynamicCache(config=model.config)}, "DynamicCache"),
+}
 
 
-def test_right_padding_runs_stock(model):
-    ids, mask = PROMPT["input_ids"].repeat(2, 1), torch.ones(2, 80, dtype=torch.long)
-    mask[1, -5:] = 0
-    stock, shared, call = both(model, lambda: SAMPLING, {"input_ids": ids, "attention_mask": mask})
-    assert call.path == "stock"
-    assert "padding_side" in call.reason
-    assert torch.equal(shared, stock)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_shared_cache_does_not_follow_runs_stock(model, name):
+    given, reason = OTHERS[name]
 
+    def call():
+        more = given(model) if callable(given) else given
+        return model.generate(**PROMPT | SAMPLING | more)
 
-def test_a_stock_cache_runs_stock(model):
-    def arguments():
-        return SAMPLING | {CACHE: DynamicCache(config=model.config)}
-
-    stock, shared, call = both(model, arguments)
-    assert call.path == "stock"
-    assert "DynamicCache" in call.reason
-    assert torch.equal(shared, stock)
+    assert reason in as_in_stock(model, call, "stock").reason
 
 
 def test_latents_that_other_code_reads_run_stock():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-
-    class Attention(DeepseekV3Attention):
-        pass
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "first_k_dense_replace": 2}
-    config = DeepseekV3Config(vocab_size=VOCABULARY, **sizes, **ranks, pad_token_id=0, eos_token_id=None)
-    model = DeepseekV3ForCausalLM(config).eval()
-    model.model.layers[1].self_attn.__class__ = Attention
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "latent" in call.reason
-    assert torch.equal(shared, stock)
+    model = tiny_model_of("DeepseekV3ForCausalLM")
+    attention = model.model.layers[-1].self_attn
+    attention.__class__ = type("Attention", (type(attention),), {})
+    assert "latent" in drawn(model, "stock").reason
 
 
 def test_attention_over_some_keys_only_runs_stock(model, monkeypatch):
@@ -250,33 +213,20 @@ def test_attention_over_some_keys_only_runs_stock(model, monkeypatch):
 
     monkeypatch.setattr(LlamaAttention, "forward", sparse)
     monkeypatch.setattr(model, "__class__", type("Sparse", (type(model),), {}))  # whose modules come with it
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "LlamaAttention passes 'block_indices' (Tensor)" in call.reason
-    assert torch.equal(shared, stock)
+    assert "LlamaAttention passes 'block_indices' (Tensor)" in drawn(model, "stock").reason
 
 
 def test_what_stock_attention_leaves_out_runs_stock():
     """transformers' sdpa function ignores attention sinks, and in some versions soft caps."""
     model = tiny_model("gpt_oss")
     model.config._attn_implementation_internal = "sdpa"
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "GptOssAttention passes 's_aux', which transformers' sdpa attention leaves out" in call.reason
-    assert torch.equal(shared, stock)
+    reason = drawn(model, "stock").reason
+    assert "GptOssAttention passes 's_aux', which transformers' sdpa attention leaves out" in reason
 
 
 def test_attention_that_takes_the_cache_for_a_tensor_runs_stock(monkeypatch):
-    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
-
     monkeypatch.delitem(DECODERS["diffllama"].stand_ins["DiffLlamaAttention"], "forward")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = DiffLlamaConfig(vocab_size=VOCABULARY, intermediate_size=64, **sizes, pad_token_id=0, eos_token_id=None)
-    stock, shared, call = both(DiffLlamaForCausalLM(config).eval(), lambda: SAMPLING)
-    assert call.path == "stock"
-    assert "are not tensors" in call.reason
-    assert torch.equal(shared, stock)
+    assert "are not tensors" in drawn(tiny_model_of("DiffLlamaForCausalLM"), "stock").reason
 
 
 def test_attention_that_scales_with_the_cache_runs_stock():
@@ -288,9 +238,7 @@ def test_attention_that_scales_with_the_cache_runs_stock():
     config = Llama4TextConfig(vocab_size=VOCABULARY, **sizes, no_rope_layers=[0, 0], floor_scale=8, pad_token_id=0)
     model = Llama4ForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
-    stock, shared, call = both(model, lambda: SAMPLING, ragged_prompts(60, 75, shared=40))
-    assert call.path == "stock"
-    assert torch.equal(shared, stock)
+    drawn(model, "stock", prompt=ragged_prompts(60, 75, shared=40))
 
 
 @pytest.mark.parametrize("named", ["plainly", "like what it wraps", "not at all"])
@@ -305,21 +253,16 @@ def test_attention_of_the_users_own_runs_stock(model, named):
     AttentionInterface.register("halved", halved)
     try:
         model.set_attn_implementation("halved")
-        stock, shared, call = both(model, lambda: SAMPLING)
+        assert "its attention is 'halved'" in drawn(model, "stock").reason
     finally:
         model.set_attn_implementation("sdpa")
         del AttentionInterface._global_mapping["halved"]
-    assert call.path == "stock"
-    assert "its attention is 'halved'" in call.reason
-    assert torch.equal(shared, stock)
 
 
 def test_attention_of_transformers_does_not():
     model = tiny_model("llama-gqa")
     model.set_attn_implementation("eager")
-    with fd.enabled(model):
-        model.generate(**PROMPT, **SAMPLING)
-        assert fd.explain(model).last_call.path == "shared"
+    drawn(model, "shared")
 
 
 def test_a_cache_of_another_model_is_an_error(model):

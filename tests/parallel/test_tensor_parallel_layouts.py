@@ -19,9 +19,8 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation import structure
+from hf_fastdecode.generation import structure, support
 from hf_fastdecode.generation.steps.projections import has_projections
-from hf_fastdecode.generation.support import model as model_checks
 from hf_fastdecode.parallel.collectives import merge_over, merged, partial_buffer
 from hf_fastdecode.parallel.groups import splitting_groups
 
@@ -133,7 +132,7 @@ def several_groups(models: Models) -> Any:
     error = Unsupported("its parameters are split over several groups of processes, of 2 and 2")
     with (
         mock.patch.object(structure, "splitting_groups", side_effect=error),
-        mock.patch.object(model_checks, "splitting_groups", side_effect=error),
+        mock.patch.object(support, "splitting_groups", side_effect=error),
         fd.enabled(models.split["llama"]) as model,
     ):
         return str(raised.value) == str(error), len(draw(model, 0, PROMPTS, **GREEDY)), reason(model)

@@ -31,7 +31,7 @@ from hf_fastdecode.conversion.sizes import (
 )
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options
-from hf_fastdecode.generation.support.model import rope_limit
+from hf_fastdecode.generation.support import rope_limit
 
 from ...cache.stores import Kind
 from ...dtypes import parse_dtype, short_dtype

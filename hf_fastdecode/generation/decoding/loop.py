@@ -24,7 +24,7 @@ from ..prompts.packed import prefill_unshared
 from ..prompts.start import Start
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
-from ..support.call import step_arguments
+from ..support import step_arguments
 from .decisions import Decisions, Logits, rows_that_fit
 from .refill import Refill, Wave, concatenate
 from .sampling import Drawn, Sampler, generator_state, set_generator_state

@@ -1,1 +1,1 @@
-"""What a call gives with its prompts: an encoder's inputs, images, videos or audio, and whose they are."""
+"""Inputs of a call beside its text: an encoder's, images, videos or audio, and which rows they belong to."""

@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 
 from ...attention.active_passes import as_stock
 from ..interception.switches import ReplacedCall, replaced_calls
-from .items import KINDS, SHAPE_ERRORS, Items
+from .items import KINDS, SHAPE_ERRORS, Items, equal_parts
 
 _KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}
 """Kind of the items that each method encodes."""
@@ -54,10 +54,7 @@ class _Image(NamedTuple):
 
     def equals(self, other: _Image) -> bool:
         """Whether they are equal bit by bit, so that features are."""
-        if self.parts.keys() != other.parts.keys():
-            return False
-        pairs = ((part, other.parts[name]) for name, part in self.parts.items())
-        return self.sums == other.sums and all(torch.equal(*pair) for pair in pairs)
+        return self.sums == other.sums and equal_parts(self.parts, other.parts)
 
     @property
     def has_padding(self) -> bool:
@@ -67,18 +64,12 @@ class _Image(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """An image's item of a list."""
-
     value: Tensor
 
 
 class _Features(NamedTuple):
-    """An image, and what the method returned for it.
-
-    Attributes:
-        kind: Class of the method's output.
-        fields: The image's part of each field: rows of a tensor, a list's item, or a list of these by layer.
-    """
+    """An image, and its part of each field of the method's output: rows of a tensor, a list's item, or a list of
+    these by layer."""
 
     image: _Image
     kind: type[ModelOutput]
@@ -89,7 +80,6 @@ class SharedFeatures:
     """The features of a call's images, of one pass and the pass before.
 
     Args:
-        model: The model whose passes these are.
         counts: Number of the call's images, videos or sounds, by kind, where it is known.
     """
 
@@ -117,7 +107,7 @@ class SharedFeatures:
             _of_pass.reset(token)
 
     def encode(self, method: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
-        """What a method of this name returns for these arguments."""
+        """The output of a method of this name for these arguments."""
         before, images = self._known.pop(name, []), _images(_KIND[name], arguments)
         if images is None or name in self._not_apart:
             return method(**arguments)
@@ -137,11 +127,11 @@ class SharedFeatures:
                     raise
                 whole, new = False, new * 2
                 output = method(**arguments | _arguments_of(new))
-            encoded = _of_images(output, new)
-            if encoded is None:
+            made = _of_images(output, new)
+            if made is None:
                 self._not_apart.add(name)
                 return output if whole else method(**arguments)
-            parts = iter(encoded)
+            parts = iter(made)
         known = self._known[name] = [next(parts) if one is None else one for one in found]
         if whole:
             return output
@@ -157,7 +147,7 @@ _of_pass: ContextVar[SharedFeatures | None] = ContextVar("hf_fastdecode_features
 
 
 def _encoding(owner: nn.Module, name: str) -> Callable[..., Any]:
-    """What is called in a method's place: in passes of `SharedFeatures` once for each distinct image, else as ever."""
+    """An override of a method: in passes of `SharedFeatures` it runs once for each distinct image."""
     method = partial(getattr(type(owner), name), owner)
     parameters = signature(method)  # which `generate` compares its arguments with
     names = [one.name for one in parameters.parameters.values() if one.kind is Parameter.POSITIONAL_OR_KEYWORD]

@@ -1,4 +1,4 @@
-"""What a call gives with its prompts: images, videos or audio, and what says where in a prompt they belong.
+"""Images, videos or audio of a call, with the arguments that say where in a prompt they belong.
 
 `generate` encodes these arguments, in some transformers releases, and repeats them for every sample and beam, both
 before it asks for a cache. They are held back before that, so that prefill by rows encodes those of distinct inputs
@@ -8,7 +8,8 @@ alone. A call that turns out to run stock gets what it would have had (`GivenInp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from inspect import signature
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 """Arguments that say which tokens stand for images, which no token that follows a prompt does."""
 
 
+def holds_inputs(prompts: object, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
+    """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
+    if not isinstance(prompts, Mapping) or "input_ids" not in prompts:
+        return False
+    names = (signature(type(model).forward).parameters.keys() & prompts.keys()) - PLAIN
+    return any(isinstance(prompts[name], Tensor) and prompts[name].is_floating_point() for name in names)
+
+
 def image_mask_of(model: PreTrainedModel) -> str | None:
     """The argument that says which images a token sees, if layers of the model's own attend to images."""
     own = own_code_of(type(model))
@@ -38,10 +47,9 @@ def image_mask_of(model: PreTrainedModel) -> str | None:
 
 
 class GivenInputs:
-    """The images, videos or audio of one call.
+    """The images, videos or audio of one call, by name as `generate` was given them (`arguments`).
 
     Attributes:
-        arguments: By name, as `generate` was given them.
         ids: ``[given rows, width]``: the prompts that they belong to; None until `expand`.
         copies: Rows of the call for each given one.
     """
@@ -56,10 +64,9 @@ class GivenInputs:
     def among(
         cls, arguments: Mapping[str, Any], encode: Callable[[], dict[str, Any]] | None = None
     ) -> GivenInputs | None:
-        """Those among the model arguments of a call; None if there are none, or prompts are embeddings.
+        """The inputs among the model arguments of a call; None if there are none, or prompts are embeddings.
 
-        Args:
-            encode: Returns the arguments after transformers has encoded them, if it does before it expands them.
+        Where transformers encodes them before it expands them, `encode` returns them encoded.
         """
         if arguments.get("inputs_embeds") is not None:
             return None
@@ -67,21 +74,25 @@ class GivenInputs:
         return cls(found, encode) if found else None
 
     @property
+    def name(self) -> str:
+        return next(iter(self.arguments))
+
+    @property
     def says_nothing(self) -> bool:
         """Whether this is text alone, as the numbers of its tokens say."""
         return set(self.arguments) == {"mm_token_type_ids"} and not bool(self.arguments["mm_token_type_ids"].any())
 
     @property
-    def encoded_once(self) -> bool:
-        """Whether transformers encodes them before it repeats them for samples and beams."""
-        return self._encode is not None
+    def copies_of_features(self) -> int:
+        """How often transformers encodes each: once if it does before it repeats them for samples and beams."""
+        return self.copies if self._encode is None else 1
 
     def expand(self, expand: Callable[..., tuple[Any, dict[str, Any]]], ids: Tensor, copies: int) -> None:
         """Remember how transformers expands arguments of these prompts for so many samples or beams."""
         self._expand, self.ids, self.copies = expand, ids, copies
 
     def shown_to(self, function: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """What a function returns that reads how many images there are among these model arguments.
+        """The result of a function that counts the images among these model arguments.
 
         Mllama's static cache has room for as many.
         """
@@ -97,15 +108,20 @@ class GivenInputs:
         """The arguments as stock passes them on: encoded where it does, a row for each sample or beam."""
         return self._of_all_rows(self.arguments if self._encode is None else _inputs_among(self._encode()))
 
-    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Those that transformers' loops update after each pass and hand to the next one, as stock passes them on."""
+    def names_in_passes(self, model: PreTrainedModel) -> set[str]:
+        """Names of those that transformers' loops update after each pass and hand to the next one."""
         mask = image_mask_of(model)
-        return self._of_all_rows({mask: self.arguments[mask]}) if mask in self.arguments else {}
+        return {mask} if mask in self.arguments else set()
+
+    def of_each_pass(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The arguments of `names_in_passes`, as stock passes them on."""
+        found = {name: self.arguments[name] for name in self.names_in_passes(model)}
+        return self._of_all_rows(found) if found else {}
 
     def _of_all_rows(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if self._expand is None:
             return dict(arguments)
-        return self._expand(expand_size=self.copies, is_encoder_decoder=False, input_ids=self.ids, **arguments)[1]
+        return self._expand(expand_size=self.copies, input_ids=self.ids, **arguments)[1]
 
     def check(self, model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
         """Raise `Unsupported` if a call of this model in this mode cannot share context, because of these inputs."""
@@ -115,8 +131,7 @@ class GivenInputs:
         if model.config.model_type in ATTENDS_ACROSS_IMAGES:
             raise Unsupported("its encoder attends to the images of all rows, on which the tokens of each row depend")
         own = own_code_of(type(model))
-        attends_itself = own is not None and (own.stand_ins or own.states is not None) and own.image_mask is None
-        if structure.layout.own or attends_itself:
+        if structure.layout.own or (own is not None and own.computes_layers and own.image_mask is None):
             raise Unsupported(f"the argument {name!r} is not accelerated with attention code of its own yet")
         if counts_padding(model) or places_tokens(model):
             raise Unsupported(
@@ -135,7 +150,7 @@ class GivenInputs:
         )
         forwarded = {name: value for name in self.arguments if (value := prepared.get(name)) is not None}
         rows, width = self.ids.shape
-        # Each token behind a prompt sees the images that its last one does.
+        # Each token after a prompt sees the images that its last one does.
         known: tuple[str | None, ...] = (*_TOKEN_TYPES, image_mask_of(model))
         if len(forwarded) < len(self.arguments) and type(model).__module__.startswith("transformers."):
             known = (*known, "token_type_ids")  # of tokens that see each other; all of them are before a step's

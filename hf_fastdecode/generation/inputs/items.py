@@ -48,7 +48,7 @@ _FEW: Final = 64
 """Most floats of an item that count as its size, such as seconds; more are pixels or features."""
 
 SHAPE_ERRORS: Final = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
-"""What an encoder raises for shapes that it does not expect."""
+"""Errors of encoders for shapes that they do not expect."""
 
 CountTokens = Callable[[str, Hashable, dict[str, Tensor]], "int | None"]
 """Number of tokens of an item, from its kind, size and part of each argument; None if unknown."""
@@ -57,20 +57,19 @@ CountTokens = Callable[[str, Hashable, dict[str, Tensor]], "int | None"]
 def counting_tokens(model: PreTrainedModel, structure: Structure, arguments: Mapping[str, Any]) -> CountTokens:
     """Count tokens by encoding one item of each size with the model's own method; kept while it is untouched.
 
-    Args:
-        arguments: Model arguments of the call; values other than tensors are passed to the method too.
+    Model arguments of the call other than tensors are passed to the method too.
     """
     plain = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
 
     def count(kind: str, size: Hashable, parts: dict[str, Tensor]) -> int | None:
         question = "tokens of an item", kind, blake2b(repr(size).encode(), digest_size=16).digest()
-        return structure.kept(question, lambda: _encoded_tokens(model, structure, kind, plain, parts))
+        return structure.kept(question, lambda: _features_made(model, structure, kind, plain, parts))
 
     return count
 
 
 @torch.no_grad()
-def _encoded_tokens(
+def _features_made(
     model: PreTrainedModel, structure: Structure, kind: str, plain: Mapping[str, Any], parts: Mapping[str, Tensor]
 ) -> int | None:
     """How many features the model makes of an item; None where it has no method for it, or that fails.
@@ -128,10 +127,9 @@ def _marked(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one kind.
+    """The items of one of `KINDS`.
 
     Attributes:
-        kind: One of `KINDS`.
         arguments: By name; entries of all items along the first dimension.
         sizes: Entries of each item, by the argument's name.
         merge: How many patches of a grid make a token, by the config; None where it does not say.
@@ -144,7 +142,7 @@ class Items:
 
     @classmethod
     def among(cls, kind: str, arguments: dict[str, Tensor], config: PreTrainedConfig | None = None) -> Items | None:
-        """Those that these arguments hold; None where it is not clear which entries are of one item."""
+        """The items that these arguments hold; None where it is not clear which entries are of one item."""
         lengths = {name: len(value) if value.dim() else 0 for name, value in arguments.items()}
         grid = arguments.get(f"{kind}_grid_thw")
         counts = [value for value in arguments.values() if _holds_counts(value)] if grid is None else [grid]
@@ -228,7 +226,6 @@ def _holds_counts(value: Tensor) -> bool:
 
 
 def _sizes(name: str, value: Tensor, begins: Sequence[int]) -> list[Hashable]:
-    """What an argument says of the size of each item."""
     value = value.detach()
     shape, item = (name, str(value.dtype), *value.shape[1:]), value[:1].numel()
     if value.is_floating_point() and item > _FEW:
@@ -240,8 +237,12 @@ def _sizes(name: str, value: Tensor, begins: Sequence[int]) -> list[Hashable]:
     return [(*shape, len(own), own.contiguous().view(torch.uint8).numpy().tobytes()) for own in of_items]
 
 
+def equal_parts(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether arguments have equal parts for two items or rows."""
+    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
+
+
 def offsets(counts: Iterable[int]) -> list[int]:
-    """Cumulative sums, from 0 to the total."""
     return [0, *accumulate(counts)]
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from ...errors import Unsupported
 from .given import GivenInputs
-from .items import KINDS, CountTokens, Items, by_kind, of_tokens
+from .items import KINDS, CountTokens, Items, by_kind, equal_parts, of_tokens
 
 
 class RowImage(NamedTuple):
@@ -31,19 +31,16 @@ class RowImage(NamedTuple):
     places: Tensor
     parts: dict[str, Tensor]
 
+    def equals(self, other: RowImage) -> bool:
+        return torch.equal(self.places, other.places) and equal_parts(self.parts, other.parts)
+
 
 class InputRows:
-    """The inputs of a call's given rows.
+    """The inputs of a call's given rows, each of which has so many `copies` in the call.
 
     Args:
-        given: What the call was given.
         config: The model's, which names the placeholder tokens.
         count_tokens: Counts the tokens of an image where sizes and config do not determine them.
-
-    Attributes:
-        copies: Rows of the call for each given one.
-        rows: Number of given rows.
-        width: Tokens of a prompt, padding included.
     """
 
     def __init__(self, given: GivenInputs, config: PreTrainedConfig, count_tokens: CountTokens):
@@ -51,7 +48,7 @@ class InputRows:
         self._arguments, self._ids, self._config = given.arguments, given.ids, config
         self._count_tokens = count_tokens
         self.copies, self.rows, self.width = given.copies, *given.ids.shape
-        self._encoded_copies = 1 if given.encoded_once else given.copies
+        self._copies_of_features = given.copies_of_features
 
     @property
     def apart(self) -> bool:
@@ -76,7 +73,7 @@ class InputRows:
         number, numbers = 0, [0]
         alike = (self._ids[1:] == self._ids[:-1]).all(1).tolist()
         for row, same in enumerate(alike, 1):
-            number += not (same and self.apart and _equal(self._parts(row), self._parts(row - 1)))
+            number += not (same and self.apart and equal_parts(self._parts(row), self._parts(row - 1)))
             numbers.append(number)
         return torch.tensor(numbers, device="cpu").repeat_interleave(self.copies)
 
@@ -113,7 +110,7 @@ class InputRows:
         return {name: torch.cat(own) for name, own in parts.items()}
 
     def _images_at(self, given: int, here: Tensor) -> Iterator[dict[str, Tensor]]:
-        """What arguments have for the images of a given row whose tokens are at these places, ``[width]`` bool."""
+        """Arguments of the images of a given row whose tokens are at these positions, ``[width]`` bool."""
         stands = self._stands[given]
         if not bool((stands & here).any()):
             return
@@ -159,13 +156,13 @@ class InputRows:
             raise Unsupported(f"the argument {name!r} says more than which tokens are of images")
 
     def text_after(self, row: int) -> int:
-        """Tokens of a row of the call behind the last one that stands for an image; all, padding included, without."""
+        """Tokens of a row of the call after the last one that stands for an image; all, padding included, without."""
         return self._text_after[row // self.copies]
 
     @property
-    def encoded_together(self) -> dict[str, int]:
-        """How many images of each kind stock encodes in one pass of the encoder, where they are known."""
-        copies = {kind: self.copies if kind == "audio" else self._encoded_copies for kind in KINDS}
+    def counts_in_stock(self) -> dict[str, int]:
+        """How many images of each kind stock makes features of at once, where they are known."""
+        copies = {kind: self.copies if kind == "audio" else self._copies_of_features for kind in KINDS}
         return {kind: len(items) * copies[kind] for kind, items in self._items.items()}
 
     @property
@@ -193,12 +190,12 @@ class InputRows:
         return {name: value for name, value in self._arguments.items() if of_tokens(name, value, self._ids)}
 
     def of_tokens(self, row: int, length: int, count: int) -> list[Tensor]:
-        """Of a row of the call with `length` tokens behind its padding, what arguments have for the first `count`."""
+        """Arguments of the first `count` tokens of a row of the call, which has `length` after its padding."""
         first = self.width - length
         return [value[row // self.copies, first : first + count] for value in self._of_tokens.values()]
 
     def _parts(self, given: int) -> dict[str, Tensor]:
-        """What arguments have for a given row, whose part of each is known."""
+        """Arguments of a given row, whose part of each is known."""
         if self.rows == 1:
             return {name: value for name, value in self._arguments.items() if isinstance(value, Tensor)}
         parts = {name: value[given : given + 1] for name, value in self._of_tokens.items()}
@@ -230,7 +227,6 @@ class InputRows:
 
     @cached_property
     def _items(self) -> dict[str, Items]:
-        """The images of each kind, where it is known which parts are of one."""
         found = {kind: Items.among(kind, arguments, self._config) for kind, arguments in self._kinds.items()}
         return {kind: items for kind, items in found.items() if items is not None}
 
@@ -244,11 +240,9 @@ class InputRows:
 
     @cached_property
     def _counts(self) -> dict[str, list[int] | None]:
-        """How many tokens each image of a kind has, where that is known."""
         return {kind: items.counts(self._tokens(kind), self._count_tokens) for kind, items in self._items.items()}
 
     def _tokens(self, kind: str) -> list[int]:
-        """How many tokens of each given row stand for images of a kind."""
         return self._held[kind].sum(1).tolist() if kind in self._held else [0] * self.rows
 
     @cached_property
@@ -265,10 +259,5 @@ class InputRows:
         return held
 
     def _token(self, kind: str) -> int | None:
-        """The token that stands for images of a kind."""
         names = (f"{kind}_token_id", f"{kind}_token_index")
         return next((value for name in names if isinstance(value := getattr(self._config, name, None), int)), None)
-
-
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())

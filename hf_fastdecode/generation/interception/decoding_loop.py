@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from ..._compat import CACHE, is_compiled_in_place
 from ...attention.own_code import own_code_of
 from ...cache.shared import SharedContextCache
-from ..active_call import active_call_of_thread
+from ..call_context import active_call_of_thread
 from ..decoding.decisions import agreed_criteria
 from ..decoding.decode import decode_shared
 from ..prompts.start import start_shared

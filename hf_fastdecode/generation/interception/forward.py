@@ -18,10 +18,9 @@ from ...attention.active_passes import RowLengths
 from ...attention.interface import at_positions, given_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
-from ..active_call import active_call_of_thread, structure_of_call
+from ..call_context import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
-from ..forward_pass import input_device, reads_positions, takes_positions
-from ..inputs.encoded import prompt_names
+from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions
 from ..model_state import ModelState
 from ..same_calls import require_same_pass
 from ..structure import Structure

@@ -10,7 +10,7 @@ Each is called with the state (`ModelState`), the model and the method's argumen
   and gives other decoding loops a cache that prefills on their first pass (`first_pass`).
 - `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
 - ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
-  call (`inputs.hooks`).
+  call (`call_context`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache (`forward`).
 """
 
@@ -32,18 +32,22 @@ from ...errors import Unsupported, reason_of
 from ...parallel.agreement import ALONE
 from ...parallel.groups import in_several_processes
 from ...parallel.watchdog import NoWatchdog
-from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
-from ..call_context import CallContext
+from ..call_context import (
+    ActiveCall,
+    CallContext,
+    active_call_of_thread,
+    expand_inputs,
+    hold_before_encoding,
+    structure_of_call,
+)
 from ..forward_pass import forget_offset, left_out
-from ..inputs.encoded import encode_distinct, tokens_of_encoder
-from ..inputs.hooks import expand_inputs, hold_before_encoding
+from ..inputs.distinct import encode_distinct, tokens_of_encoder
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
-from ..prompts.short_calls import TextCall
+from ..prompts.gain import told_by_shapes
 from ..report import CallReport
 from ..same_calls import require_same_call, require_same_draws
-from ..support.call import check_call, other_loop
-from ..support.model import check_sequence_parallel
+from ..support import check_call, check_sequence_parallel, other_loop
 from .decoding_loop import (
     decode,
     hands_generate_on,
@@ -156,7 +160,7 @@ def _stock_cache(prepare: Callable[[], Any], model_kwargs: dict[str, Any]) -> Ca
 
 def _require_shareable(call: CallContext, mode: GenerationMode, active_call: ActiveCall | None) -> None:
     """Raise `Unsupported` if a call must run stock, by what is known of it before an encoder runs."""
-    check_call(call.model, call.structure, mode, call.config, call.arguments)
+    check_call(call, mode)
     if active_call is None or not (active_call.loop_is_ours or active_call.loop):
         raise Unsupported(_why_not_ours(call.state, call.model))
     if active_call.model is call.model and active_call.synced_gpus:
@@ -165,8 +169,8 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
-    if (refusal := _told_by_shapes(model_state, model, args, kwargs)) is not None:
-        return _generate_stock(model_state, model, refusal, args, kwargs)
+    if (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
+        return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
@@ -228,30 +232,14 @@ def _report_bypass(
     model_state.log_once(f"this generate call runs stock transformers: {reason}")
 
 
-def _told_by_shapes(
-    model_state: ModelState, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str | None:
-    """Why a call runs stock, if the shapes of its arguments tell; takes note of its prompt."""
-    short, options = model_state.short_calls, model_state.options
-    if short is None or model_state.disable_pending or model_state.methods.wraps("generate"):
-        return None
-    call = TextCall.among(args, kwargs, model.generation_config)
-    if call is None or not short.hold_for(model, options) or (refusal := short.refusal(call)) is None:
-        return None
-    if short.advises and call.ids.shape[1] >= options.fewest_saved:
-        model_state.note_prompt(model, call.first_prompt)
-    return str(refusal)
-
-
 def _generate_stock(
-    model_state: ModelState, model: PreTrainedModel, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model_state: ModelState, model: PreTrainedModel, report: CallReport, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     original = model_state.methods.original(model, "generate")
     with model_state.call(model) as may_share, overrides_left_out(model):
         if may_share:
-            mode_reason = "" if model_state.short_calls is None else model_state.short_calls.mode_reason
-            report = model_state.last_call = CallReport(reason=reason, mode_reason=mode_reason)
-            model_state.log_once(f"this generate call runs stock transformers: {reason}")
+            model_state.last_call = report
+            model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
         try:
             return original(*args, **kwargs)
         except BaseException as error:

@@ -7,32 +7,39 @@ input. Every prompt is a node, shared by its samples and beams. A common prefix 
 own where layers continue from its state; it runs before what follows, as of prompts that continue a given cache.
 Layers with states run that without padding, which would come between the state and the next token, hence with others
 of the same length only; so do the parts of a prompt longer than a pass. Without states, what follows images is packed.
+
+A pass has as many tokens as its tensors have memory for. In PyTorch, scans of several tokens keep products of all
+pairs of a token and an entry of the state: of Nemotron-H in transformers 5.17 some 9 MB per token. And some images
+have many more patches than tokens. What a pass takes is counted once per model and dtype, over a few tokens or over
+the first prompt with an image, and compared with free memory before each prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
 from ...cache.layers.cross import begin_of
-from ...cache.layers.state import end_of
-from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext
+from ..decoding.decisions import usable_memory
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import PrefillPass
-from .pass_parts import Form, ImagePasses, Part, passes, passes_by_input, tokens_that_fit, whole_prompts
-from .prompt_plan import PromptGroup, PromptPlan
+from .prompt_plan import FEWEST, PromptGroup, PromptPlan, TokensContinue
 
 CapturedRowPasses = Callable[[SharedContextCache, Tensor, Tensor, int], Any]
 """Prefills a cache's current items, rows of these ids and positions, by captured graphs: the model's output for so
@@ -48,7 +55,7 @@ class Rows(NamedTuple):
         position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
         inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
         numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
-        images: The images, videos or audio of the call's rows; None for tokens behind them.
+        images: The images, videos or audio of the call's rows; None for tokens after them.
         places: ``[rows, width]`` int64 on the CPU: where these tokens are in the call's rows, -1 for padding; None
             for whole rows.
     """
@@ -72,24 +79,20 @@ class Rows(NamedTuple):
     ) -> Rows:
         """Rows whose positions, where none are given, count the tokens that the mask shows."""
         if position_ids is None:
-            shown = _all_shown(inputs).long() if attention_mask is None else attention_mask.long()
-            position_ids = (shown.cumsum(1) - 1).clamp_min(0)
+            position_ids = (_shown(inputs, attention_mask).cumsum(1) - 1).clamp_min(0)
         numbers = None if images is None else torch.arange(len(inputs), device="cpu")
         return cls(inputs, attention_mask, position_ids, inputs_of, numbers, images)
 
     def distinct(self, groups: Sequence[PromptGroup]) -> Rows:
         """The first row of each group."""
         firsts = torch.tensor([0, *(group.count for group in groups[:-1])], device="cpu").cumsum(0)
-        firsts = firsts.to(self.inputs.device)
-        return self.part(firsts)
+        return self.part(firsts.to(self.inputs.device))
 
-    def part(self, rows: slice | Tensor) -> Rows:
-        """Some of the rows."""
-        places = self.position_ids
+    def part(self, rows: Tensor) -> Rows:
+        """Some of the rows, by their numbers ``[rows]``."""
+        places, chosen = self.position_ids, rows.cpu()
         mask = None if self.attention_mask is None else self.attention_mask[rows]
-        here = rows.to(places.device) if isinstance(rows, Tensor) else rows
-        places = places if places.shape[-2] == 1 else places[..., here, :]
-        chosen = rows.cpu() if isinstance(rows, Tensor) else rows
+        places = places if places.shape[-2] == 1 else places[..., rows.to(places.device), :]
         inputs_of, numbers = (None if part is None else part[chosen] for part in (self.inputs_of, self.numbers))
         return Rows(self.inputs[rows], mask, places, inputs_of, numbers, self.images)
 
@@ -132,21 +135,20 @@ class Rows(NamedTuple):
         return self.images.have_images(self.numbers.tolist(), self.places)
 
     def images_in(self, row: int, first: int, length: int) -> bool:
-        """Whether a row has an image among these tokens, counted behind its padding."""
+        """Whether a row has an image among these tokens, counted after its padding."""
+        if self.images is None or self.numbers is None:
+            return False
         hidden = 0 if self.attention_mask is None else int((self.attention_mask[row] == 0).sum())
         places = torch.arange(hidden + first, hidden + first + length, device="cpu")[None]
-        return self.part(slice(row, row + 1))._replace(places=places).have_images
+        return self.images.have_images([int(self.numbers[row])], places)
 
     def packed(self) -> Rows:
-        """The same tokens end to end in one row, without padding."""
-        if self.attention_mask is None:
-            positions = self.position_ids.flatten(-2)[..., None, :]
-            return self._replace(inputs=self.inputs.flatten(0, 1)[None], position_ids=positions)
-        mask = self.attention_mask.bool()
+        """These tokens end to end in one row, without padding."""
+        mask, places = _shown(self.inputs, self.attention_mask), self.position_ids
         return self._replace(
             inputs=self.inputs[mask.to(self.inputs.device)][None],
             attention_mask=None,
-            position_ids=self.position_ids[..., mask.to(self.position_ids.device)][..., None, :],
+            position_ids=places.expand(*places.shape[:-2], *mask.shape)[..., mask.to(places.device)][..., None, :],
         )
 
 
@@ -155,7 +157,7 @@ def row_passes(
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
-    layout: ModelLayout,
+    continuation: TokensContinue,
     *,
     keep: int,
     max_tokens: int,
@@ -166,9 +168,7 @@ def row_passes(
 
     Args:
         cache: The cache the plan was made for; the tokens become its next segment.
-        plan: Of these rows, each a group.
-        rows: The distinct rows.
-        layout: The model's.
+        rows: The distinct rows, each a group of the plan.
         keep: Last positions of each row to return logits for.
         max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row, and the whole
             prompt of it unless layers continue from states.
@@ -177,21 +177,20 @@ def row_passes(
     cache.add_segment(plan.new_tokens)
     several, width = len(plan.items) > 1, rows.inputs.shape[1]
     capacity = ImagePasses(model, max_tokens, len(plan.items) * width) if rows.images and several else None
-    features = None if rows.images is None else SharedFeatures(model, rows.images.encoded_together)
+    features = None if rows.images is None else SharedFeatures(model, rows.images.counts_in_stock)
     if keeps_logits(model):
         arguments["logits_to_keep"] = keep
-    for run in _runs(model, cache, plan, rows, layout, max_tokens, capacity):
+    for run in _runs(model, cache, plan, rows, continuation, max_tokens, capacity):
         items = [one.item for one in run]
         part = rows.of_run(run)
         if run[0].form is Form.PACKED:
             yield _packed_pass(model, cache, items, part.packed(), keep)
             continue
-        mask = part.attention_mask
-        real = _all_shown(part.inputs) if mask is None else mask.bool()
+        real = _shown(part.inputs, part.attention_mask)
         counting = nullcontext() if capacity is None or not part.have_images else capacity.counting(real.numel())
         with counting, _storing(cache, part, items, real.to(input_device(model))):
             output = None
-            if captured is not None and mask is None and part.images is None:
+            if captured is not None and part.attention_mask is None and part.images is None:
                 output = captured(cache, part.inputs, part.position_ids, keep)
             if output is None:
                 output = _pass(model, cache, part, arguments, features)
@@ -199,7 +198,7 @@ def row_passes(
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
         for one in run:
             if one.number:
-                cache.forget_states(end_of(one.item.context))
+                continuation.end_part(cache, one.item.context)
     cache.set_forest(plan.forest, width)
 
 
@@ -208,50 +207,43 @@ def _runs(
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
-    layout: ModelLayout,
+    continuation: TokensContinue,
     max_tokens: int,
     capacity: ImagePasses | None,
 ) -> Iterator[list[Part]]:
-    """The parts of each pass, see `row_passes`.
+    """The parts of each pass of `row_passes`; with the capacity of passes with images, if several prompts have some.
 
-    Args:
-        capacity: Of passes with images, if prompts come with these and are several.
+    They are a single pass if it is unknown which images belong to which prompt. One that does not depend on that is
+    found first, since it may take a pass of the encoder to find out.
     """
-    images, states, width = rows.images, bool(layout.states), rows.inputs.shape[1]
-    prompts = whole_prompts(plan, None if images is None else rows.images_in, states=states)
-    if states and images is None:
+    images, scans, width = rows.images, continuation.scans, rows.inputs.shape[1]
+    prompts = whole_prompts(plan, rows, scans=scans)
+    if scans and images is None:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    divides = states and layout.continues_states and images is None and not _has_gaps(rows.attention_mask)
+    mask = rows.attention_mask
+    gaps = mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
+    divides = scans and continuation.continues and images is None and not gaps
     runs = passes(prompts, width, max_tokens, divides=divides, capacity=capacity)
     if rows.inputs_of is not None and (inputs := cache.inputs) is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
         runs = passes_by_input(prompts, rows.inputs_of, *at_once)
-    return runs if images is None else _runs_of_known(images, runs, prompts, capacity)
-
-
-@contextmanager
-def _storing(cache: SharedContextCache, part: Rows, items: Sequence[PrefillItem], real: Tensor) -> Iterator[None]:
-    """Context of a pass that fills these items, `real` without padding, of the cache's next inputs if it has any."""
-    inputs = cache.inputs
-    storing = nullcontext() if inputs is None else inputs.storing_next(len(items))
-    by_stock = part.images is not None and not items[0].context  # whose attention reads nothing stored
-    with storing, cache.prefilling(items, real, tensors=by_stock):
-        yield
-
-
-def _runs_of_known(
-    images: InputRows, runs: Iterator[list[Part]], prompts: list[Part], capacity: ImagePasses | None
-) -> Iterator[list[Part]]:
-    """The runs, or a single one of all prompts if it is unknown which images belong to which prompt.
-
-    A single run does not depend on that, which may take a pass of the encoder to find out.
-    """
+    if images is None:
+        return runs
     if capacity is None or capacity.settled:
         runs = iter(known := list(runs))
         if len(known) == 1:
             return runs
     return runs if images.apart else iter([prompts])
+
+
+@contextmanager
+def _storing(cache: SharedContextCache, part: Rows, items: Sequence[PrefillItem], real: Tensor) -> Iterator[None]:
+    """Context of a pass that fills these items, `real` without padding, of the cache's next inputs if it has any."""
+    storing = nullcontext() if cache.inputs is None else cache.inputs.storing_next(len(items))
+    by_stock = part.images is not None and not items[0].context  # whose attention reads nothing stored
+    with storing, cache.prefilling(items, real, tensors=by_stock):
+        yield
 
 
 def _packed_pass(
@@ -281,19 +273,16 @@ def _pass(
     arguments: dict[str, Any],
     features: SharedFeatures | None,
 ) -> Any:
-    """The model's output for these rows."""
     device = input_device(model)
     mask = None if rows.attention_mask is None else rows.attention_mask.to(device)
     inputs, positions = rows.inputs.to(device), rows.position_ids.to(device)
+    given: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
     if rows.images is None or rows.numbers is None:
-        arguments = arguments | {"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs}
-        return forward_pass(
-            model, cache, positions, attention_mask=mask, use_cache=True, return_dict=True, **arguments
-        )
+        given["input_ids" if inputs.dim() == 2 else "inputs_embeds"] = inputs
+        return forward_pass(model, cache, positions, **given, return_dict=True, **arguments)
     if takes_positions(model):
-        arguments = arguments | {"position_ids": positions}
-    given = {"attention_mask": mask, "use_cache": True, "is_first_iteration": True, CACHE: cache}
-    given |= rows.images.of(rows.numbers.tolist(), rows.places)
+        given["position_ids"] = positions
+    given |= {"is_first_iteration": True, CACHE: cache, **rows.images.of(rows.numbers.tolist(), rows.places)}
     prepared = model.prepare_inputs_for_generation(inputs, **given, **arguments)
     with nullcontext() if features is None else features.of_pass():
         return uncompiled_call(model, **prepared, return_dict=True)
@@ -301,11 +290,8 @@ def _pass(
 
 @torch.no_grad()
 def try_step(call: CallContext, cache: SharedContextCache, rows: Rows) -> None:
-    """Run a step of one row, once per model, and once for rows that outgrow a window: prefill with images does not
-    show whether steps can share context.
-
-    Raises `Unsupported` where they cannot.
-    """
+    """Run a step of one row, once per model, and once for rows that outgrow a window; raises `Unsupported` where steps
+    cannot share context, which prefill with images does not show."""
     model, device, window = call.model, input_device(call.model), call.structure.layout.smallest_window
 
     def run() -> None:
@@ -318,10 +304,196 @@ def try_step(call: CallContext, cache: SharedContextCache, rows: Rows) -> None:
         call.structure.kept(("a step behind images", outgrown), run)
 
 
-def _all_shown(inputs: Tensor) -> Tensor:
-    """The mask ``[rows, width]`` of inputs without padding, bool, on the CPU."""
-    return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu")
+def _shown(inputs: Tensor, mask: Tensor | None) -> Tensor:
+    """Which tokens are no padding: ``[rows, width]``, bool; on the CPU without a mask."""
+    return torch.ones(inputs.shape[:2], dtype=torch.bool, device="cpu") if mask is None else mask.bool()
 
 
-def _has_gaps(mask: Tensor | None) -> bool:
-    return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
+class Form(Enum):
+    """How parts are laid out in a pass."""
+
+    WHOLE = "whole prompts, with the padding that they were given"
+    PADDED = "rows of any lengths, padded at the left to the longest"
+    ROWS = "rows of one length"
+    PACKED = "end to end in one row"
+
+
+class Part(NamedTuple):
+    """Tokens of a prompt that a pass computes: their item, the first group that has them, how they run, with others
+    of the same form, and the number of the part."""
+
+    item: PrefillItem
+    group: int
+    form: Form
+    number: int = 0
+
+
+def whole_prompts(plan: PromptPlan, rows: Rows, *, scans: bool) -> list[Part]:
+    """The items of a plan of distinct rows, undivided; see `TokensContinue.scans`."""
+
+    def form(item: PrefillItem, group: int) -> Form:
+        if not item.context and plan.ends[group] == item.span.stop - 1:
+            return Form.WHOLE
+        if rows.images is None or (item.context and scans):
+            return Form.ROWS
+        packs = item.context and not rows.images_in(group, item.position, item.span.length)
+        return Form.PACKED if packs else Form.PADDED
+
+    return [Part(item, group, form(item, group)) for item, group in zip(plan.items, plan.groups, strict=True)]
+
+
+def passes_by_input(
+    parts: Sequence[Part], inputs_of: Tensor, inputs_at_once: int, at_once: int
+) -> Iterator[list[Part]]:
+    """One prompt of each input at first, in the inputs' order, with which layers project the inputs; then others."""
+    firsts = dict[int, int]()
+    for index, number in enumerate(inputs_of.tolist()):
+        firsts.setdefault(number, index)
+    others = sorted(set(range(len(inputs_of))) - set(firsts.values()))
+    for those, most in ((list(firsts.values()), inputs_at_once), (others, at_once)):
+        for start in range(0, len(those), most):
+            yield [parts[index] for index in those[start : start + most]]
+
+
+def passes(
+    parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool = False, capacity: ImagePasses | None = None
+) -> Iterator[list[Part]]:
+    """The parts of each pass: whole prompts first, then others, those in rows of one length by length.
+
+    A part comes after what it continues, whose context is a part of its own. A pass has at most `max_tokens`
+    positions, padding included, or what its capacity for images says, but one part at least.
+    """
+    if divides:
+        parts = [one for part in parts for one in _divided(part, width, max_tokens)]
+    alike: dict[tuple[int, int, int, int], list[Part]] = {}
+    forms = list(Form)
+    for part in parts:
+        depth, length = len(part.item.context) - (part.number > 0), part.item.span.length
+        kind = depth, part.number, forms.index(part.form), length if part.form is Form.ROWS else 0
+        alike.setdefault(kind, []).append(part)
+    for _, those in sorted(alike.items(), key=lambda item: item[0]):
+        run, longest, tokens = list[Part](), 0, 0
+        for part in those:
+            limit, length = max_tokens, width if part.form is Form.WHOLE else part.item.span.length
+            if capacity is not None and part.form in (Form.WHOLE, Form.PADDED):
+                limit = capacity.most()
+            longest, tokens = max(longest, length), tokens + length
+            places = tokens if part.form is Form.PACKED else (len(run) + 1) * longest
+            if run and places > limit:
+                yield run
+                run, longest, tokens = [], length, length
+            run.append(part)
+        yield run
+
+
+def _divided(part: Part, width: int, max_tokens: int) -> Iterator[Part]:
+    """Parts of at most `max_tokens` tokens, without padding, and of at least `FEWEST`."""
+    span, context = part.item.span, part.item.context
+    if (width if part.form is Form.WHOLE else span.length) <= max_tokens:
+        yield part
+        return
+    start = number = 0
+    while start < span.length:
+        left = span.length - start
+        count = min(left, max(max_tokens, 2 * FEWEST))
+        if 0 < left - count < FEWEST:
+            count = left - FEWEST
+        before = (span[:start],) if start else ()
+        item = PrefillItem(span[start : start + count], (*context, *before))
+        yield Part(item, part.group, Form.ROWS, number)
+        start, number = start + count, number + 1
+
+
+_COUNTED = 256
+"""Tokens of the pass that is counted: a chunk of most scans."""
+
+_FEW = 1024
+"""Tokens that fit anyway."""
+
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
+
+_USED_SHARE = 0.5
+"""Share of free memory that these tensors may take: PyTorch's allocator keeps blocks of other sizes for a while."""
+
+_bytes_per_token: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
+_bytes_with_images: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
+
+
+def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
+    """Tokens of so many that a pass may have at once: all, or a multiple of `_COUNTED`."""
+    device = input_device(model)
+    if tokens <= _FEW or (usable := usable_memory(device)) is None:
+        return tokens
+    known = _bytes_per_token.setdefault(model, {})
+    if (needed := known.get(model.dtype)) is None:
+        needed = known[model.dtype] = most_bytes(model, _COUNTED) / _COUNTED
+    fit = int(_USED_SHARE * usable / max(needed, 1.0))
+    return tokens if fit >= tokens else max(1, fit // _COUNTED) * _COUNTED
+
+
+class ImagePasses:
+    """Positions that passes over prompts with images may have, of so many in all; the first pass is counted."""
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int, positions: int):
+        self._max_tokens, self._dtype = max_tokens, model.dtype
+        self._known = _bytes_with_images.setdefault(model, {})
+        self._usable = None if positions <= _FEW else usable_memory(input_device(model))
+
+    @property
+    def settled(self) -> bool:
+        return self._usable is None or self._dtype in self._known
+
+    def most(self) -> int:
+        """The number, 1 before it is known: a pass has one prompt at least."""
+        if self._usable is None:
+            return self._max_tokens
+        needed = self._known.get(self._dtype)
+        return 1 if needed is None else min(self._max_tokens, int(_USED_SHARE * self._usable / needed))
+
+    @contextmanager
+    def counting(self, positions: int) -> Iterator[None]:
+        """Context of a pass of so many positions."""
+        if self.settled:
+            yield
+            return
+        with _Counted() as counted:
+            yield
+        self._known[self._dtype] = max(1.0, counted.most / positions)
+
+
+@torch.no_grad()
+def most_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """The most bytes that tensors of a pass over so many tokens of a row take at a time, without its cache."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
+    with _Counted() as counted:
+        uncompiled_call(
+            model, input_ids=ids, use_cache=False, **({"logits_to_keep": 1} if keeps_logits(model) else {})
+        )
+    return counted.most
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make (`most` at a time), but for empty ones, which caches keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._held = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in _EMPTY else ():
+            storage = one.untyped_storage() if isinstance(one, Tensor) else None
+            if storage is not None and storage._cdata not in given | self._known:  # no view
+                self._known.add(storage._cdata)
+                self._held += storage.nbytes()
+                finalize(storage, self._release, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self._held)
+        return found
+
+    def _release(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self._held -= size

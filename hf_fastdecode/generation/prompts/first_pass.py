@@ -21,19 +21,18 @@ from transformers import Cache
 
 from ..._compat import CACHE, prefill_of_transformers, with_cache
 from ...attention.forest import path_slice
-from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..call_context import CallContext, reduced
+from ..call_context import CallContext
+from ..forward_pass import arguments_of_decoders, reduced
 from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
 from ..steps.modes import holding_captures
-from ..support.call import OWN_METHOD, check_arguments
+from ..support import OWN_METHOD, check_arguments
 from .call_plan import CallPlan, Request, plan_call, planned_alike
 from .gain import require_gain
-from .image_prefixes import mask_of_images
 from .packed import PrefillPass
-from .prefill import end_prefill, merge_returned, passes_of
 from .reading import read_prompts
+from .start import end_prefill, merge_returned, passes_of
 
 _KNOWN_ARGUMENTS = {
     *("attention_mask", "input_ids", "inputs_embeds", "position_ids", CACHE),
@@ -75,7 +74,8 @@ class FirstPassPrompts:
                 scope.enter(held.pop_all())
         if output is not None:
             return output
-        self.enter_stock()
+        self.call.config.prefill_chunk_size = self.chunk
+        self.call.enter_stock_loop()
         if self.stock is None:
             return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
@@ -88,12 +88,6 @@ class FirstPassPrompts:
             return prefill_of_transformers(self.call.model, ids, self.call.config, others)
         return forward(**self._with_inputs(cache, arguments) | {CACHE: cache})
 
-    def enter_stock(self) -> None:
-        """Have the loop go on as in stock, where other calls may use the model's captures."""
-        self.call.state.captures.end_ahead(self.call.scope)
-        self.call.config.prefill_chunk_size = self.chunk
-        self.call.ranks.watchdog.enter_foreign_loop()
-
     def _prefill(self, cache: SharedContextCache, arguments: dict[str, Any], held: ExitStack) -> Any:
         """The first pass's output; `held` then has what is held until the call's end."""
         call = self.call
@@ -104,7 +98,7 @@ class FirstPassPrompts:
         mode, why = choose_pass_mode(call, request.new_tokens)
         call.set_mode(mode, why)
         if not self._is_users:
-            with call.ranks.together():
+            with call.together():
                 require_gain(call, plan, loop="transformers'")
         holds = held.enter_context(holding_captures(call))
         watches = self._is_users or self.loop.startswith(OWN_METHOD)
@@ -130,7 +124,6 @@ class FirstPassPrompts:
         return self.loop == "custom_generate"
 
     def _log_unused(self, rows: int, reason: str) -> None:
-        """Log which options this loop does not use."""
         options = self.call.options
         unused = [option for option in options.forced if option == "sampler='fast'"]
         if options.max_rows is not None and options.max_rows < rows:
@@ -139,7 +132,6 @@ class FirstPassPrompts:
             self.call.state.log_once(f"{', '.join(unused)} not used: {reason}")
 
     def _adopt(self, cache: SharedContextCache, plan: CallPlan) -> None:
-        """Have the loop's cache be that of the plan."""
         prompts, report = plan.prompts, self.call.report
         mask, positions, width = prompts.mask, prompts.positions, prompts.width
         report.padded_length = report.context_width = width
@@ -166,9 +158,12 @@ class FirstPassPrompts:
             kept=self.checks_masks,
             hidden=hidden,
             users_loop=self._is_users,
-            counted_by_model=True,
+            of_pass=True,
         )
-        wanted = _tokens_to_keep(arguments.get("logits_to_keep"), prompts.width)
+        asked = arguments.get("logits_to_keep")
+        if isinstance(asked, Tensor):
+            raise Unsupported("logits_to_keep is a tensor of positions")
+        wanted = min(asked or prompts.width, prompts.width)  # 0 and None mean all
         new_tokens, recompute = max(0, self.longest - prompts.width), prompts.width if hidden else wanted
         plan = plan_call(call, prompts, Request(new_tokens, wanted, recompute))
         if self._is_users:  # it may read keys, so that it gets stock's cache unless sharing gains
@@ -176,16 +171,14 @@ class FirstPassPrompts:
         return plan
 
     def _check(self, arguments: dict[str, Any]) -> None:
-        """Raise `Unsupported` for a pass with arguments that a shared prefill does not follow."""
-        call, names, mask_of = self.call, self.call.names, mask_of_images(self.call)
-        cross = bool(call.structure.layout.cross)
-        others = {*names, ENCODER_OUTPUTS} if cross else set() if mask_of is None else {mask_of}
+        call, inputs = self.call, self.call.inputs
+        others = arguments_of_decoders(call.model) if inputs is None else inputs.names_in_passes(call.model)
         check_arguments(arguments, _KNOWN_ARGUMENTS | others)
         if arguments.get(_RETURNS_KEYS):
             raise Unsupported(f"its drafter reads each row's keys and values ({_RETURNS_KEYS}=True)")
         if arguments.get("return_dict") is False:
             raise Unsupported("return_dict=False was requested")
-        if arguments.get(names.ids) is None and call.given is not None:
+        if arguments.get(call.names.ids) is None and call.given is not None:
             raise Unsupported("its tokens cannot be compared with inputs_embeds")
 
     def _with_inputs(self, cache: SharedContextCache, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -198,26 +191,15 @@ class FirstPassPrompts:
         )
 
     def _before_prepared(self, cache: Cache) -> dict[str, Any]:
-        """The model arguments of the call, as transformers' loops have them in stock before they prepare a pass."""
+        """The call's model arguments, as transformers' loops have them in stock before they prepare a pass."""
         assert self.call.inputs is not None
         return self.call.arguments | self.call.inputs.expanded() | {"use_cache": True, CACHE: cache}
-
-
-def _tokens_to_keep(asked: int | Tensor | None, width: int) -> int:
-    """Number of last positions of the padded prompts to return logits for."""
-    if isinstance(asked, Tensor):
-        raise Unsupported("logits_to_keep is a tensor of positions")
-    return min(asked or width, width)  # 0 and None mean all
 
 
 def _output(
     cache: SharedContextCache, plan: CallPlan, passes: Sequence[PrefillPass], positions: Tensor, *, hidden: bool
 ) -> Any:
-    """The output of the model's class that one pass over all rows would have.
-
-    Args:
-        positions: Of the tokens whose logits are wanted, see `_positions_of_last`.
-    """
+    """The output of the model's class that one pass over all rows would have, with logits at `_positions_of_last`."""
     rows = torch.tensor([group.count for group in plan.prompts.groups], device="cpu")
     tokens, order = torch.tensor([token for done in passes for token in done.wanted], device="cpu").sort()
     logits = torch.cat([done.logits for done in passes])[order.to(passes[0].logits.device)]
@@ -252,12 +234,9 @@ def _positions_of_last(plan: CallPlan, last: int) -> Tensor:
 
 
 def _expand_to_rows(values: Tensor, positions: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """Expand per-token outputs ``[tokens, ...]`` to all rows: ``[rows, last, ...]``, 0 for padding.
+    """Expand per-token outputs ``[tokens, ...]`` to so many rows of each group: ``[rows, last, ...]``, 0 for padding.
 
-    Args:
-        positions: ``[groups, last]`` int64 on the CPU: token index of each position.
-        real: ``[groups, last]`` bool on the CPU: False for padding.
-        rows: ``[groups]`` int64 on the CPU: rows per group.
+    `positions`, the tokens' indices, and `real` are ``[groups, last]``; these and `rows` are on the CPU.
     """
     device = values.device
     spread = values[positions.clamp(0, len(values) - 1).to(device)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from itertools import accumulate, groupby
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,18 +17,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..._compat import CACHE
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..active_call import calls_of_prefill
+from ..call_context import calls_of_prefill
 from ..fingerprint import filled_by
-from ..inputs.given import PLAIN
+from ..inputs.given import holds_inputs
 from ..model_state import ModelState
 from ..options import Options
 from ..same_calls import require_same_prefill
 from ..structure import Structure
-from ..support.call import is_nothing
-from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
+from ..support import check_prefill, check_sequence_parallel, is_nothing, rope_limit
 from .by_rows import row_passes
 from .packed import prefill_passes
-from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts
+from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, continuation_of
 from .reading import Prompts, read_text
 
 _ONE_TOKEN: Final[dict[str, Any]] = {
@@ -52,33 +50,16 @@ Given = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 
 
 def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given) -> SharedContextCache:
-    """Prefill prompts into a cache that the caller keeps, see `hf_fastdecode.prefill`."""
     structure = model_state.structure_of(model)
     with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
-        if _holds_images(inputs, model):
-            return _prefill_with_images(model, model_state, inputs)
+        if holds_inputs(inputs, model):
+            return _prefill_by_call(model, model_state, inputs)
         return _prefill_text(model, structure, model_state.options, inputs)
-
-
-def _holds_images(inputs: Given, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
-    """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
-    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
-        return False
-    names = (signature(type(model).forward).parameters.keys() & inputs.keys()) - PLAIN
-    return any(isinstance(inputs[name], Tensor) and inputs[name].is_floating_point() for name in names)
 
 
 def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
     with structure.ranks.together():
-        if structure.layout.cross:
-            raise ValueError(
-                f"prefill is for models without an encoder, and {type(inner).__name__} has one; call generate, which "
-                "shares each input between its rows"
-            )
-        with _or_value_error(f"{type(inner).__name__} cannot share context"):
-            check_model(inner, structure.layout)
-            check_processes(structure)
-            check_state(structure.walk)
+        check_prefill(inner, structure)
         input_ids, mask = padded_ids(inputs)
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
             check_sequence_parallel(inner, structure, longest=input_ids.shape[1])
@@ -93,8 +74,8 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
     require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
     with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
-            distinct, layout = prompts.distinct_rows(), structure.layout
-            passes = row_passes(inner, cache, plan, distinct, layout, keep=1, max_tokens=limit)
+            distinct, continuation = prompts.distinct_rows(), continuation_of(structure.layout)
+            passes = row_passes(inner, cache, plan, distinct, continuation, keep=1, max_tokens=limit)
         else:
             ends = sorted({end for end in plan.ends if end is not None})
             passes = prefill_passes(inner, cache, plan, ends, max_tokens=limit, length=prompts.width)
@@ -105,9 +86,7 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
     return cache
 
 
-def _prefill_with_images(
-    inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]
-) -> SharedContextCache:
+def _prefill_by_call(inner: PreTrainedModel, model_state: ModelState, inputs: Mapping[str, Any]) -> SharedContextCache:
     """Prefill prompts with images by a call of `generate` for one token, which prepares positions."""
     for name in ("input_ids", "attention_mask"):
         value = inputs.get(name)
@@ -135,22 +114,19 @@ def _or_value_error(what: str) -> Iterator[None]:
 def _plan(
     prompts: Prompts, cache: SharedContextCache, structure: Structure, options: Options
 ) -> tuple[PromptPlan, list[int] | None]:
-    """Plan the prompts in the given order, or sorted if that stores fewer tokens; those by rows in the given one.
+    """The plan of prompts in the given order, or sorted if that stores fewer tokens, with the row of each prompt then.
 
     Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
     preferred because evenly spaced spans of consecutive rows are read in one operator call.
-
-    Returns:
-        The plan, and the row of each prompt in it; None if the plan keeps the given order.
     """
     groups, min_shared_tokens = prompts.groups, options.min_shared_tokens
     stored = StoredPrompts(cache)
     given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
-    if structure.layout.states:
-        continues, worth = structure.layout.continues_states, options.worth_passes
-        return given.from_ends(cache, continues=continues, alike=True, worth=worth).plan(), None
+    given = continuation_of(structure.layout).reusing(given, cache, options.worth_passes)
     if prompts.apart:  # no two of them share
-        return given.apart().plan(), None
+        given = given.apart()
+    if prompts.by_rows:
+        return given.plan(), None
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
@@ -191,15 +167,9 @@ def _check_vocabulary(model: PreTrainedModel, groups: list[PromptGroup]) -> None
 
 
 def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
-    """Convert prompts to ``input_ids`` and ``attention_mask`` tensors.
+    """``input_ids`` and ``attention_mask``, both ``[prompts, length]``, of prompts as `prefill` is given them.
 
-    Args:
-        inputs: ``input_ids`` ``[prompts, length]``, a list of prompts, or a mapping with one of these as
-            ``input_ids`` and an optional ``attention_mask`` of the same form.
-
-    Returns:
-        ``input_ids`` and ``attention_mask``, both ``[prompts, length]``; lists are left-padded. The mask is None
-        if none was given, or if a list needs no padding.
+    Lists are left-padded. The mask is None if none was given, or if a list needs no padding.
 
     Raises:
         ValueError: `inputs` are not prompts.
@@ -212,7 +182,9 @@ def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
             f"input_ids must be a tensor or a list of prompts, got {type(input_ids).__name__}; {_TOKENIZE}"
         )
     for name, value in inputs.items():
-        if name not in ("input_ids", "attention_mask") and not is_nothing(value) and not _is_of_text(name, value):
+        # Processors say of prompts without images that all tokens are of text.
+        of_text = name == "mm_token_type_ids" and isinstance(value, Tensor) and not bool(value.any())
+        if name not in ("input_ids", "attention_mask") and not is_nothing(value) and not of_text:
             raise ValueError(
                 f"of prompts of text prefill takes input_ids and attention_mask, got {name!r} too; leave it out, or "
                 "if the model takes images, pass all that its processor returns with return_tensors='pt'"
@@ -225,11 +197,6 @@ def padded_ids(inputs: object) -> tuple[Tensor, Tensor | None]:
             "return_tensors='pt'"
         )
     return _checked(input_ids), mask
-
-
-def _is_of_text(name: str, value: object) -> bool:
-    """Whether an argument says of all tokens that they are of text, as processors say it of prompts without images."""
-    return name == "mm_token_type_ids" and isinstance(value, Tensor) and not bool(value.any())
 
 
 def _checked(input_ids: Tensor) -> Tensor:
@@ -269,7 +236,6 @@ def _padded(prompts: Sequence[object], masks: object) -> tuple[Tensor, Tensor | 
 
 
 def _integers(values: object, name: str) -> Tensor:
-    """Convert one prompt's ids or mask to ``[length]`` int64 on the CPU."""
     if isinstance(values, Tensor):
         if values.dim() != 1:
             remedy = "pass ids[0] of it" if values.dim() == 2 and len(values) == 1 else "pass one tensor for each"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
 from ...attention.active_passes import no_autocast
-from ...attention.forest import Path, Span
+from ...attention.forest import Span
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
-from ...parallel.divided_pass import FEWEST_TOKENS
-from ...parallel.groups import splits_between
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 
@@ -37,8 +35,7 @@ class PrefillPass:
     """One forward pass over new tokens.
 
     Attributes:
-        wanted: Indices of the new tokens that `logits` belong to.
-        logits: ``[wanted, vocabulary]``.
+        wanted: Indices of the new tokens that `logits`, ``[wanted, vocabulary]``, belong to.
         output: The model's output, whose logits may belong to other tokens; None of a captured pass.
     """
 
@@ -53,33 +50,16 @@ def prefill_passes(
     plan: PromptPlan,
     wanted: Sequence[int],
     *,
-    max_tokens: int,
     length: int | None = None,
-    embeddings: Callable[[Tensor], Tensor] | None = None,
-    captured: CapturedPasses | None = None,
-    **arguments: Any,
+    **options: Any,
 ) -> Iterator[PrefillPass]:
-    """Compute the plan's new nodes into the cache, pass by pass, then set its forest.
+    """Compute the plan's new nodes into the cache it was made for, as its next segment, then set its forest.
 
     Args:
-        cache: The cache the plan was made for; the new tokens become its next segment.
-        wanted: Indices of new tokens to return logits for, ascending.
-        embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
-        captured: Runs passes by captured graphs where it can; not with embeddings or further arguments.
+        options: Of `packed_passes`.
     """
-    # Add the segment even if empty: the plan assumes its number.
-    cache.add_segment(plan.new_tokens)
-    yield from packed_passes(
-        model,
-        cache,
-        plan.items,
-        plan.new_tokens,
-        wanted,
-        max_tokens=max_tokens,
-        embeddings=embeddings,
-        captured=captured,
-        **arguments,
-    )
+    cache.add_segment(plan.new_tokens)  # even if empty: the plan assumes its number
+    yield from packed_passes(model, cache, plan.items, plan.new_tokens, wanted, **options)
     cache.set_forest(plan.forest, length)
 
 
@@ -105,27 +85,26 @@ def packed_passes(
         items: The runs, parents before their children.
         tokens: ``[length]`` ids of all items, in their order.
         wanted: Indices of tokens to return logits for, ascending.
+        embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
+        captured: Runs passes by captured graphs where it can; not with embeddings or further arguments.
+        arguments: Further model arguments.
     """
     device = input_device(model)
     # Logits of a whole context would take more memory than its keys and values.
     keeps = keeps_logits(model)
-    parallel, stop = cache.state.parallel, 0
-    # Further arguments may ask for outputs of every token; processes that split weights compute the same tokens.
-    divide = parallel is not None and not arguments and not cache.state.suffix_rows
-    if parallel is not None and divide:
-        divide = not splits_between(model.parameters(), parallel.group)
-        if divide and max_tokens >= FEWEST_TOKENS:
-            max_tokens *= parallel.ranks
-    for items_of_pass in _passes(items, max_tokens):
+    # Further arguments may ask for outputs of every token.
+    most = None if arguments else cache.state.most_divided(model.parameters(), max_tokens)
+    divide, stop = most is not None, 0
+    for items_of_pass in _passes(items, max_tokens if most is None else most):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
+        wanted_here = [token - start for token in here]
         if captured is not None:
             with cache.prefilling(items_of_pass):
-                logits = captured(cache, tokens[start:stop], [token - start for token in here])
+                logits = captured(cache, tokens[start:stop], wanted_here)
             if logits is not None:
                 yield PrefillPass(here, logits, None)
                 continue
-        wanted_here = [token - start for token in here]
         ids, positions = tokens[start:stop], _positions(items_of_pass)
         with cache.prefilling(items_of_pass, divide=divide):
             if (divided := cache.state.current.divided) is not None:
@@ -151,12 +130,10 @@ class UnsharedPrompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
         return max(map(len, self.tokens), default=0)
 
     @property
     def total(self) -> int:
-        """Tokens of all rows."""
         return sum(map(len, self.tokens))
 
     @property
@@ -165,7 +142,6 @@ class UnsharedPrompts:
         return torch.tensor([len(tokens) for tokens in self.tokens], dtype=torch.long, device="cpu")
 
     def of_rows(self, rows: Sequence[int]) -> UnsharedPrompts:
-        """Those of some of the rows."""
         return UnsharedPrompts(tuple(self.tokens[row] for row in rows))
 
 
@@ -192,20 +168,18 @@ def prefill_unshared(
 
 
 def _positions(items: Iterable[PrefillItem]) -> Tensor:
-    """Position ids of the items' tokens, concatenated: ``[total]`` int64 on the CPU."""
     firsts = ((item.position, item.span.length) for item in items)
     return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in firsts])
 
 
 def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
-    """Pack items into forward passes of at most `max_tokens`, parents in an earlier pass than their children.
-
-    The items are ordered by their place in their segments, so each pass fills one contiguous run of each.
-    """
+    """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, of which each fills one
+    contiguous run of each segment; parents come in an earlier pass than their children."""
     batch: list[PrefillItem] = []
     room, firsts = max_tokens, dict[int, int]()
     for item in (part for whole in items for part in _parts(whole, max_tokens)):
-        if batch and (item.span.length > room or _reads(item.context, firsts)):
+        reads = any(span.stop > firsts.get(span.segment, span.stop) for span in item.context)  # of the pass itself
+        if batch and (reads or item.span.length > room):
             yield batch
             batch, room, firsts = [], max_tokens, {}
         batch.append(item)
@@ -219,8 +193,3 @@ def _parts(item: PrefillItem, max_tokens: int) -> Iterator[PrefillItem]:
     for start in range(0, item.span.length, max_tokens):
         before = (item.span[:start],) if start else ()
         yield PrefillItem(item.span[start : start + max_tokens], (*item.context, *before))
-
-
-def _reads(path: Path, firsts: Mapping[int, int]) -> bool:
-    """Whether a path contains tokens of a pass, which are not yet computed, by its first token in each segment."""
-    return any(span.stop > firsts.get(span.segment, span.stop) for span in path)

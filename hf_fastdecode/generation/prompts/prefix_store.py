@@ -1,29 +1,23 @@
-"""Prefix reuse across calls: stores the nodes of recent calls, so that later prompts prefill only new tokens.
-
-Without the option, calls whose prompts begin like earlier ones are noticed, to advise it.
-"""
+"""Prefix reuse across calls: stores the nodes of recent calls, so that later prompts prefill only new tokens."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._compat import tensor_version
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
-from ...parallel.groups import local_part
 from ..fingerprint import Fingerprint
 from ..options import Options
-from ..snapshot import pass_settings
 from ..structure import Structure
 from .prompt_plan import PromptGroup, StoredPrompts
 
@@ -36,8 +30,6 @@ _MOST_LEVELS = 8
 
 @dataclass
 class _Kept:
-    """The nodes of a call, one row per prompt, and the prompts' tokens."""
-
     cache: SharedContextCache
     prompts: StoredPrompts
 
@@ -63,6 +55,14 @@ def require_room(model: PreTrainedModel, options: Options) -> None:
         )
 
 
+class ModelNow(NamedTuple):
+    """A model as a call finds it; `settings` finds what its nodes depend on beyond weights and modules."""
+
+    model: PreTrainedModel
+    structure: Structure
+    settings: Callable[[], tuple[Any, ...]]
+
+
 class PrefixStore:
     """LRU store of nodes prefilled by a model's recent calls, bounded in bytes.
 
@@ -80,15 +80,15 @@ class PrefixStore:
         return PrefixStore()  # a copy of the model has other weights
 
     def find(
-        self, model: PreTrainedModel, groups: list[PromptGroup], structure: Structure, *, least: int
+        self, now: ModelNow, groups: list[PromptGroup], *, least: int
     ) -> tuple[SharedContextCache | None, Fingerprint | None]:
-        """Return the kept cache with most of the prompts' tokens, or None if the longest match is under `least`.
+        """Return the kept cache with most of the prompts' tokens; None if the longest match is under `least`.
 
-        With it, the fingerprint that the model has by all that the host can tell, if there is one; for `keep`, and to
-        compare the model's numbers with before the cache's are used.
+        With it, the fingerprint that the model has by all that the host can tell, if there is one: for `keep`, and to
+        compare the model's weights with before the cache's are used.
         """
         with self._lock:
-            self._drop_if_outdated(model, structure)
+            self._drop_if_outdated(now)
             best, most = None, 0
             prompts = [group.tokens for group in groups]
             for kept in self._kept:
@@ -102,17 +102,11 @@ class PrefixStore:
             return best.cache, self._fingerprint
 
     def keep(
-        self,
-        model: PreTrainedModel,
-        cache: SharedContextCache,
-        max_bytes: int,
-        structure: Structure,
-        *,
-        found: Fingerprint | None = None,
+        self, now: ModelNow, cache: SharedContextCache, max_bytes: int, *, found: Fingerprint | None = None
     ) -> int:
         """Keep the nodes of a call's cache, with one row per distinct prompt; returns the bytes kept over all calls.
 
-        `found` is the fingerprint that `find` has compared the model with in this call, which is not done again.
+        The model is not compared again with the fingerprint that `find` found for the call.
 
         Raises torch.OutOfMemoryError where memory does not suffice to merge a prompt's nodes; the store is then empty.
         """
@@ -127,9 +121,9 @@ class PrefixStore:
         prompts = StoredPrompts(twin)
         with self._lock:
             if found is None or found is not self._fingerprint:
-                self._drop_if_outdated(model, structure, sampled=True)
+                self._drop_if_outdated(now, sampled=True)
             if self._fingerprint is None:
-                self._fingerprint, self._settings = Fingerprint(model, structure.walk), _settings(model, structure)
+                self._fingerprint, self._settings = Fingerprint(now.model, now.structure.walk), now.settings()
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -138,22 +132,23 @@ class PrefixStore:
             return self._nbytes()
 
     def clear(self) -> None:
-        """Drop all kept caches."""
         with self._lock:
-            self._kept.clear()
-            self._fingerprint = None
+            self._clear()
 
-    def _drop_if_outdated(self, model: PreTrainedModel, structure: Structure, *, sampled: bool = False) -> None:
+    def _clear(self) -> None:
+        self._kept.clear()
+        self._fingerprint = None
+
+    def _drop_if_outdated(self, now: ModelNow, *, sampled: bool = False) -> None:
         if (fingerprint := self._fingerprint) is None:
             return
-        walk = structure.walk
+        walk = now.structure.walk
         if (
-            self._settings != _settings(model, structure)
-            or fingerprint.host_difference(model, walk, structure.known) is not None
+            self._settings != now.settings()
+            or fingerprint.host_difference(now.model, walk, now.structure.known) is not None
             or (sampled and fingerprint.sampled_difference(walk) is not None)
         ):
-            self._kept.clear()
-            self._fingerprint = None
+            self._clear()
 
     def _nbytes(self) -> int:
         """Bytes of the kept caches' storage, shared storage counted once."""
@@ -161,51 +156,3 @@ class PrefixStore:
         for kept in self._kept:
             storages |= kept.storages
         return sum(storages.values())
-
-
-def _settings(model: PreTrainedModel, structure: Structure) -> tuple[Any, ...]:
-    """What kept nodes depend on beyond the model's weights and modules."""
-    return *pass_settings(model, structure.configs), structure.parallel
-
-
-_CALLS_TO_TELL = 3
-_RECENT = 8  # prompts that a new one is compared with
-_LONGEST = 1024  # tokens by which prompts are compared
-
-
-class RepeatedPrompts:
-    """Counts calls whose first prompt begins like one of the last few, for the same weights."""
-
-    def __init__(self) -> None:
-        self._recent: deque[list[int]] = deque(maxlen=_RECENT)
-        self._weights: object = None
-        self._repeated = 0
-        self._lock = Lock()  # calls of several threads are counted together
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RepeatedPrompts:
-        return RepeatedPrompts()
-
-    def advice(self, model: PreTrainedModel, prompt: Tensor, *, least: int) -> str | None:
-        """Take note of a call's prompt, and say what would help once it is the third that begins like an earlier one.
-
-        Prompts begin alike by their first `least` tokens. After a training step they must be computed again, so that
-        counting begins anew.
-        """
-        if not len(prompt) >= least <= _LONGEST:
-            return None
-        weight = next(model.parameters())
-        weights = (local_part(weight).data_ptr(), tensor_version(weight))
-        beginning = prompt[:least].tolist()
-        with self._lock:
-            if weights != self._weights:
-                self._weights, self._repeated = weights, 0
-                self._recent.clear()
-            self._repeated += beginning in self._recent
-            self._recent.append(beginning)
-            repeated = self._repeated
-        if repeated != _CALLS_TO_TELL:
-            return None
-        return (
-            f"{repeated} calls had a prompt that begins like an earlier call's; "
-            "hf_fastdecode.enable(model, reuse_prefix=True) keeps prompts, so that later calls prefill new tokens only"
-        )

@@ -7,28 +7,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...attention.forest import Forest, Path, PrefixTree, SharedRange, Span, path_slice, prefix_tree
+from ...cache.layers.state import end_of
+from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 
 _ITEM = 8  # bytes of an int64 id
 
 FEWEST = 2
-"""Tokens that are computed from a state at once; see `ComparedPrompts.from_ends`."""
+"""Tokens that are computed from a state at once; see `StatesContinue`."""
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Neighbouring rows with the same prompt.
+    """So many neighbouring rows with the same prompt.
 
     Attributes:
         tokens: ``[length]`` int64 on the CPU, without padding.
-        count: Number of rows.
         gaps: Whether the mask hides places between the tokens.
     """
 
@@ -48,13 +50,12 @@ def group_prompts(
     Args:
         input_ids: ``[rows, length]``; the groups may be views of it.
         attention_mask: ``[rows, length]``, nonzero for real tokens; None when all are.
-        planes: ``[planes, rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
-        inputs: ``[rows]`` int64 on the CPU: numbers of encoder inputs, or of `InputRows`, of which equal prompts must
-            have the same.
+        planes: ``[(planes,) rows or 1, length]``: positions in which equal prompts must agree too, if planes differ.
+        inputs: ``[rows]`` int64 on the CPU: numbers of inputs, which equal prompts must have in common.
     """
     same = (input_ids[1:] == input_ids[:-1]).all(1)
-    if planes is not None and planes.shape[1] > 1:
-        same &= (planes[:, 1:] == planes[:, :-1]).all(0).all(1)
+    if planes is not None and planes.shape[-2] > 1:
+        same &= (planes[..., 1:, :] == planes[..., :-1, :]).all(-1).reshape(-1, len(same)).all(0)
     if inputs is not None:
         same &= (inputs[1:] == inputs[:-1]).to(same.device)
     if attention_mask is not None:
@@ -122,12 +123,11 @@ class StoredPrompts:
         return all(any(near.startswith(text) for near in self._neighbours(text)) for text in other._texts)
 
     def _longest(self, text: bytes) -> int:
-        """Longest common prefix of a text with any path, in tokens."""
         ids = np.frombuffer(text, np.int64)
         return max((_common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
 
     def _neighbours(self, text: bytes) -> list[bytes]:
-        """The sorted texts before and after this one; one of them has the longest common prefix."""
+        """The sorted texts before and after this one, one of which has the longest common prefix."""
         place = bisect_left(self._texts, text)
         return self._texts[max(0, place - 1) : place + 1]
 
@@ -166,7 +166,7 @@ class PromptPlan:
 class ComparedPrompts:
     """The prompts of a call with the prefixes that they share with each other and with a cache; see `compare_prompts`.
 
-    Comparing tokens takes most of the time, so that what a call decides by the lengths below it decides before `plan`.
+    Comparing tokens takes most of the time, so a call decides what it can by the lengths below before `plan`.
 
     Attributes:
         stored: For each group, the path in the cache that begins like it, and the number of tokens in common.
@@ -194,14 +194,9 @@ class ComparedPrompts:
 
     @cached_property
     def reused_lengths(self) -> tuple[int, ...]:
-        """Of these, the number that are not computed again."""
+        """Stored tokens of each group that are not computed again."""
         most = (max(0, len(group.tokens) - self.recompute) for group in self.groups)
         return tuple(map(min, self.stored_lengths, most))
-
-    @property
-    def any_stored_whole(self) -> bool:
-        """Whether the cache holds every token of a prompt."""
-        return any(len(group.tokens) == length for group, length in zip(self.groups, self.stored_lengths, strict=True))
 
     @property
     def unshared_lengths(self) -> list[int]:
@@ -213,7 +208,6 @@ class ComparedPrompts:
 
     @property
     def new_length(self) -> int:
-        """Tokens to prefill."""
         return sum(run.stop - self._first_new(run) for run in self._tree.ranges)
 
     def _first_new(self, run: SharedRange) -> int:
@@ -222,79 +216,34 @@ class ComparedPrompts:
         return min(max(reused, run.start), run.stop)
 
     def without_last(self, counts: Sequence[int]) -> ComparedPrompts:
-        """The same without the last ``counts[i]`` tokens of group ``i``."""
+        """The prompts without the last ``counts[i]`` tokens of group ``i``."""
         lengths = [len(group.tokens) - count for group, count in zip(self.groups, counts, strict=True)]
+        groups = zip(self.groups, lengths, strict=True)
         return replace(
             self,
-            groups=[
-                PromptGroup(group.tokens[:length], group.count)
-                for group, length in zip(self.groups, lengths, strict=True)
-            ],
+            groups=[PromptGroup(group.tokens[:length], group.count) for group, length in groups],
             stored=[(path, min(held, length)) for (path, held), length in zip(self.stored, lengths, strict=True)],
             common=[min(shared, *both) for shared, both in zip(self.common, pairwise(lengths), strict=True)],
         )
 
-    def from_ends(
-        self, cache: SharedContextCache, *, continues: bool, worth: Callable[[int], int], alike: bool = False
-    ) -> ComparedPrompts:
-        """The same, of which each prompt reuses no more than up to the end of a path where the cache has states.
-
-        Whole prompts are computed again where their layers cannot continue from a state (`continues`), or where one
-        token is left: a single token runs by other code than several, which may round otherwise. So are those with
-        gaps, and all if a prompt of the cache had gaps: states also depend on hidden places. Prompts share nothing
-        with each other unless they are `alike`: of text alone, so that those that begin alike may share that, if it
-        saves as many tokens as `worth` says, see `if_it_saves`.
-        """
-        continues = continues and not cache.gaps
-        most = [
-            len(group.tokens) - max(self.recompute, FEWEST) if continues and not group.gaps else 0
-            for group in self.groups
-        ]
-        stored = [
-            (path, cache.length_with_states(path, min(held, limit)))
-            for (path, held), limit in zip(self.stored, most, strict=True)
-        ]
-        prompts = replace(self, stored=stored, recompute=0)
-        ends = {path_slice(path, 0, held) for path, held in stored}
-        if alike and continues and len(ends) == 1 and not any(group.gaps for group in self.groups):
-            return prompts._leaving_no_single_token().if_it_saves(worth, packed=False)
-        return prompts.apart()
-
     def apart(self) -> ComparedPrompts:
-        """The same, where no prompts share anything."""
+        """The prompts, none of which share anything."""
         return replace(self, min_shared_tokens=max(len(group.tokens) for group in self.groups) + 1)
 
     def if_it_saves(self, worth: Callable[[int], int], *, packed: bool = True) -> ComparedPrompts:
-        """The same, or `apart` if passes of their own for what prompts have in common take longer than they save.
+        """The prompts, or `apart` if passes of their own for what they have in common take longer than they save.
 
         Args:
             worth: From the number of further passes, the tokens that these must save.
-            packed: Whether the prompts' rests run in one pass, and not in one for each length.
+            packed: Whether what remains of the prompts runs in one pass, and not in one for each length.
         """
-        saved, passes = self._saved_and_passes(packed=packed)
-        least = worth(passes)
-        if saved >= least:
-            return self
-        return replace(self.apart(), forgone=(saved, least) if saved > 0 else None)
-
-    def _leaving_no_single_token(self) -> ComparedPrompts:
-        """The same with common prefixes so short that no single token is computed from a state.
-
-        All prompts reuse the same tokens, and have a few more.
-        """
-        reused, lengths = self.reused_lengths[0], [len(group.tokens) for group in self.groups]
-        common = [
-            min(shared, *both) for shared, both in zip(self.common, pairwise(n - FEWEST for n in lengths), strict=True)
-        ]
-        common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
-        return replace(self, common=common, min_shared_tokens=max(self.min_shared_tokens, FEWEST))
-
-    def _saved_and_passes(self, *, packed: bool) -> tuple[int, int]:
-        """Tokens that common prefixes save, and the further passes for them and for prompts' rests."""
         alone = sum(len(group.tokens) for group in self.groups) - sum(self.reused_lengths)
         lengths = ((run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges)
         passes = {(depth, 0 if packed else length) for depth, length in lengths}
-        return alone - self.new_length, max(0, len(passes) - 1)
+        saved, least = alone - self.new_length, worth(max(0, len(passes) - 1))
+        if saved >= least:
+            return self
+        return replace(self.apart(), forgone=(saved, least) if saved > 0 else None)
 
     def plan(self) -> PromptPlan:
         """Plan nodes for the shared prefixes, and the prefill of what is not reused."""
@@ -327,16 +276,11 @@ class ComparedPrompts:
 def compare_prompts(
     groups: list[PromptGroup], stored: StoredPrompts, *, min_shared_tokens: int, recompute: int = 0
 ) -> ComparedPrompts:
-    """Compare prompts with each other and with a cache.
+    """Compare prompts, in row order, with each other and with a cache, whose next segment the new tokens become.
 
     Neighbouring prompts with a common prefix of at least `min_shared_tokens` share nodes, recursively (Hydragen,
-    section 3.3). Tokens that the cache holds are reused.
-
-    Args:
-        groups: The prompts in row order.
-        stored: The cache's prompts; the new tokens become its next segment.
-        min_shared_tokens: Minimum length of a shared node, at any depth.
-        recompute: Number of last tokens per prompt to compute even if stored, for their logits.
+    section 3.3). Tokens that the cache holds are reused, but for the last `recompute` of each prompt, computed for
+    their logits.
     """
     return ComparedPrompts(
         groups,
@@ -346,3 +290,103 @@ def compare_prompts(
         min_shared_tokens,
         recompute,
     )
+
+
+class TokensContinue:
+    """How layers continue what a cache stores: here after any token, since each has keys and values of its own.
+
+    Attributes:
+        continues: Whether passes of several tokens continue what is stored.
+        scans: Whether layers compute several tokens by a scan, between which no padding may be.
+    """
+
+    continues, scans = True, False
+
+    def reusing(
+        self,
+        compared: ComparedPrompts,
+        cache: SharedContextCache,
+        worth: Callable[[int], int],
+        *,
+        text: bool = True,
+        alike: bool = True,
+    ) -> ComparedPrompts:
+        """The prompts, which reuse of a cache what layers can continue, and share what pays for its passes.
+
+        Args:
+            worth: See `ComparedPrompts.if_it_saves`.
+            text: Whether prompts are of text alone.
+            alike: Whether prompts that begin with the same tokens may share these.
+        """
+        return compared if text else compared.if_it_saves(worth)
+
+    def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
+        """Why a prompt reuses less than half of a given cache, of which it holds so many tokens.
+
+        It diverges early, e.g. because it was tokenized separately.
+        """
+        if 2 * held >= min(shortest, prompt):
+            return None
+        return f"{held} of the {shortest} or more tokens of the given cache; the rest of it is prefilled"
+
+    def end_part(self, cache: SharedContextCache, path: Path) -> None:
+        """Free what was stored at a path's end for the next part of a prompt alone."""
+
+
+class StatesContinue(TokensContinue):
+    """Layers with states, which continue where a path of the cache ends.
+
+    Whole prompts are computed again where layers cannot continue from a state, or where one token is left: a single
+    token runs by other code than several, which may round otherwise. So are those with gaps, and all if a prompt of
+    the cache had gaps: states also depend on hidden places.
+    """
+
+    scans = True
+
+    def __init__(self, *, continues: bool):
+        self.continues = continues
+
+    def reusing(
+        self,
+        compared: ComparedPrompts,
+        cache: SharedContextCache,
+        worth: Callable[[int], int],
+        *,
+        text: bool = True,
+        alike: bool = True,
+    ) -> ComparedPrompts:
+        continues, fewest = self.continues and not cache.gaps, max(compared.recompute, FEWEST)
+        most = [len(group.tokens) - fewest if continues and not group.gaps else 0 for group in compared.groups]
+        stored = [
+            (path, cache.length_with_states(path, min(held, limit)))
+            for (path, held), limit in zip(compared.stored, most, strict=True)
+        ]
+        prompts = replace(compared, stored=stored, recompute=0)
+        ends = {path_slice(path, 0, held) for path, held in stored}
+        if not (alike and continues and len(ends) == 1) or any(group.gaps for group in compared.groups):
+            return prompts.apart()
+        # Common prefixes so short that no single token is computed from a state; all prompts reuse the same tokens.
+        reused, lengths = prompts.reused_lengths[0], [len(group.tokens) - FEWEST for group in prompts.groups]
+        common = [min(shared, *both) for shared, both in zip(prompts.common, pairwise(lengths), strict=True)]
+        common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
+        least = max(prompts.min_shared_tokens, FEWEST)
+        return replace(prompts, common=common, min_shared_tokens=least).if_it_saves(worth, packed=False)
+
+    def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
+        if 2 * reused >= held:
+            return None
+        why = "its layers' scans do not continue states"
+        if self.continues:
+            why = f"states continue where a prompt or a completion in the cache ends, by at least {FEWEST} new tokens"
+        return f"{held} tokens of the given cache, of which {reused} are not computed again: {why}"
+
+    def end_part(self, cache: SharedContextCache, path: Path) -> None:
+        cache.forget_states(end_of(path))
+
+
+_TOKENS: Final = TokensContinue()
+
+
+def continuation_of(layout: ModelLayout) -> TokensContinue:
+    """How a model's layers continue what a cache stores."""
+    return StatesContinue(continues=layout.continues_states) if layout.states else _TOKENS

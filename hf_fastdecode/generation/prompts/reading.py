@@ -7,7 +7,7 @@ prompts apart, and whether they run by rows. Checks of prompts are here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -18,14 +18,13 @@ from transformers.generation import GenerationMixin
 
 from ...attention.own_code import OwnCode, own_code_of
 from ...errors import Unsupported
-from ..call_context import CallContext, Positions
-from ..forward_pass import counts_padding, places_tokens, reads_positions
-from ..inputs.encoded import FoundInputs, find_inputs
-from ..inputs.rows import InputRows
+from ..call_context import CallContext
+from ..forward_pass import Positions, counts_padding, places_tokens, prepares_positions, reads_positions
+from ..inputs.distinct import FoundInputs
 from ..structure import Structure
 from .by_rows import Rows
-from .image_prefixes import TEXT, ImagePrefixes, TextPrefixes, images_of_layers, prefixes_of
-from .prompt_plan import PromptGroup, group_prompts
+from .prefixes import TEXT, TextPrefixes, prefixes_of
+from .prompt_plan import PromptGroup, PromptPlan, group_prompts
 
 _FEW = 1 << 17
 """Elements of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
@@ -33,7 +32,7 @@ _FEW = 1 << 17
 _WHOLE: Final = (torch.int32, torch.int64, torch.bool)
 
 PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
-"""Of padding that positions count, or of positions that a model makes; a kept cache knows neither."""
+"""Reason where positions count padding, or a model makes them; a kept cache knows neither."""
 
 
 class Embeddings(NamedTuple):
@@ -48,7 +47,6 @@ class Embeddings(NamedTuple):
 
     @classmethod
     def of(cls, given: Tensor) -> Embeddings:
-        """Embeddings ``[rows, width, hidden]`` with ids."""
         rows, width, hidden = given.shape
         vectors = given.detach()
         distinct, row_of = [0], [0]  # expanded prompts are equal neighbours
@@ -74,7 +72,7 @@ class Prompts:
     """The prompts of a call.
 
     Attributes:
-        ids: ``[rows, width]``; of embeddings, those that stand for them.
+        ids: ``[rows, width]``; of embeddings, ids that stand for them.
         row_positions: Positions for passes by rows, ``[..., rows or 1, width]``; None for those of the mask.
         groups: Neighbouring rows with equal prompts.
         padded: Whether positions count the padding of prompts.
@@ -82,7 +80,7 @@ class Prompts:
         tokens_say_all: Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored.
         by_rows: Whether prompts run by rows, see `by_rows`.
         inputs: Encoder inputs, or images that layers attend to, and which one each row reads.
-        images: Images, videos or audio of the rows.
+        prefixes: What the prompts may share and reuse.
         embeddings: Of ids, if the prompts are embeddings.
     """
 
@@ -96,13 +94,11 @@ class Prompts:
     tokens_say_all: bool
     by_rows: bool
     inputs: FoundInputs | None = None
-    images: InputRows | None = None
-    prefixes: ImagePrefixes | TextPrefixes = TEXT
+    prefixes: TextPrefixes = TEXT
     embeddings: Embeddings | None = None
 
     @property
     def width(self) -> int:
-        """Tokens of each row, padding included."""
         return self.ids.shape[1]
 
     @property
@@ -114,7 +110,12 @@ class Prompts:
         """The first row of each group, as stock would be given it."""
         inputs = self.ids if self.embeddings is None else self.embeddings.given
         of_rows = None if self.inputs is None else self.inputs.of_rows
-        return Rows.of(inputs, self.mask, self.row_positions, of_rows, self.images).distinct(self.groups)
+        return Rows.of(inputs, self.mask, self.row_positions, of_rows, self.prefixes.rows).distinct(self.groups)
+
+    def narrowed(self, nodes: PromptPlan) -> Prompts | None:
+        """The prompts, which may share less after a pass over these nodes failed; None if it had nothing else."""
+        narrower = self.prefixes.narrowed(nodes, self.distinct_rows)
+        return None if narrower is None else replace(self, prefixes=narrower)
 
     @property
     def alike(self) -> bool:
@@ -142,20 +143,19 @@ def read_prompts(
     kept: bool,
     hidden: bool = False,
     users_loop: bool = False,
-    counted_by_model: bool = False,
+    of_pass: bool = False,
 ) -> Prompts:
     """The prompts of a call or of a first pass, checked.
 
     Args:
-        ids: ``[rows, width]``; None where `arguments` have embeddings.
-        arguments: Model arguments that come with them.
-        positions: Those of `arguments`.
+        ids: ``[rows, width]``; None where `arguments`, which come with them, have embeddings.
+        positions: As `arguments` have them.
         longest: Maximum row length, padding included.
         kept: Whether the cache may outlive the call.
         hidden: Whether hidden states are returned.
         users_loop: Whether a loop of the user's decodes, which may place tokens otherwise.
-        counted_by_model: Whether the model itself counts positions where none are given, as in a pass; before the
-            own loop `generate` makes them of the mask.
+        of_pass: Whether a pass of another loop is given them, in which the model itself counts positions where none
+            are given; before the own loop `generate` makes them of the mask.
 
     Raises:
         Unsupported: The call must run stock.
@@ -166,62 +166,46 @@ def read_prompts(
         embeddings = Embeddings.of(arguments[names.embeddings])
         ids = embeddings.ids
     mask = arguments.get(names.mask)
-    require_rows(positions, len(ids))
-    inputs = find_inputs(arguments, len(ids)) if structure.layout.cross else None
+    _require_rows(positions, len(ids))
+    prefixes = prefixes_of(call, arguments, len(ids), narrow=of_pass)
     tokens_say_all = text and not positions.differ
     if not tokens_say_all:
-        check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
+        _check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
     here, shown, placed = _on_host(ids, mask, positions)
     check_prompts(model, structure, here, shown, placed if text else Positions(None), longest=longest)
-    if inputs is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
-        require_counted(model, shown, positions)
-    counts = counted_by_model and positions.ids is None and reads_positions(model)
+    if prefixes.found is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
+        _require_counted(model, shown, positions)
+    counts = of_pass and positions.ids is None and reads_positions(model)
     if counts and not text:
         raise Unsupported("without position_ids, models count those behind images by themselves")
     padded = (counts or counts_padding(model)) and shown is not None and not bool(shown.all())
     apart = padded or places_tokens(model)
     by_rows = apart or not tokens_say_all or structure.layout.prefills_by_rows
-    _check_uses(inputs, apart=apart, by_rows=by_rows, kept=kept, hidden=hidden)
-    prefixes = TEXT if text else prefixes_of(call)
-    groups = _groups(call, prefixes.known_ids(here), shown, None if tokens_say_all else placed.ids, inputs)
-    inputs = inputs or images_of_layers(call, [group.count for group in groups])
+    _check_uses(apart=apart and prefixes.found is None, by_rows=by_rows, kept=kept, hidden=hidden)
+    planes = None if tokens_say_all else placed.ids
+    groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers())
+    inputs = prefixes.inputs([group.count for group in groups])
     # Of images, passes by rows are given what the model is given, which may prepare it further.
     row_positions = positions.ids if text else call.arguments.get(names.positions)
     if padded:
         row_positions = torch.arange(ids.shape[1], device="cpu")[None]
     return Prompts(
         *(ids, mask, positions, row_positions, groups, padded, apart, tokens_say_all, by_rows),
-        *(inputs, call.input_rows, prefixes, embeddings),
+        *(inputs, prefixes, embeddings),
     )
 
 
-def _check_uses(inputs: FoundInputs | None, *, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
+def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
     """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
-    if apart and (kept or hidden) and inputs is None:
+    if apart and (kept or hidden):
         what = "hidden states are asked for" if hidden else "the call's cache would be kept"
         raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
     if by_rows and hidden:
         raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
 
 
-def _groups(
-    call: CallContext, ids: Tensor, mask: Tensor | None, planes: Tensor | None, inputs: FoundInputs | None
-) -> list[PromptGroup]:
-    """Neighbouring rows with equal ids, positions and inputs."""
-    numbers = None if inputs is None else inputs.of_rows
-    if call.input_rows is not None:
-        numbers = call.input_rows.numbers()
-    if planes is not None and planes.dim() == 2:
-        planes = planes[None]
-    return group_prompts(ids, mask, planes, numbers)
-
-
 def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: Tensor | None) -> Prompts:
-    """Prompts of text alone that are kept without a call, in which later calls continue them.
-
-    Raises:
-        Unsupported: They cannot share context.
-    """
+    """Prompts of text alone that are kept without a call; raises `Unsupported` where they cannot share context."""
     check_prompts(model, structure, ids, mask, longest=ids.shape[1])
     apart = places_tokens(model)
     groups = group_prompts(ids, mask)
@@ -254,10 +238,8 @@ def check_prompts(
     *,
     longest: int,
 ) -> None:
-    """Raise `Unsupported` for prompts, masks ``[rows, length]`` or positions that cannot share context.
-
-    Masks are also checked where the `longest` row of the call, padding included, exceeds a window.
-    """
+    """Raise `Unsupported` for prompts, masks ``[rows, length]`` or positions that cannot share context, in a call of
+    rows of up to `longest` tokens, padding included."""
     if input_ids.shape[1] == 0:
         raise Unsupported("the prompt is empty")
     if input_ids.dtype not in (torch.int64, torch.int32):  # of which stock's embeddings, if they refuse it, raise
@@ -317,33 +299,24 @@ def _position_check(model: PreTrainedModel, input_ids: Tensor, mask: Tensor | No
     right = ids == expected if comparable else torch.zeros_like(expected, dtype=torch.bool)
     if positions.planes and mask is not None:
         right = right | (mask == 0)  # where planes have values of their own
-    return right.all(), lambda: Unsupported(why_not_counted(model, positions))
+    return right.all(), lambda: Unsupported(_why_not_counted(model, positions))
 
 
-def require_rows(positions: Positions, rows: int) -> None:
-    """Raise `Unsupported` for positions of another number of rows, as `generate` makes of one row for several prompts.
-
-    Stock raises where the model reads them.
-    """
+def _require_rows(positions: Positions, rows: int) -> None:
+    """Raise `Unsupported` for positions of another number of rows, as `generate` makes of one row for several prompts;
+    stock raises where the model reads them."""
     if (ids := positions.ids) is not None and ids.dim() > 1 and ids.shape[-2] not in (1, rows):
         remedy = "give each prompt its row, or leave them out"
         raise Unsupported(f"position_ids have {ids.shape[-2]} rows, and the call {rows}", remedy)
 
 
-def require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
-    """Raise `Unsupported` for prompts with padding whose positions the model itself counts."""
+def _require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     counts = reads_positions(model) and positions.ids is None and not prepares_positions(model)
     if mask is not None and counts and not bool(mask.all()):
         raise Unsupported("without position_ids, models count the padding of prompts in positions")
 
 
-def prepares_positions(model: PreTrainedModel) -> bool:
-    """Whether a decoder's positions count what the mask shows, by a method of its class (Whisper)."""
-    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    return bool(model.config.is_encoder_decoder) and own
-
-
-def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
+def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     """Why positions are not those of the attention mask: the model makes others, or the caller gave them."""
     for name in ("_prepare_position_ids_for_generation", "prepare_inputs_for_generation"):
         if getattr(type(model), name, None) is not getattr(GenerationMixin, name, None):
@@ -356,18 +329,15 @@ def why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     return "position_ids are not those of the attention mask"
 
 
-def check_unkept(call: CallContext, *, kept: bool, hidden: bool = False, users_loop: bool = False) -> None:
+def _check_unkept(call: CallContext, *, kept: bool, hidden: bool, users_loop: bool) -> None:
     """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
 
-    Those of images do where their ids do (`image_ids`), and the model itself makes positions of them. Or for hidden
-    states, which are spread to rows by tokens.
-
-    Args:
-        users_loop: Whether a loop of the user's own decodes, which may place tokens otherwise.
+    They do with images whose ids do (`ids_of_images`), where the model itself makes positions. Or for hidden states,
+    which are spread to rows by tokens.
     """
     what = "the planes of position_ids differ"
     if call.inputs is not None:
-        what = f"prompts come with {next(iter(call.inputs.arguments))}"
+        what = f"prompts come with {call.inputs.name}"
     if hidden:
         raise Unsupported(f"output_hidden_states is for positions of text, and {what}")
     if (call.inputs is not None and not call.places_given and not users_loop) or not (call.must_share or kept):

@@ -1,7 +1,8 @@
-"""Start of decoding: shared prefill and the first logits of every row."""
+"""Computes what a call's plan has to prefill: for this package's loop, up to the first logits of every row."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,21 +11,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext
+from ..fingerprint import filled_by
 from ..forward_pass import forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
-from .call_plan import CallPlan, Request, plan_call, planned_alike, weights_hold
+from .by_rows import CapturedRowPasses, row_passes, try_step
+from .call_plan import CallPlan, Request, keeps_prompts, plan_call, planned_alike, weights_hold
 from .gain import require_gain
-from .packed import UnsharedPrompts, prefill_unshared, stacked
-from .prefill import end_prefill, merge_returned, passes_of
+from .packed import CapturedPasses, PrefillPass, UnsharedPrompts, prefill_passes, prefill_unshared, stacked
+from .prompt_plan import continuation_of
 from .reading import Prompts, read_prompts
-
-_AFTER = "images after stored tokens"
-"""Whether passes may have them: where tokens of an image see each other, our attention does not compute them."""
 
 
 @dataclass
@@ -32,7 +33,6 @@ class Start:
     """State at the start of decoding.
 
     Attributes:
-        cache: The prefilled cache; suffixes hold `suffix_tokens`.
         logits: ``[rows, vocabulary]`` after each prompt.
         positions: ``[rows]`` int64: position of each row's next token.
         suffix_tokens: ``[rows, tokens]`` int64: last tokens of the prompts that suffixes hold because nodes hold the
@@ -48,10 +48,9 @@ class Start:
 
 
 def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> Start:
-    """Find the prefixes that prompts share, and prefill each once.
+    """Find the prefixes that prompts share, and prefill each once, in a call whose mode is set.
 
     Args:
-        call: The call, with the mode set.
         passes: How its passes run.
         input_ids: ``[rows, width]``, expanded to all samples, as passed to decoding loops.
 
@@ -59,35 +58,28 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         Unsupported: The call must run stock.
         ValueError: The caller's cache does not fit the prompts or the model.
     """
-    longest = int(call.config.max_length)
-    with call.ranks.together():
+
+    def read() -> CallPlan:
         if places_tokens(call.model):
             raise Unsupported("the model derives positions from the ids of whole prompts")
-        given = (call, input_ids, call.arguments, call.positions)
+        longest, given = int(call.config.max_length), (call, input_ids, call.arguments, call.positions)
         prompts = read_prompts(*given, longest=longest, kept=call.returns_cache)
-    # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
-    # would have to agree on the answer.
-    later, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
-    request = Request(
-        longest - prompts.width,
-        recompute=0 if prompts.prefixes.of_text else 1,
-        ends_in_steps=True,
-        images_after=call.structure.kept(_AFTER, lambda: True),
-        checks_later=later,
-    )
-    plan = planned_alike(call, partial(_planned, call, prompts, request))
+        again = 0 if prompts.prefixes.of_text else 1
+        request = Request(longest - prompts.width, recompute=again, ends_in_steps=True, checks_later=True)
+        return _planned(call, prompts, request)
+
+    beside = Beside(input_ids.device, "checks")
+    plan = planned_alike(call, read)
     try:
         start = _begin(call, passes, plan)
     except Unsupported:
-        if not plan.images_after_stored:
+        if (prompts := plan.prompts.narrowed(plan.nodes)) is None:
             raise
-        call.structure.keep(_AFTER, False)
-        request = replace(request, images_after=False, checks_later=False)
-        plan, start = _begin_again(call, passes, prompts, request)
-    if later and call.given is None and not weights_hold(call, beside) and plan.reuses:
-        # The store is empty now, so that nothing kept is reused.
-        plan, start = _begin_again(call, passes, prompts, replace(request, checks_later=False))
-    end_prefill(call, start.cache, reusable=prompts.reusable)
+        plan, start = _begin_again(call, passes, prompts, plan.request)
+    # The device prefills meanwhile. Where the weights changed, the store is empty now, so that nothing is reused.
+    if plan.checks_later and not weights_hold(call, beside) and plan.reuses:
+        plan, start = _begin_again(call, passes, plan.prompts, plan.request)
+    end_prefill(call, start.cache, reusable=plan.prompts.reusable)
     return start
 
 
@@ -100,9 +92,8 @@ def _planned(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
 
 
 def _begin_again(call: CallContext, passes: CallPasses, prompts: Prompts, request: Request) -> tuple[CallPlan, Start]:
-    """Plan a changed request, and prefill."""
     call.report.begin_again()
-    plan = planned_alike(call, partial(_planned, call, prompts, request))
+    plan = planned_alike(call, partial(_planned, call, prompts, replace(request, checks_later=False)))
     return plan, _begin(call, passes, plan)
 
 
@@ -114,7 +105,7 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
     call.report.padded_length, call.report.context_width = width, width - plan.last_again
     if plan.unshared is not None:
         return _start_with_unshared(call, plan, plan.unshared)
-    # Sent to the device before the prefill is queued there, behind which a transfer would wait.
+    # Sent to the device before the prefill is queued there, after which a transfer would wait.
     next_positions = [width] * len(ids) if prompts.padded else forest.context_lengths
     positions, group_of_row = torch.tensor([next_positions, prompts.row_groups], device=ids.device)
     if prompts.by_rows and not prompts.tokens_say_all and (after := prompts.positions.after) is not None:
@@ -170,3 +161,61 @@ def _start_with_unshared(call: CallContext, plan: CallPlan, unshared: UnsharedPr
     assert all(last is not None for last in logits)  # a prompt without unshared tokens ends in a new node
     positions = torch.tensor(plan.nodes.forest.context_lengths, device=ids.device) + unshared.lengths.to(ids.device)
     return Start(cache, stacked(model, cast(list[Tensor], logits)), positions, ids[:, ids.shape[1] :], unshared)
+
+
+def passes_of(
+    call: CallContext,
+    cache: SharedContextCache,
+    plan: CallPlan,
+    tokens: Sequence[int],
+    *,
+    captured: CapturedPasses | None = None,
+    captured_rows: CapturedRowPasses | None = None,
+    **arguments: Any,
+) -> Iterator[PrefillPass]:
+    """Compute a plan's nodes into a cache, pass by pass.
+
+    Args:
+        tokens: Indices of the new tokens to return logits for, ascending; by rows, those of the plan's last positions.
+        captured: Runs packed passes by captured graphs where it can, and `captured_rows` passes by rows.
+        arguments: Further model arguments of packed passes.
+    """
+    model, prompts, limit = call.model, plan.prompts, call.max_prefill_tokens
+    if not prompts.by_rows:
+        embeddings = None if prompts.embeddings is None else prompts.embeddings.of_ids
+        options: dict[str, Any] = {"embeddings": embeddings, "captured": captured, "max_tokens": limit}
+        length = prompts.width - plan.last_again
+        yield from prefill_passes(model, cache, plan.nodes, tokens, length=length, **options, **arguments)
+        return
+    rows = prompts.distinct_rows()
+    yield from row_passes(
+        *(model, cache, plan.nodes, rows, continuation_of(call.structure.layout)),
+        keep=plan.request.wanted,
+        max_tokens=limit,
+        captured=captured_rows,
+    )
+    try_step(call, cache, rows)
+
+
+def merge_returned(call: CallContext, cache: SharedContextCache) -> None:
+    """Merge the prefilled nodes of a cache that the caller gets, on all processes of the model or on none."""
+    if call.returns_cache:
+        with suppress(torch.OutOfMemoryError):
+            consolidate(cache, call.together())
+
+
+def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool) -> None:
+    """Keep prefilled nodes in the prefix store if they are `reusable`, and note which model filled a kept cache.
+
+    Not within passes, for whose time methods of modules are replaced.
+    """
+    if cache.kept:
+        cache.fingerprint = filled_by(cache.fingerprint, call.model, call.structure.walk)
+    of_gaps = cache.gaps and bool(cache.state_layers)  # from which nothing is continued
+    of_call = call.given is None  # a given one may hold tokens of direct passes
+    if reusable and of_call and not of_gaps and keeps_prompts(call):
+        with suppress(torch.OutOfMemoryError):
+            call.report.kept_bytes = call.state.prefix_store.keep(
+                call.model_now, cache, call.options.reused_bytes, found=call.fingerprint
+            )
+    call.report.observe_nodes(cache)

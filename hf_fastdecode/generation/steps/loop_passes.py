@@ -33,7 +33,7 @@ from ..call_context import CallContext
 from ..forward_pass import takes_positions
 from ..model_watch import ModelWatch
 from ..snapshot import ModelWalk, captured_state
-from ..support.call import is_nothing
+from ..support import is_nothing
 from .capture_failures import Failure, fall_back
 from .captured_step import CapturedPass, CaptureOptions
 from .captures import capture_reason

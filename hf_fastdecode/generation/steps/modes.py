@@ -14,7 +14,7 @@ import torch
 
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
-from ..support.call import step_arguments
+from ..support import step_arguments
 from .capture_failures import Failure, cannot_run, fall_back
 from .captures import STEPS, LockHolder, capture_reason, reason_of_call
 from .expansion import expand_nodes

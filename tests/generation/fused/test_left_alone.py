@@ -30,7 +30,7 @@ from hf_fastdecode.generation.fused.norms import WaitingSums
 from hf_fastdecode.generation.model_watch import ModelWatch
 from hf_fastdecode.generation.snapshot import ModelWalk, captured_state
 from hf_fastdecode.generation.structure import Structure
-from hf_fastdecode.generation.support.model import check_state
+from hf_fastdecode.generation.support import check_state
 
 from .half_models import DEVICE, half, logits
 
@@ -247,7 +247,7 @@ def test_a_loop_of_the_users_that_changes_the_model(change: str, monkeypatch: py
             return input_ids
 
         with monkeypatch.context() as patched:
-            patched.setattr("hf_fastdecode.generation.support.model.check_code", lambda _: None)  # this file's classes
+            patched.setattr("hf_fastdecode.generation.support.check_code", lambda _: None)  # this file's classes
             kept = cached_property(fused)
             kept.__set_name__(Structure, "fused")
             patched.setattr(Structure, "fused", kept)

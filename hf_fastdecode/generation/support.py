@@ -1,19 +1,23 @@
-"""Checks of a model: by its layout, its modules, and the processes that compute it."""
+"""Which models and calls can share context: checks of both, by layout, modules, processes, mode and arguments."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
+from typing import Any, Final
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..._compat import CACHE, AnyDropout
-from ...attention.active_passes import ATTENTION_NAME
-from ...attention.own_code import own_code_of
-from ...cache.layout import ModelLayout
-from ...cache.model_types import (
+from .._compat import CACHE, LOOP_METHODS, AnyDropout
+from ..attention.active_passes import ATTENTION_NAME
+from ..attention.own_code import own_code_of
+from ..cache.layers.cross import ENCODER_OUTPUTS
+from ..cache.layout import ModelLayout
+from ..cache.model_types import (
     ENCODER_DECODERS,
     LEAVES_TOKENS_OUT,
     OTHER_ENCODER_DECODERS,
@@ -21,14 +25,16 @@ from ...cache.model_types import (
     STATES_NOT_SHARED,
     leaves_tokens_out,
 )
-from ...cache.stores import PER_TOKEN, Kind
-from ...errors import Unsupported
-from ...parallel.groups import common_group, splitting_groups
-from ...parallel.sequence import window_is_not_divided
-from ..foreign_code import check_code
-from ..forward_pass import counts_positions, takes_shared_cache
-from ..snapshot import ModelWalk, attributes
-from ..structure import Structure
+from ..cache.shared import SharedContextCache
+from ..cache.stores import PER_TOKEN, Kind
+from ..errors import Unsupported
+from ..parallel.groups import common_group, splitting_groups
+from ..parallel.sequence import window_is_not_divided
+from .call_context import CallContext
+from .foreign_code import check_code
+from .forward_pass import arguments_of_decoders, counts_positions, takes_shared_cache
+from .snapshot import ModelWalk, attributes
+from .structure import Structure
 
 _OF_PIPELINES = "transformers.distributed.pipeline_parallel"
 """Where the module is defined that stands for a layer of another process."""
@@ -103,7 +109,6 @@ def _attends_by_itself(model: PreTrainedModel, layout: ModelLayout) -> bool:
 
 
 def _uses_interface(model: PreTrainedModel) -> bool:
-    """Whether the code of a layer looks up attention functions in transformers' registry."""
     modules = {type(module).__module__ for module in model.modules()}
     return any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[name]) for name in modules if name in sys.modules)
 
@@ -188,6 +193,29 @@ def check_processes(structure: Structure) -> None:
         raise Unsupported(f"{what} not shared where several processes compute a model yet")
 
 
+def check_prefill(model: PreTrainedModel, structure: Structure) -> None:
+    """Raise ValueError for a model of which `prefill` can keep no prompts."""
+    name = type(model).__name__
+    if structure.layout.cross:
+        raise ValueError(
+            f"prefill is for models without an encoder, and {name} has one; call generate, which shares each input "
+            "between its rows"
+        )
+    try:
+        check_model(model, structure.layout)
+        check_processes(structure)
+        check_state(structure.walk)
+    except Unsupported as error:
+        raise ValueError(f"{name} cannot share context: {error}") from error
+
+
+def why_not_kept(layout: ModelLayout) -> str | None:
+    """Why prompts are not kept for later calls, which could not continue them; None where they can."""
+    if not layout.continues_states:
+        return "its layers' scans do not continue states"
+    return "the model has an encoder, and its decoder's prompts are of one input" if layout.cross else None
+
+
 def rope_limit(config: PreTrainedConfig) -> int | None:
     """Length up to which rotary frequencies do not depend on the text length; None if they never do.
 
@@ -204,3 +232,145 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
             # Dynamic embeddings change beyond max_position_embeddings, whatever the entry says.
             return original if kind == "longrope" else min(original, int(config.max_position_embeddings))
     return None
+
+
+# Modules whose overrides of loop methods change nothing that steps of one token need: they drop the cache where the
+# position embedding changes (see `rope_limit`), pass logits_to_keep, leave the mask or token types out of steps, or
+# count positions by it.
+_HARMLESS = {
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
+        *("phi3", "phimoe"),
+        *("bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"),
+        *("falcon_mamba", "mamba", "mamba2"),
+        *("ernie4_5_vl_moe", "gemma3", "gemma4", "gemma4_unified", "molmo2"),
+        *("mllama", "whisper"),
+    )
+}
+_OUR_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_BEAM_MODES = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_MODES = (*_OUR_MODES, *_BEAM_MODES, GenerationMode.ASSISTED_GENERATION)
+# Model arguments of `generate` that shared context supports.
+_KNOWN_ARGUMENTS = {"attention_mask", "inputs_embeds", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+OWN_METHOD: Final = "the model's own"
+"""Prefix of the names that `other_loop` has for methods which a user has replaced."""
+
+# Methods of PEFT that hand the model a cache which holds their own keys and values.
+_PEFT_WITH_KEYS = ("PREFIX_TUNING", "CARTRIDGE")
+# The decoding loop passes its own, or only loops or the first pass take it.
+_NOT_IN_STEPS = {
+    *("attention_mask", "position_ids", "inputs_embeds", CACHE),
+    *("decoder_attention_mask", "decoder_position_ids", "decoder_inputs_embeds", ENCODER_OUTPUTS),
+    *("tokenizer", "assistant_tokenizer", "assistant_model"),
+}
+
+
+def check_call(call: CallContext, mode: GenerationMode) -> None:
+    """Raise `Unsupported` if a `generate` call must run stock, by its model and arguments."""
+    model, structure, config = call.model, call.structure, call.config
+    check_model(model, structure.layout)
+    if mode not in _MODES:
+        raise Unsupported(f"generation mode {mode.value!r} is not accelerated yet")
+    check_processes(structure)
+    _check_mode(model, structure, mode)
+    if config.is_assistant:
+        raise Unsupported("the model assists another one")
+    if config.use_cache is False:
+        raise Unsupported("use_cache=False")
+    if config.output_attentions:
+        raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
+    _check_cache_implementation(config)
+    _check_given_cache(call.arguments.get(CACHE), cross=bool(structure.layout.cross))
+    check_arguments(call.arguments, _KNOWN_ARGUMENTS | arguments_of_decoders(model))
+    if (kind := _adapter_with_keys(model)) is not None:
+        raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
+    structure.kept("state", lambda: check_state(structure.walk))
+    limit = rope_limit(structure.text_config)
+    if limit is not None and config.max_length > limit:
+        raise Unsupported(
+            f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+        )
+
+
+def _check_mode(model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
+    name, own = type(model).__name__, own_code_of(type(model))
+    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
+        if structure.layout.cross:
+            raise Unsupported("assisted decoding is not accelerated yet for models with an encoder")
+        # Of other states than convolutions' transformers refuses it.
+        raise Unsupported(
+            "transformers' own cache keeps the earlier inputs of convolutions that it takes to remove drafts"
+        )
+    if mode not in _BEAM_MODES:
+        return
+    if hasattr(model, "_reorder_cache"):
+        raise Unsupported(f"{name} reorders its cache by a method of its own")
+    if own is not None and own.states is not None and not own.states.beams:
+        raise Unsupported(f"transformers does not reorder the states of {name} for beams, and raises")
+
+
+def _check_given_cache(cache: object, *, cross: bool) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, SharedContextCache):
+        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
+    if cross:
+        raise Unsupported(
+            "the cache of a model with an encoder is of the inputs of its call, so that no call continues it"
+        )
+    if cache.inputs is not None:
+        raise Unsupported("the cache holds images of the call that returned it, so that no call continues it")
+
+
+def _check_cache_implementation(config: GenerationConfig) -> None:
+    """Check that the requested kind of cache may be another one: a static one if only its memory and speed count."""
+    kind = config.cache_implementation
+    if kind in (None, "dynamic") or (kind == "static" and not config.return_dict_in_generate):
+        return
+    returned = ", and return_dict_in_generate returns that cache" if kind == "static" else ""
+    raise Unsupported(f"cache_implementation={kind!r} was requested{returned}")
+
+
+def _adapter_with_keys(model: PreTrainedModel) -> str | None:
+    """The kind of PEFT's adapter in use if it fills the cache itself; its `generate` puts this method on the model."""
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    kind = getattr(getattr(getattr(prepare, "__self__", None), "active_peft_config", None), "peft_type", None)
+    name = str(getattr(kind, "value", kind))
+    return name if name in _PEFT_WITH_KEYS else None
+
+
+def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise `Unsupported` if a model argument other than `known` ones has a value other than a switch."""
+    for name, value in arguments.items():
+        if name not in known and not is_nothing(value) and not isinstance(value, bool):
+            raise Unsupported(f"the argument {name!r} is not accelerated yet")
+
+
+def other_loop(call: CallContext, mode: GenerationMode) -> str | None:
+    """Feature that needs transformers' decoding loop over a shared-context cache, or None."""
+    model = call.model
+    for name in LOOP_METHODS:
+        method = getattr(type(model), name, None)
+        if name in vars(model):
+            return f"{OWN_METHOD} {name}"
+        if method is not getattr(GenerationMixin, name, None) and method.__module__ not in _HARMLESS:
+            return f"{type(model).__name__}.{name}"
+    if mode not in _OUR_MODES:
+        return f"generation mode {mode.value!r}"
+    if call.config.output_hidden_states:
+        return "output_hidden_states=True"
+    if not is_nothing(call.arguments.get(call.names.embeddings)):
+        return "the prompts are inputs_embeds"
+    if call.positions.differ and call.positions.after is None:
+        return "position_ids whose planes differ at the end of a prompt"
+    return None
+
+
+def is_nothing(argument: object) -> bool:
+    """Whether an argument is equivalent to omitting it: None or an empty collection."""
+    return argument is None or (isinstance(argument, Mapping | list | tuple) and not argument)
+
+
+def step_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Model arguments of `generate` that every step takes too, beyond tokens, positions and cache."""
+    return {name: value for name, value in arguments.items() if name not in _NOT_IN_STEPS and not is_nothing(value)}

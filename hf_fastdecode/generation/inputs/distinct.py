@@ -1,9 +1,9 @@
-"""Encoder-decoders: the names of a decoder's prompts among model arguments, and the distinct inputs of a call."""
+"""Encoder-decoders: the distinct inputs of a call, which its encoder runs on, and whose keys and values are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,28 +13,6 @@ from transformers.utils import ModelOutput
 
 from ...cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from ...errors import Unsupported
-
-
-class PromptNames(NamedTuple):
-    """Names of arguments that say what the decoder, or the whole model if it has no encoder, is given."""
-
-    ids: str = "input_ids"
-    embeddings: str = "inputs_embeds"
-    mask: str = "attention_mask"
-    positions: str = "position_ids"
-
-    def named(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that have the names of a model without an encoder, renamed."""
-        names = dict(zip(PromptNames(), self, strict=True))
-        return {names.get(name, name): value for name, value in arguments.items()}
-
-
-_OF_DECODERS: Final = PromptNames(*(f"decoder_{name}" for name in PromptNames()))
-
-
-def prompt_names(model: PreTrainedModel) -> PromptNames:
-    """The names that a model's `forward`, and `generate`, have for its prompts."""
-    return _OF_DECODERS if model.config.is_encoder_decoder else PromptNames()
 
 
 class FoundInputs(NamedTuple):
@@ -49,12 +27,8 @@ def find_inputs(arguments: Mapping[str, Any], prompts: int) -> FoundInputs | Non
 
     Rows are equal where the encoder's output is equal bit by bit, as it is for samples and beams, which are copies.
 
-    Args:
-        arguments: Model arguments of all rows.
-        prompts: Rows of the decoder's prompts.
-
     Raises:
-        Unsupported: They hold the encoder's output in another form, or of other rows than the prompts.
+        Unsupported: The encoder's output has another form, or other rows than so many prompts of the decoder.
     """
     outputs = arguments.get(ENCODER_OUTPUTS)
     if outputs is None:
@@ -88,8 +62,7 @@ def encode_distinct(
 
     Args:
         encode: Adds the encoder's output of inputs to these model arguments.
-        inputs: ``[rows, ...]``.
-        arguments: Model arguments; tensors of as many rows are the rows' own.
+        inputs: ``[rows, ...]``, of which model arguments of as many rows are the rows' own.
         at_once: Most inputs of a pass; all when None.
     """
     own = _per_row(arguments, len(inputs))
@@ -133,11 +106,8 @@ def _per_row(arguments: Mapping[str, Any], rows: int) -> dict[str, Tensor]:
 
 
 def _distinct_rows(compared: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare neighbouring rows of tensors ``[rows]`` or ``[rows, ...]``; int64 on the CPU.
-
-    Returns:
-        For each row the number of its distinct one, ``[rows]``, and the first row of each of these.
-    """
+    """For each row of tensors ``[rows, ...]`` the number of its distinct neighbour, ``[rows]``, and the first row of
+    each of these: int64, on the CPU."""
     device = compared[0].device
     alike = [one[1:] == one[:-1] for one in compared]
     same = torch.stack([(one.flatten(1).all(1) if one.dim() > 1 else one).to(device) for one in alike]).all(0).cpu()
