@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_fastdecode.generation.decoding.sampling import TransformersSampler, read_chain
-from hf_fastdecode.kernels.sampling import limits
+from hf_fastdecode.kernels.limits import refusal_of_logits
 from hf_fastdecode.measurement.calls import Times, percentiles, wall_samples
 
 from ..operator_time import in_us, time_operator
@@ -75,7 +75,7 @@ class SamplingBench:
         result: dict[str, Any] = {"status": "ok", "us_p20": None, "us_p50": None, "us_p80": None}
         result |= {"over_floor": None, "tb_per_s": None, "bytes": size, "floor_us": 1e6 * floor}
         result |= {"copy_tb_per_s": self.ceilings.bytes_per_s / 1e12, "error_ratio": None}
-        if way == "fast" and (reason := limits.refusal(self.device, getattr(torch, case.dtype))):
+        if way == "fast" and (reason := refusal_of_logits(self.device, getattr(torch, case.dtype))):
             return result | {"status": f"not run: {reason}"}
         try:
             found = self._fast(case) if way == "fast" else {"times": self._transformers(case)}

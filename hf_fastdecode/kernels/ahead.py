@@ -1,4 +1,4 @@
-"""Compiles kernels on threads before they are launched.
+"""Launches of Triton kernels, and their compilation on threads before they are launched.
 
 Triton compiles a kernel when it is first launched with other compile-time arguments: up to some seconds each, one
 after another. Here launches can be left out, and their kernels compile all at once: Triton's passes, ptxas and the
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from importlib import import_module
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 
 from ..log import logger
 from .device import interpreted, triton_is_installed
+from .failures import Kernel, launching
 
 _MOST_THREADS = 8
 
@@ -30,6 +32,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
     Launch parameters are chosen so that the tiles in flight fit the GPU's shared memory. Where a compiler takes more
     of it than was counted, the kernel is compiled with fewer in flight (the option ``STAGES``).
+
+    Args:
+        arguments: None for tensors that the kernel does not read with these options.
 
     Returns:
         Whether it was launched. Otherwise its outputs are what memory held: indices in them must be made valid.
@@ -52,6 +57,23 @@ def _is_out_of_resources(error: Exception) -> bool:
     from triton.runtime.errors import OutOfResources
 
     return isinstance(error, OutOfResources)
+
+
+def launch_named(
+    group: Kernel, name: str, device: torch.device, grid: tuple[int, ...], *arguments: Any, **options: Any
+) -> bool:
+    """`launch` a kernel on a device, whose module imports Triton, which may be missing.
+
+    Args:
+        group: The group of kernels that fails with this one.
+        name: The kernel's name within this package, such as ``pointwise.kernel.rotate``.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched on this device.
+    """
+    with launching(group, device):
+        module, _, function = name.rpartition(".")
+        return launch(getattr(import_module(f"{__package__}.{module}"), function), grid, *arguments, **options)
 
 
 def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:
@@ -102,11 +124,7 @@ def _compiles_for(device: torch.device) -> bool:
 
 
 class _LeftOut:
-    """Which launches are left out.
-
-    Attributes:
-        everything: All from now on.
-    """
+    """Launches that are left out: those of missing kernels, and with `everything` all from now on."""
 
     def __init__(self, *, everything: bool = False) -> None:
         self.everything = everything

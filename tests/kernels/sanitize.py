@@ -39,7 +39,7 @@ from hf_fastdecode.kernels.sampling.api import sample
 from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 from hf_fastdecode.kernels.state_steps import api as state_steps
 from hf_fastdecode.kernels.state_steps import reference as state_steps_reference
-from hf_fastdecode.kernels.stored_product.api import Term, stored_product
+from hf_fastdecode.kernels.stored_product import Term, stored_product
 
 from ..attention.forests import make_inputs
 from ..attention.test_prefill_kernel import check_pass

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.experts import reference
-from hf_fastdecode.kernels.experts.api import experts, grouped_experts, grouped_refusal, largest, route
+from hf_fastdecode.kernels.experts.api import experts, grouped_experts, largest, route
 from hf_fastdecode.kernels.experts.config import (
     MOST_OF_AN_EXPERT,
     MOST_PAIRS,
@@ -24,6 +24,7 @@ from hf_fastdecode.kernels.experts.config import (
     Gate,
     Routing,
     Weights,
+    grouped_refusal,
     most_items,
     refusal,
     routing_refusal,

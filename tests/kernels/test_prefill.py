@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.prefill import api, reference
-from hf_fastdecode.kernels.prefill.config import Config, choose_config
+from hf_fastdecode.kernels.prefill.api import Config, choose_config
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -94,10 +94,10 @@ def test_scan(rows: int, groups: int, heads: int, width: int, size: int, dtype: 
 
 def test_refused() -> None:
     x = random(2, 8, seed=1, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"convolve takes .* got \(2, 8\), \(2, 8, 3\) and \(8, 5\)"):
+    with pytest.raises(ValueError, match=r"convolve takes .* got \(2, 8\), \(2, 8, 3\), \(8, 5\)"):
         api.convolve(x, x.new_zeros(2, 8, 3), x.new_zeros(8, 5), None, silu=True)
     heads = x.view(2, 1, 8)
     with pytest.raises(ValueError, match=r"contiguous states \[rows, heads, key_dim, value_dim\]"):
         api.delta_rule(heads, heads, heads, x[:, :1], x[:, :1], x.new_zeros(2, 1, 8, 8).mT)
-    with pytest.raises(ValueError, match="of up to 256 numbers of an input"):
+    with pytest.raises(ValueError, match="of up to 256 elements of an input"):
         api.scan(heads, x, x[0], heads, heads, x[0], x[0], x.new_zeros(2, 1, 8, 8))

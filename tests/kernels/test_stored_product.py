@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
+from hf_fastdecode.kernels.stored_product import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
 
 from ..cases import exhaustive_but
 from .operator_runs import DEVICE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
 from ...kernels.forest_decode.schedule import Schedule
-from ...kernels.prefill.config import refusal
+from ...kernels.prefill.api import refusal
 from ..forest import Forest
 from ..kv import Scoring, Segment
 from ..partial import Partial

@@ -1,17 +1,16 @@
-"""What experts' kernels take and support, and their launch parameters."""
+"""Arguments of experts' kernels, their limits, and their launch parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..device import compute_capability, interpreted
+from ..device import compute_capability, interpreted, power_of_two
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION
+from ..limits import HALF_PRECISION, refusal_of_operands, refusal_of_weights
 from ..pointwise.api import Activation
 
 
@@ -98,7 +97,10 @@ MOST_WIDTH: Final = 8192
 """Elements of a row of a router."""
 
 WIDTHS: Final = 32
-"""What the widths of products are multiples of."""
+"""Divisor of the widths of products."""
+
+GROUPED_WIDTHS: Final = 8
+"""Divisor of the widths of grouped products, which need aligned strides."""
 
 _AT_ONCE = (128, 64, 32)
 _BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with the largest tiles fit
@@ -140,7 +142,7 @@ def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
         shared_memory: Bytes of it that a program can have.
     """
     twice = -(-2 * pairs // weights.experts)
-    block_pairs = min(64, max(16, 1 << (twice - 1).bit_length()))
+    block_pairs = min(64, max(16, power_of_two(twice)))
     few, big = block_pairs == 16, shared_memory >= _BIG_TILES
 
     def config(width: int, columns: int) -> Config:
@@ -166,53 +168,54 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
         chosen: ``[rows, experts_per_row]``.
         shares: Likewise.
     """
-    pairs = chosen.numel()
-    most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * weights.experts)
+    pairs, most = chosen.numel(), min(MOST_PAIRS, MOST_OF_AN_EXPERT * weights.experts)
     if not 1 <= pairs <= most or weights.experts > MOST_EXPERTS:
         return f"it takes up to {most} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
-    if x.dim() != 2 or chosen.shape != shares.shape or chosen.dim() != 2 or len(chosen) != len(x):
+    reason = _refusal_of_pairs(x, chosen, shares) or _refusal_of_shapes(x, weights)
+    return reason or _refusal_of_tensors(x, weights, chosen, shares) or _refusal_here(x)
+
+
+def grouped_refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
+    """Why `grouped_experts` does not serve these tensors; None when it does. Arguments as for `refusal`."""
+    if reason := _refusal_of_tensors(x, weights, chosen, shares) or _refusal_of_pairs(x, chosen, shares):
+        return reason
+    if weights.hidden % GROUPED_WIDTHS or weights.inner % GROUPED_WIDTHS or x.shape[1] != weights.hidden:
+        return f"it takes widths in multiples of {GROUPED_WIDTHS}, got {weights.hidden} and {weights.inner}"
+    on_hopper = x.device.type == "cuda" and compute_capability(x.device)[0] == 9
+    if not interpreted() and not (on_hopper and x.dtype == torch.bfloat16):
+        return "PyTorch's grouped products are fast in bf16 on Hopper GPUs"
+    return failure(Kernel.EXPERTS, x.device)
+
+
+def _refusal_of_pairs(x: Tensor, chosen: Tensor, shares: Tensor) -> str | None:
+    if x.dim() != 2 or chosen.dim() != 2 or chosen.shape != shares.shape or len(chosen) != len(x) or not len(x):
         return "it takes rows [rows, hidden], and experts and their shares [rows, experts_per_row]"
     if chosen.dtype not in (torch.int32, torch.int64) or not shares.dtype.is_floating_point:
         return f"it takes whole numbers of experts and fractions of each, got {chosen.dtype} and {shares.dtype}"
+    return None
+
+
+def _refusal_of_shapes(x: Tensor, weights: Weights) -> str | None:
     experts, hidden, inner = weights.experts, weights.hidden, weights.inner
     if hidden % WIDTHS or inner % WIDTHS or x.shape[1] != hidden:
         return f"it takes widths in multiples of {WIDTHS}, got {hidden} and {inner}"
     if hidden * 2 * inner >= 1 << 31:
-        return f"it takes experts whose weights have less than 2^31 numbers each, got {hidden} * {2 * inner}"
-    shapes = (hidden, 2 * inner), (inner, hidden)
+        return f"it takes experts whose weights have less than 2^31 elements each, got {hidden} * {2 * inner}"
+    shapes = [(hidden, 2 * inner), (inner, hidden)]
     if not weights.transposed:
-        shapes = shapes[0][::-1], shapes[1][::-1]
-    if weights.gate_up.shape != (experts, *shapes[0]) or weights.down.shape != (experts, *shapes[1]):
-        return f"weights have other shapes: {tuple(weights.gate_up.shape)} and {tuple(weights.down.shape)}"
-    biases = (weights.gate_up_bias, 2 * inner), (weights.down_bias, hidden)
-    given = [(bias, columns) for bias, columns in biases if bias is not None]
-    if len(given) == 1 or any(bias.shape != (experts, columns) for bias, columns in given):
+        shapes = [shape[::-1] for shape in shapes]
+    found = [tuple(part.shape) for part in weights[:2]]
+    if found != [(experts, *shape) for shape in shapes]:
+        return f"weights have other shapes: {found[0]} and {found[1]}"
+    biases = [None if bias is None else tuple(bias.shape) for bias in (weights.gate_up_bias, weights.down_bias)]
+    if biases not in ([None, None], [(experts, 2 * inner), (experts, hidden)]):
         return "it takes biases [experts, columns] of both products or of none"
-    parts = (weights.gate_up, weights.down, *(bias for bias, _ in given))
-    if reason := refusal_of_any_shape(x, *parts, of_other_dtypes=(chosen, shares)):
-        return reason
-    if any(not part.is_contiguous() or part.data_ptr() % 16 for part in parts):
-        return "it takes contiguous weights that begin at multiples of 16 bytes"
-    return _refusal_here(x)
-
-
-def refusal_of_any_shape(x: Tensor, *others: Tensor, of_other_dtypes: Sequence[Tensor] = ()) -> str | None:
-    """Why kernels do not read these tensors, whatever their shapes; None when they do.
-
-    Args:
-        x: Hidden states.
-        others: Weights and biases.
-        of_other_dtypes: What need not have the dtype of `x`, and is no parameter.
-    """
-    kinds = {(type(part), part.layout, part.dtype, part.device) for part in (x, *others)}
-    plain = {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}
-    if not kinds <= plain or any(type(part) is not Tensor for part in of_other_dtypes):
-        return "it takes plain tensors of one dtype and device"
-    if any(part.device != x.device for part in of_other_dtypes):
-        return "it takes tensors of one device"
-    if torch.is_grad_enabled() and any(part.requires_grad for part in (x, *others, *of_other_dtypes)):
-        return "it computes no gradients"
     return None
+
+
+def _refusal_of_tensors(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
+    parts = [part for part in weights[:4] if part is not None]
+    return refusal_of_operands(x, *parts, of_other_dtypes=(chosen, shares)) or refusal_of_weights(parts)
 
 
 def _refusal_here(x: Tensor) -> str | None:
@@ -225,19 +228,12 @@ def _refusal_here(x: Tensor) -> str | None:
 
 
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
-    """Why `route` does not serve these tensors; None when it does.
-
-    Args:
-        x: ``[rows, hidden]``.
-        weight: ``[experts, hidden]``.
-        bias: ``[experts]``, or None.
-        routing: How experts are chosen.
-    """
+    """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
     parts = (weight,) if bias is None else (weight, bias)
-    if reason := refusal_of_any_shape(x, *parts):
+    if reason := refusal_of_operands(x, *parts):
         return reason
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
-        return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} numbers, got {tuple(x.shape)}"
+        return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} elements, got {tuple(x.shape)}"
     count = len(weight)
     if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or (bias is not None and bias.shape != (count,)):
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"

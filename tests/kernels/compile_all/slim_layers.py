@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.kernels.slim_append.api import append_token
+from hf_fastdecode.kernels.slim_append import append_token
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.kernels.slim_decode.inputs import FP8_CAPABILITY
-from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, Term, stored_product
+from hf_fastdecode.kernels.stored_product import MOST_ROWS, Term, stored_product
 
 from .pretended import CUDA, Claimed
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels import failures
-from hf_fastdecode.kernels.forest_decode import limits as devices
+from hf_fastdecode.kernels import limits as devices
 from hf_fastdecode.kernels.slim_decode import api, inputs
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config

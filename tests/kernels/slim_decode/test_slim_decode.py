@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_fastdecode.kernels.forest_decode import limits
+from hf_fastdecode.kernels import limits
 from hf_fastdecode.kernels.slim_decode.inputs import refusal
 
 pytest.importorskip("triton")
