@@ -36,9 +36,7 @@ def _mask_last_tile(scores, columns, tile, length, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _consume(
     tensors,
-    q_memory,
-    keys,
-    values,
+    rings,
     numbers,
     WARPGROUP: gl.constexpr,  # index of the 64 packed queries in the tile
     GROUP: gl.constexpr,
@@ -53,8 +51,8 @@ def _consume(
     """Consumer warpgroup: attention of 64 packed queries over the key tiles of the program's pieces."""
     query, pieces, partial_out, partial_lse = tensors
     scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
-    k_ring, k_full, k_free = keys
-    v_ring, v_full, v_free = values
+    q_memory, (k_ring, k_full, k_free), (v_ring, v_full, v_free) = rings
+    q_memory = q_memory.index(WARPGROUP)
     element: gl.constexpr = query.dtype.element_ty
     queries_per_kv_head: gl.constexpr = GROUP * QUERIES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -218,15 +216,16 @@ def hopper_node_partials(
     keys = (k_ring, k_full, k_free)
     values = (v_ring, v_full, v_free)
     numbers = (scale, soft_cap, query_row_stride, query_head_stride, query_stride)
+    rings = (q_memory, keys, values)
+    sizes = (node_capacity, kv_heads)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     tensors,
-                    q_memory.index(0),
-                    keys,
-                    values,
+                    q_memory,
+                    rings,
                     numbers,
                     0,
                     GROUP,
@@ -243,9 +242,8 @@ def hopper_node_partials(
                 _consume,
                 (
                     tensors,
-                    q_memory.index(1),
-                    keys,
-                    values,
+                    q_memory,
+                    rings,
                     numbers,
                     1,
                     GROUP,
@@ -258,23 +256,7 @@ def hopper_node_partials(
                     PDL,
                 ),
             ),
-            (
-                produce,
-                (
-                    tensors,
-                    nodes,
-                    memory,
-                    keys,
-                    values,
-                    node_capacity,
-                    kv_heads,
-                    BLOCK_N,
-                    HEAD_DIM,
-                    STAGES,
-                    PLANE,
-                    ADDRESS_BITS,
-                ),
-            ),
+            (produce, (tensors, nodes, memory, (keys, values), sizes, BLOCK_N, HEAD_DIM, STAGES, PLANE, ADDRESS_BITS)),
         ],
         [4, 1],
         [240, 24],
@@ -313,10 +295,8 @@ def produce(
     tensors,
     nodes,
     memory,
-    keys,
-    values,
-    node_capacity,
-    kv_heads,
+    rings,
+    sizes,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -325,6 +305,8 @@ def produce(
 ):
     """Producer warp: runs ahead of the consumers by up to `STAGES` tiles."""
     pieces = tensors[1]
+    keys, values = rings
+    node_capacity, kv_heads = sizes
     element: gl.constexpr = tensors[0].dtype.element_ty
     box: gl.constexpr = gl.NVMMASharedLayout(keys[0].index(0).layout.swizzle_byte_width, 16, rank=3)
     piece = gl.program_id(0)

@@ -1,15 +1,23 @@
 # mypy: ignore-errors
-"""Kernels of RMSNorm, rotary embedding and gated activation. Sums are in fp32, roundings those of `forms`."""
+"""Kernels of RMSNorm, rotary embedding and gated activation. Sums are in fp32, roundings those of `api`'s forms."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Values of the enumerations in `forms`.
+# Values of the enumerations in `api`.
 ROUNDED = tl.constexpr(0)
 PLUS_ONE = tl.constexpr(2)
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
+
+
+@triton.jit
+def follow_previous(PDL: tl.constexpr):
+    """With programmatic dependent launch (PDL), wait for the previous kernel, and let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -28,9 +36,7 @@ def normalize(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
@@ -66,9 +72,7 @@ def normalize_gated(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,  # as of `normalize`
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     column = tl.arange(0, BLOCK_C)
@@ -116,9 +120,7 @@ def rotate(
     BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
     PDL: tl.constexpr,  # as of `normalize`
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_H - 1) // BLOCK_H
     batch, token = (tl.program_id(0) // length).to(tl.int64), (tl.program_id(0) % length).to(tl.int64)
     angles = batch * angle_batch_stride + token * angle_stride
