@@ -51,8 +51,9 @@ def _consume(
     """Consumer warpgroup: attention of 64 packed queries over the key tiles of the program's pieces."""
     query, pieces, partial_out, partial_lse = tensors
     scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
-    q_memory, (k_ring, k_full, k_free), (v_ring, v_full, v_free) = rings
-    q_memory = q_memory.index(WARPGROUP)
+    q_memory = rings[0].index(WARPGROUP)
+    k_ring, k_full, k_free = rings[1]
+    v_ring, v_full, v_free = rings[2]
     element: gl.constexpr = query.dtype.element_ty
     queries_per_kv_head: gl.constexpr = GROUP * QUERIES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -222,39 +223,11 @@ def hopper_node_partials(
         [
             (
                 _consume,
-                (
-                    tensors,
-                    q_memory,
-                    rings,
-                    numbers,
-                    0,
-                    GROUP,
-                    QUERIES,
-                    HEAD_DIM,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    SOFT_CAP,
-                    PDL,
-                ),
+                (tensors, rings, numbers, 0, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
             ),
             (
                 _consume,
-                (
-                    tensors,
-                    q_memory,
-                    rings,
-                    numbers,
-                    1,
-                    GROUP,
-                    QUERIES,
-                    HEAD_DIM,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    SOFT_CAP,
-                    PDL,
-                ),
+                (tensors, rings, numbers, 1, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
             ),
             (produce, (tensors, nodes, memory, (keys, values), sizes, BLOCK_N, HEAD_DIM, STAGES, PLANE, ADDRESS_BITS)),
         ],
