@@ -171,7 +171,7 @@ def _with_contiguous_rows(factor: Tensor) -> Tensor:
     return factor if factor.stride(-1) == 1 else factor.contiguous()
 
 
-REST = tl.constexpr(2.0**11)  # factor on what rounding to fp16 leaves, which keeps it among normal numbers
+REST = tl.constexpr(2.0**11)  # factor on the remainder after rounding to fp16, which keeps it normal
 SMALLEST = tl.constexpr(2.0**-100)
 EXPONENT = tl.constexpr(0x7F800000)
 

@@ -52,7 +52,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen candidate and the predictions behind it.
+    """The chosen candidate and the predictions for all.
 
     Attributes:
         name: The fastest candidate.

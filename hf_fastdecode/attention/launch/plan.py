@@ -111,12 +111,8 @@ class LaunchPlan:
     @cached_property
     def needed(self) -> Capacity:
         """The capacity that the schedule needs."""
-        return needed_capacity(
-            self._node_shapes,
-            kv_heads=self.shape.kv_heads,
-            queries=self.shape.queries_per_kv_head,
-            block_m=self.config.block_m,
-        )
+        sizes = {name: size for name, size in self._sizes.items() if name != "block_n"}
+        return needed_capacity(self._node_shapes, **sizes)
 
     def programs(self, suffix_tokens: int) -> int:
         """How many programs the node kernel should use at this suffix length.
@@ -212,16 +208,10 @@ def decode_config(
     has_pdl = device.type == "cuda" and compute_capability(device) >= (9, 0)
     config = choose_config(
         max((node.row_count for node in forest.nodes), default=1) * shape.queries_per_kv_head,
-        shape.head_dim,
-        queries_per_kv_head=shape.queries_per_kv_head,
+        **shape._asdict(),
         rows=rows,
-        kv_heads=shape.kv_heads,
         keys=keys // multiprocessors(device),
-        windowed=shape.windowed,
-        biased=shape.biased,
         own_dominate=own_dominate,
-        latents=shape.latents,
-        rest=shape.rest,
         overlap=has_pdl,
         shared_memory=shared_memory(device),
         device=device,
@@ -233,7 +223,7 @@ def decode_config(
 
 
 _PIECE_TILES = 2.0
-"""What a piece of work costs, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
+"""Cost of a piece of work, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
 
 _MERGED_QUERIES = 32
 """Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""

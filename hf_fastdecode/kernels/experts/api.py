@@ -37,7 +37,7 @@ def experts(
         chosen: ``[rows, experts_per_row]`` int32 or int64, the experts of each row; those that the layer does not have
             add nothing.
         shares: ``[rows, experts_per_row]``, of any floating-point dtype.
-        gate: What stands between both products.
+        gate: The function between both products.
         configs: Launch parameters; those of `choose_configs` when None.
 
     Returns:

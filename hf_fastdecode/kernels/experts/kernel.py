@@ -180,7 +180,7 @@ def open_sorted(
     bias,  # [experts, 2 * INNER]; not read without BIAS
     chosen,  # [pairs] integers, in the order of experts
     order,  # [pairs] int64: number of each pair
-    places,  # [pairs] int32: position in the order of experts of each pair, written here
+    positions,  # [pairs] int32: position in the order of experts of each pair, written here
     out,  # [pairs, INNER]
     alpha,  # as in `config.Gate`
     limit,
@@ -193,7 +193,7 @@ def open_sorted(
 ):
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block == 0:
-        tl.store(places + tl.load(order + place), place.to(tl.int32))
+        tl.store(positions + tl.load(order + place), place.to(tl.int32))
     column = block * BLOCK_C + tl.arange(0, BLOCK_C)
     if INTERLEAVED:
         both = 2 * block * BLOCK_C + tl.arange(0, 2 * BLOCK_C)
@@ -219,7 +219,7 @@ def add_up_sorted(
     products,  # [pairs, COLUMNS], of pairs in the order of experts
     bias,  # [experts, COLUMNS]; not read without BIAS
     chosen,  # [pairs] integers
-    places,  # [pairs] int32, as `open_sorted` writes them
+    positions,  # [pairs] int32, as `open_sorted` writes them
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
     COLUMNS: tl.constexpr,
@@ -233,7 +233,7 @@ def add_up_sorted(
     total = tl.zeros((BLOCK_C,), tl.float32)
     for own in tl.static_range(PAIRS_PER_ROW):
         pair = row * PAIRS_PER_ROW + own
-        at = tl.load(places + pair).to(tl.int64) * COLUMNS + column
+        at = tl.load(positions + pair).to(tl.int64) * COLUMNS + column
         numbers = tl.load(products + at, mask=kept, other=0.0).to(tl.float32)
         if BIAS:
             of_expert = bias + tl.load(chosen + pair).to(tl.int64) * COLUMNS + column

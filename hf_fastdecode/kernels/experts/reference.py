@@ -22,7 +22,7 @@ def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: G
 
 
 def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """What the second product takes, of ``[..., 2 * inner]`` from the first."""
+    """The input of the second product, from the first's result ``[..., 2 * inner]``."""
     gates, ups = (gate_up[..., ::2], gate_up[..., 1::2]) if weights.interleaved else gate_up.chunk(2, dim=-1)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit) + gate.offset
     if gate.activation is Activation.SILU:

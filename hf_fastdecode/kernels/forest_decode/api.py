@@ -268,7 +268,7 @@ def _common(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, he
 def _options(
     query: Tensor, schedule: Schedule, config: Config, kv_heads: int, head_dim: int, *, lse: bool, divided: bool
 ) -> dict[str, Any]:
-    """Those that the kernels after `attend_nodes` share."""
+    """Compile-time arguments and launch options of the kernels after `attend_nodes`."""
     options = _common(query, schedule, config, kv_heads, head_dim)
     tile, depths = power_of_two(options["GROUP"] * options["QUERIES"]), schedule.row_units.shape[0]
     sizes = {"BLOCK_D": max(16, power_of_two(head_dim)), "TILE": tile, "DEPTHS": depths}

@@ -324,7 +324,7 @@ def produce(
                     _load_when_free(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
                     count += 1
             else:
-                # These pieces' descriptors share one place in memory: wait for all copies in flight, since `count`
+                # These pieces' descriptors share one address in memory: wait for all copies in flight, since `count`
                 # does not tell which of them read it.
                 for back in gl.static_range(1, STAGES + 1):
                     past = count - back

@@ -171,7 +171,7 @@ def attend_suffixes(
     row_sum = tl.zeros([BLOCK_P], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head * GROUP + within // QUERIES, mask=valid_query, other=0.0)
-        row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest stands for no sink
+        row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest means no sink
         row_sum += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     if OTHER:

@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def compiled_for(self) -> Hashable:
-        """What of these settings selects a compilation."""
+        """The settings that select a compilation."""
         return self.greedy, self.eos_count, *self.features.values()
 
     def update(self, **values: float | int) -> None:
@@ -239,7 +239,7 @@ def sample(
             int(steps is not None),
             FORM=form,
             num_warps=config.warps,
-            enable_fp_fusion=False,  # a value computed at two places must have the same bits
+            enable_fp_fusion=False,  # a value computed twice must have the same bits
         )
     return tokens, logprobs
 

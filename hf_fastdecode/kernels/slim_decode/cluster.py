@@ -49,7 +49,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """What a kernel is compiled for.
+    """The layer, cache and launch parameters that a kernel is compiled for.
 
     Attributes:
         rotary_dim: Elements of a head that RoPE rotates: all or none.

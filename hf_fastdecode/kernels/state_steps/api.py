@@ -172,6 +172,6 @@ def _launched(
 
 
 def _blocks(held: int, cut: int) -> tuple[int, int]:
-    """Of a state ``[held, cut]``, or its transpose, the elements that a program has: all of `held`, some of `cut`."""
+    """Sizes of a program's block of a state ``[held, cut]``, or of its transpose: all of `held`, some of `cut`."""
     block = power_of_two(held)
     return block, min(power_of_two(cut), _NUMBERS // block)
