@@ -200,13 +200,7 @@ class DividedStepTables(StepTables):
         stored, first, _, whole = self._divided
         return NewTokens(whole.long(), stored.long(), stored + (first == 0))
 
-    def _over_all_keys(
-        self,
-        attend: Callable[[Scoring, Partial | None], Tensor],
-        query: Tensor,
-        scoring: Scoring,
-        into: Partial | None,
-    ) -> Tensor:
+    def _over_all_keys(self, attend: Attend, query: Tensor, scoring: Scoring, into: Partial | None) -> Tensor:
         """The processes' partials, merged by one collective after all that could raise; `into` is not written."""
         if scoring.window is not None:
             raise window_is_not_divided(scoring.window)

@@ -231,13 +231,7 @@ class StepTables:
 
         return self._over_all_keys(attend, query, scoring, into)
 
-    def _over_all_keys(
-        self,
-        attend: Callable[[Scoring, Partial | None], Tensor],
-        query: Tensor,
-        scoring: Scoring,
-        into: Partial | None,
-    ) -> Tensor:
+    def _over_all_keys(self, attend: Attend, query: Tensor, scoring: Scoring, into: Partial | None) -> Tensor:
         """The result of `attend`, which attends to the keys stored here; merged with others where keys are divided."""
         return attend(scoring, into)
 

@@ -85,7 +85,7 @@ BOX: Final = 64
 """Columns of a tile of `hopper_row_products`, of each weight."""
 
 REGISTERS: Final = 128
-"""Registers of a thread of `hopper_row_products`: they leave registers for programs of a norm, which so start earlier."""
+"""Registers of a thread of `hopper_row_products`: programs of a norm fit beside it, and start earlier."""
 
 _STAGE_BYTES = 224 << 10
 

@@ -218,7 +218,7 @@ _Launched = tuple[int, int, tuple[Tensor, Tensor]]
 
 
 def cluster_shape(given: Arguments, config: ClusterConfig) -> ClusterShape:
-    """The shape that the cluster kernel is compiled for; without RoPE it has no offset, which `slim_decode` adds later."""
+    """The shape that the kernel is compiled for; without RoPE it has no offset, which `slim_decode` adds later."""
     _, heads, _, head_dim = given.query.shape
     return ClusterShape(
         heads,
