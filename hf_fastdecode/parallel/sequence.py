@@ -19,7 +19,7 @@ from torch import Tensor
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Scoring, Segment, SuffixLengths
 from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
-from ..attention.launch.step_tables import DescribedStep, NewTokens, StepTables
+from ..attention.launch.step_tables import Attend, DescribedStep, NewTokens, StepTables
 from ..attention.partial import Partial
 from ..errors import Unsupported
 from .collectives import gathered_tokens, merge_over, partial_buffer
