@@ -117,21 +117,10 @@ def _append(
     KEY_BLOCKS: tl.constexpr = (KEYS + BLOCK - 1) // BLOCK
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block < QUERY_BLOCKS:
-        rotate_heads(
-            query + row * KEYS,
-            rotated + row * KEYS,
-            cos + row * table_row_stride,
-            sin + row * table_row_stride,
-            block * BLOCK_H + tl.arange(0, BLOCK_H),
-            HEAD_DIM,
-            HEADS,
-            HEAD_DIM,
-            ROTARY,
-            False,
-            WHOLE,
-            BLOCK_D,
-            BLOCK_REST,
-        )
+        table = row * table_row_stride
+        parts = (query + row * KEYS, rotated + row * KEYS, cos + table, sin + table)
+        heads = (block * BLOCK_H + tl.arange(0, BLOCK_H), HEAD_DIM)
+        rotate_heads(parts, heads, HEADS, HEAD_DIM, ROTARY, False, WHOLE, BLOCK_D, BLOCK_REST)
     elif block < QUERY_BLOCKS + KEY_BLOCKS:
         column = (block - QUERY_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         kept = column < KEYS

@@ -213,51 +213,21 @@ def _add_products(
     kept = own < COLUMNS
     column = group * COLUMNS + own
     row = tl.arange(0, BLOCK_M)
-    result = _product(
-        factor + group * group_stride,
-        row_stride,
-        matrix,
-        scales,
-        rows,
-        row,
-        column,
-        kept,
-        part,
-        WIDTH,
-        GROUPS * COLUMNS,
-        PADDED_WIDTH,
-        IN_RANGE,
-        PARTS,
-        BLOCK_M,
-        BLOCK_K,
-        STAGES,
-    )
+    ALL_COLUMNS: tl.constexpr = GROUPS * COLUMNS
+    here = (rows, row, column, kept, part)
+    term = (factor + group * group_stride, row_stride, matrix, scales)
+    result = _product(term, here, WIDTH, ALL_COLUMNS, PADDED_WIDTH, IN_RANGE, PARTS, BLOCK_M, BLOCK_K, STAGES)
     if SECOND_WIDTH:
+        term = (second_factor + group * second_group_stride, second_row_stride, second_matrix, second_scales)
         result += _product(
-            second_factor + group * second_group_stride,
-            second_row_stride,
-            second_matrix,
-            second_scales,
-            rows,
-            row,
-            column,
-            kept,
-            part,
-            SECOND_WIDTH,
-            GROUPS * COLUMNS,
-            PADDED_WIDTH,
-            IN_RANGE,
-            PARTS,
-            BLOCK_M,
-            BLOCK_K,
-            STAGES,
+            term, here, SECOND_WIDTH, ALL_COLUMNS, PADDED_WIDTH, IN_RANGE, PARTS, BLOCK_M, BLOCK_K, STAGES
         )
     if CONSTANT:
         result += tl.load(constant + column, mask=kept & (part == 0), other=0.0)[None, :]
-    at = row.to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+    at = row.to(tl.int64)[:, None] * ALL_COLUMNS + column[None, :]
     written = (row < rows)[:, None] & kept[None, :]
     if PARTS > 1:
-        of_part = (part * rows + row).to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+        of_part = (part * rows + row).to(tl.int64)[:, None] * ALL_COLUMNS + column[None, :]
         tl.store(partials + of_part, result, mask=written)
         tl.debug_barrier()  # all threads have written, before one of them says so
         counter = arrived + tl.program_id(0)
@@ -265,7 +235,7 @@ def _add_products(
             tl.store(counter, 0)
             result = tl.zeros(result.shape, tl.float32)
             for other in tl.static_range(PARTS):
-                of_part = (other * rows + row).to(tl.int64)[:, None] * (GROUPS * COLUMNS) + column[None, :]
+                of_part = (other * rows + row).to(tl.int64)[:, None] * ALL_COLUMNS + column[None, :]
                 result += tl.load(partials + of_part, mask=written, other=0.0, cache_modifier=".cg")
             tl.store(out + at, result.to(out.dtype.element_ty), mask=written)
     else:
@@ -274,15 +244,8 @@ def _add_products(
 
 @triton.jit
 def _product(
-    factor,  # of the group
-    row_stride,
-    matrix,
-    scales,
-    rows,
-    row,
-    column,
-    kept,
-    part,
+    term,  # factor of the group, its row stride, matrix and scales
+    here,  # rows, indices of rows and columns, which columns there are, and the part of the width
     WIDTH: tl.constexpr,
     ALL_COLUMNS: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
@@ -293,6 +256,8 @@ def _product(
     STAGES: tl.constexpr,
 ):
     """``[BLOCK_M, BLOCK_C]`` fp32: some columns of a product over a part of the width, scaled."""
+    factor, row_stride, matrix, scales = term
+    rows, row, column, kept, part = here
     OF_PART: tl.constexpr = ((WIDTH + PARTS - 1) // PARTS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     WHOLE: tl.constexpr = WIDTH % BLOCK_K == 0
     HALF: tl.constexpr = factor.dtype.element_ty == tl.float16

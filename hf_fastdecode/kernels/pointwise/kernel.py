@@ -127,48 +127,20 @@ def rotate(
     block = tl.program_id(1)
     if block < QUERY_BLOCKS:
         at = batch * query_batch_stride + token * query_stride
-        rotate_heads(
-            queries + at,
-            rotated_queries + at,
-            cos + angles,
-            sin + angles,
-            block * BLOCK_H + tl.arange(0, BLOCK_H),
-            query_head_stride,
-            QUERY_HEADS,
-            HEAD_DIM,
-            ROTARY,
-            HALVES,
-            ROUNDING,
-            BLOCK_D,
-            BLOCK_REST,
-        )
+        parts = (queries + at, rotated_queries + at, cos + angles, sin + angles)
+        heads = (block * BLOCK_H + tl.arange(0, BLOCK_H), query_head_stride)
+        rotate_heads(parts, heads, QUERY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST)
     else:
         at = batch * key_batch_stride + token * key_stride
-        rotate_heads(
-            keys + at,
-            rotated_keys + at,
-            cos + angles,
-            sin + angles,
-            (block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H),
-            key_head_stride,
-            KEY_HEADS,
-            HEAD_DIM,
-            ROTARY,
-            HALVES,
-            ROUNDING,
-            BLOCK_D,
-            BLOCK_REST,
-        )
+        parts = (keys + at, rotated_keys + at, cos + angles, sin + angles)
+        heads = ((block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H), key_head_stride)
+        rotate_heads(parts, heads, KEY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST)
 
 
 @triton.jit
 def rotate_heads(
-    x,  # of a token
-    out,
-    cos,
-    sin,
-    head,
-    head_stride,
+    parts,  # a token, where it is written, cos and sin
+    heads,  # indices of heads, and the stride between them
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -177,6 +149,8 @@ def rotate_heads(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
+    x, out, cos, sin = parts
+    head, head_stride = heads
     HALF: tl.constexpr = ROTARY // 2
     SECOND: tl.constexpr = 0 if HALVES else HALF
     here = (head < HEADS)[:, None]
@@ -199,9 +173,9 @@ def rotate_heads(
     tl.store(out + at, (one + two).to(out.dtype.element_ty), mask=kept)
     tl.store(out + at + HALF, (three + four).to(out.dtype.element_ty), mask=kept)
     if HEAD_DIM > ROTARY:
-        behind = ROTARY + tl.arange(0, BLOCK_REST)
-        rest = here & (behind < HEAD_DIM)[None, :]
-        at = start + behind[None, :]
+        after = ROTARY + tl.arange(0, BLOCK_REST)
+        rest = here & (after < HEAD_DIM)[None, :]
+        at = start + after[None, :]
         tl.store(out + at, tl.load(x + at, mask=rest), mask=rest)
 
 

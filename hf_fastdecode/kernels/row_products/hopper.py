@@ -252,18 +252,9 @@ def hopper_row_products(
     CONSUMER: gl.constexpr = (3 * REGISTERS - 24) // 16 * 8
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (tensors, rings, share, numbers, 0, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL),
-            ),
-            (
-                _consume,
-                (tensors, rings, share, numbers, 1, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL),
-            ),
-            (
-                _produce,
-                (x, weights, rings, share, sizes, GATED, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL),
-            ),
+            (_consume, (tensors, rings, share, numbers, 0, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL)),
+            (_consume, (tensors, rings, share, numbers, 1, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL)),
+            (_produce, (x, weights, rings, share, sizes, GATED, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL)),
         ],
         [4, 1],
         [CONSUMER, 24],
