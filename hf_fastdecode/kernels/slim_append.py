@@ -43,10 +43,6 @@ def append_token(
 
     Returns:
         Rotated queries ``[rows, heads, head_dim]`` in fp32.
-
-    Raises:
-        ValueError: Shapes or strides are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     rows, heads, head_dim = query.shape
     rank, rotary = coordinates.shape[-1], tables[0].shape[-1]

@@ -100,11 +100,6 @@ def stored_product(
 
     Returns:
         ``[rows, groups * columns]``.
-
-    Raises:
-        ValueError: There are more terms or rows than the kernel takes, fewer counters than programs of a part, or
-            shapes do not fit each other.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _check_shapes(terms)
     terms = [

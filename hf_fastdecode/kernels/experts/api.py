@@ -7,7 +7,7 @@ which experts are chosen, so that a step can be captured.
 For many rows, PyTorch's grouped products multiply pairs of a row and an expert, sorted by expert. Biases and gate
 between them are one pass over memory, and biases, shares and the sum of a row another: as an operator for each step
 they would take about as long as the products. Sums are in fp32, and results bitwise reproducible. There is no backward
-pass. All raise `KernelFailedError` where a kernel cannot be compiled or launched.
+pass.
 """
 
 from __future__ import annotations

@@ -104,12 +104,6 @@ def forest_decode(
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; with `return_lse`, ``out`` and the
         log-sum-exp ``[rows, heads, queries]``, both fp32.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented, or a window is combined with `other`,
-            divided suffixes or the Hopper kernel.
-        KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
-            configuration or backend.
     """
     check_tokens(query, new_keys, new_values)
     rows, heads, queries, head_dim = shape = (*query.shape[:3], new_keys.shape[3])
@@ -213,10 +207,6 @@ def forest_partial(
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
         fp32, or with `other` ``out`` in its dtype; 0 and ``-inf`` for rows without keys.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: A kernel cannot be compiled or launched here.
     """
     rows, heads, queries, width = query.shape
     shape = (rows, heads, queries, width - rest)
@@ -386,10 +376,6 @@ def attend_nodes(
 
     With `rest`, the last elements of keys are stored separately: those of latents as values, else of all KV heads at
     the fourth address of each node.
-
-    Raises:
-        ValueError: A window, or biases by distance, are combined with the Hopper kernel or chains.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     placed = window is not None or biases is not None
     if placed and config.hopper:

@@ -2,8 +2,6 @@
 
 They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. They have no backward
 pass. A form says where elements are rounded to the input's dtype, in which implementations of one formula differ.
-All raise ValueError for other shapes, strides or dtypes, and `KernelFailedError` where the kernel cannot be compiled
-or launched.
 """
 
 from __future__ import annotations

@@ -97,10 +97,6 @@ def prefill_partial(
         earlier: Partial of other keys: ``out`` ``[heads, tokens, head_dim]`` and natural-log log-sum-exp
             ``[heads, tokens]``, both fp32. Where the latter is ``-inf``, ``out`` is undefined.
         config: Launch parameters.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
 
@@ -127,10 +123,6 @@ def prefill_attention(
 
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     heads, tokens, head_dim = query.shape
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device).transpose(0, 1)

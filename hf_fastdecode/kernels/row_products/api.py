@@ -54,10 +54,6 @@ def row_products(
 
     Returns:
         ``[..., columns]`` each.
-
-    Raises:
-        ValueError: `dtype` is another than that of `inputs`, of more rows than it says.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     outs = [_output(inputs, len(weight), dtype) for weight in weights]
     _run(inputs, weights, biases, outs, arrived, config, None)
@@ -83,9 +79,6 @@ def gated_product(
 
     Returns:
         ``[..., columns]`` in the dtype of `inputs`.
-
-    Raises:
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     out = _output(inputs, len(gate))
     _run(inputs, [gate, up], biases, [out], arrived, config, activation)

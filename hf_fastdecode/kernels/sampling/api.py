@@ -207,10 +207,6 @@ def sample(
     Returns:
         Tokens ``[rows]`` int64, and ``[rows]`` fp32 the natural log-probability of each under the raw logits, before
         any processing.
-
-    Raises:
-        ValueError: A shape, stride or dtype is wrong, or ``seen`` is missing.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _check_logits(logits)
     rows, vocab = logits.shape

@@ -124,10 +124,6 @@ def slim_decode(
 
     Returns:
         Averages and log-sum-exp; 0 and ``-inf`` for rows without tokens.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: A kernel cannot be compiled or launched here.
     """
     given = Arguments(query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales)
     check_arguments(given)
@@ -181,9 +177,6 @@ def launch_all(
     given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked.
-
-    Raises:
-        KernelFailedError: A kernel cannot be compiled or launched here.
     """
     rows, heads, _, head_dim = given.query.shape
     rank, device, on_clusters = given.coordinates.shape[2], given.keys.device, isinstance(config, ClusterConfig)

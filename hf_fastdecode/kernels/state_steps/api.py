@@ -1,7 +1,6 @@
 """`convolve`, `delta_rule` and `scan`: one token of each row through a layer's states, in one launch each.
 
-States are read and written once, in place. There is no backward pass. All raise ValueError for other shapes or
-strides, and `KernelFailedError` where the kernel cannot be compiled or launched.
+States are read and written once, in place. There is no backward pass.
 """
 
 from __future__ import annotations
