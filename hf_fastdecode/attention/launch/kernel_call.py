@@ -7,22 +7,20 @@ All runs of a pass are one launch, after one for each of their contexts, whose p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.config import Config
 from ...kernels.forest_decode.schedule import Schedule
 from ...kernels.prefill.api import prefill_attention, prefill_partial, refusal
 from ..forest import Forest
 from ..kv import Scoring, Segment
 from ..partial import Partial
 from ..runs import PackedRuns, Stored
-
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.api import Config
 
 
 def node_addresses(

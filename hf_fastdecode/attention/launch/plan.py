@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.device import compute_capability, multiprocessors, shared_memory
+from ...kernels.forest_decode.config import CHAINED, Config
 from ...kernels.forest_decode.schedule import (
     BUNDLE,
     Capacity,
@@ -34,10 +35,6 @@ from ...kernels.forest_decode.schedule import (
 from ..forest import Forest, Node, Span
 from ..kv import Scoring
 from .dispatch import QUERY_TILE, costs_of
-
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.config import Config
-
 
 # Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
@@ -200,7 +197,7 @@ def decode_config(
     forest: Forest, shape: HeadShape, device: torch.device, rows: int, *, own_dominate: bool = False
 ) -> Config:
     """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `LaunchPlan`."""
-    from ...kernels.forest_decode.api import choose_config
+    from ...kernels.forest_decode.api import choose_config  # it imports triton, which may be missing
 
     keys = shape.kv_heads * sum(
         node.span.length * -(-node.row_count * shape.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
@@ -237,8 +234,6 @@ def choose_chains(
     Measured on an H200, for trees of several levels whose widest node needs a query tile of 64 or more. Own nodes (see
     `own_segment`) do not count.
     """
-    from ...kernels.forest_decode.config import CHAINED
-
     forest = _without_own_nodes(forest)
     if len(forest.levels) < 2 or wide.block_m < 64 or head_dim > 128:
         return wide
@@ -255,8 +250,6 @@ def chains_may_stay(
 
     Trees of a program that differ a little from call to call would otherwise be captured twice.
     """
-    from ...kernels.forest_decode.config import CHAINED
-
     forest, sizes = _without_own_nodes(forest), (kv_heads, queries_per_kv_head)
     if chained not in CHAINED or len(forest.levels) < 2 or wide.block_m < 64:
         return False
@@ -275,8 +268,6 @@ def _microseconds(
     forest: Forest, kv_heads: int, queries_per_kv_head: int, config: Config, multiprocessors: int
 ) -> float:
     """Predicted time of attention to the nodes, without what takes the same time with other launch parameters."""
-    from ...kernels.forest_decode.config import CHAINED
-
     shapes = node_shapes(forest, queries_per_kv_head, config)
     share = longest_share(
         shapes,

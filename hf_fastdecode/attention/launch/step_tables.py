@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.config import Config
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
@@ -22,9 +23,6 @@ from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
 from .kernel_call import AddressesOfLayers, rest_addresses, run_kernels, suffix_addresses
 from .plan import NO_OWN_NODES, HeadShape, LaunchPlan, OwnNodes, may_stay, own_tokens, with_own_nodes
-
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.api import Config
 
 
 class DescribedStep(NamedTuple):
@@ -434,19 +432,10 @@ class TablesByShape:
             tables.follow(forest, suffixes, own)
 
 
-class StoredWithRests(StoredKV, Protocol):
-    """Storage of one layer's nodes.
-
-    Attributes:
-        rests: Elements of keys that all KV heads share, ``[1, tokens, rest]`` by segment.
-    """
-
-    @property
-    def rests(self) -> Mapping[int, Tensor]: ...
-
-
 class RestTables(StepTables):
-    """Tables for nodes alone; further arguments as for `StepTables`, whose layers are `StoredWithRests`.
+    """Tables for nodes alone; further arguments as for `StepTables`.
+
+    Storage of layers has `rests` too: by segment, the elements of keys that all KV heads share, ``[1, tokens, rest]``.
 
     Args:
         rest: Elements of a key that all KV heads share; the last ones.
@@ -459,6 +448,5 @@ class RestTables(StepTables):
         super().__init__(*args)
 
     def _node_addresses(self, addresses: AddressesOfLayers, stored: Any) -> Tensor:
-        given: StoredWithRests = stored
-        of_rests = rest_addresses(self.forest, given.rests)
-        return torch.cat([super()._node_addresses(addresses, given), of_rests[None]])
+        of_rests = rest_addresses(self.forest, stored.rests)
+        return torch.cat([super()._node_addresses(addresses, stored), of_rests[None]])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pointwise.api import Activation
+from ..pointwise.reference import gelu
 from .config import Gate, Routing, Weights
 
 
@@ -27,7 +28,7 @@ def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit) + gate.offset
     if gate.activation is Activation.SILU:
         return gates * torch.sigmoid(gate.alpha * gates) * ups
-    return F.gelu(gates, approximate="tanh" if gate.activation is Activation.GELU_TANH else "none") * ups
+    return gelu(gates, gate.activation) * ups
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weights: Weights) -> Tensor:

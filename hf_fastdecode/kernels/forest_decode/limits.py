@@ -6,7 +6,6 @@ Checks raise ValueError, see `kernels.limits`. Addresses are not checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from torch import Tensor
 from ..device import shared_memory
 from ..failures import Kernel, failure
 from ..limits import MAX_HEAD_DIM, check_query, check_rows, check_table, refusal_of_any_shape, refusal_of_mixture
-
-if TYPE_CHECKING:
-    from .config import Config  # it imports triton, which may be missing
-    from .schedule import Schedule
+from .config import Config
+from .schedule import Schedule
 
 MAX_QUERIES = 16
 MAX_LATENT = 512

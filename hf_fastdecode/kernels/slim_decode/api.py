@@ -176,8 +176,7 @@ _PIECES_AT_ONCE = 16
 def launch_all(
     given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked.
-    """
+    """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked."""
     rows, heads, _, head_dim = given.query.shape
     rank, device, on_clusters = given.coordinates.shape[2], given.keys.device, isinstance(config, ClusterConfig)
     with launching(Kernel.CLUSTER if on_clusters else Kernel.SLIM, device):
