@@ -121,7 +121,7 @@ def check_combination(
     if window is not None and divided:
         raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
     if window is not None and other is not None:
-        raise ValueError(f"a window of {window} tokens cannot count the keys behind `other`; give it no window")
+        raise ValueError(f"a window of {window} tokens cannot count the keys of `other`; give it no window")
 
 
 def check_partial(
