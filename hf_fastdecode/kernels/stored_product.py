@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """`stored_product`: a few rows, e.g. averages of keys and V-coordinates, times matrices that are stored in fp16.
 
 The kernel multiplies on tensor cores, with fp32 factors in two fp16 parts.

@@ -132,9 +132,13 @@ def run_kernels(
     """
     from ...kernels.forest_decode.api import forest_decode
 
+    query, new_keys, new_values = _in_rows(query, new_keys, new_values)
+    tables = (node_addresses, suffix_addresses, slots, lengths, schedule, config)
     out, _ = forest_decode(
-        *_in_rows(query, new_keys, new_values),
-        *(node_addresses, suffix_addresses, slots, lengths, schedule, config),
+        query,
+        new_keys,
+        new_values,
+        *tables,
         scale=scoring.scale,
         soft_cap=scoring.softcap,
         window=scoring.window,
@@ -172,7 +176,8 @@ def kernel_attention(
         earlier = _no_keys(query) if contexts else None
         for name, intervals in contexts:
             assert earlier is not None
-            prefill_partial(query, *_in_rows(*stored(name)), intervals, earlier=earlier, **options)
+            context_keys, context_values = _in_rows(*stored(name))
+            prefill_partial(query, context_keys, context_values, intervals, earlier=earlier, **options)
         return prefill_attention(query, keys, values, own, earlier=earlier, sinks=scoring.sinks, **options)
     except KernelFailedError:
         return None
@@ -193,9 +198,10 @@ def padded_kernel_attention(
     """
     if not _serves(scoring, scoring.window, query, keys, values):
         return None
+    query, keys, values = _in_rows(query, keys, values)
     options: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap, "sinks": scoring.sinks}
     try:
-        return prefill_attention(*_in_rows(query, keys, values), intervals(), earlier=context, **options)
+        return prefill_attention(query, keys, values, intervals(), earlier=context, **options)
     except KernelFailedError:
         return None
 

@@ -70,6 +70,11 @@ class HeadShape(NamedTuple):
         windowed = biased or scoring.window is not None
         return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents, rest, biased)
 
+    def schedule_sizes(self, config: Config) -> dict[str, int]:
+        """Sizes of `make_schedule` with these launch parameters."""
+        blocks = {"block_m": config.block_m, "block_n": config.block_n}
+        return {"kv_heads": self.kv_heads, "queries": self.queries_per_kv_head, **blocks}
+
 
 class LaunchPlan:
     """Launch parameters and schedules of a layer's kernels over a forest.
@@ -98,12 +103,7 @@ class LaunchPlan:
         self.grid = self.config.per_sm * multiprocessors(device)
         self._last_asked = 0, self.grid
         self._node_shapes = node_shapes(forest, shape.queries_per_kv_head, self.config)
-        self._sizes = {
-            "kv_heads": shape.kv_heads,
-            "queries": shape.queries_per_kv_head,
-            "block_m": self.config.block_m,
-            "block_n": self.config.block_n,
-        }
+        self._sizes = shape.schedule_sizes(self.config)
 
     @cached_property
     def needed(self) -> Capacity:
@@ -189,8 +189,7 @@ def may_stay(forest: Forest, shape: HeadShape, device: torch.device, chosen: Con
     """Whether a step captured with launch parameters `kept` serves a forest for which `chosen` are chosen."""
     if differ_by_length(chosen, kept):
         return True
-    sizes = (shape.kv_heads, shape.queries_per_kv_head)
-    return chosen.chain == 1 < kept.chain and chains_may_stay(forest, *sizes, kept, chosen, multiprocessors(device))
+    return chosen.chain == 1 < kept.chain and chains_may_stay(forest, shape, kept, chosen, multiprocessors(device))
 
 
 def decode_config(
@@ -215,8 +214,7 @@ def decode_config(
     )
     if shape.windowed or shape.latents or shape.rest or own_dominate or not has_pdl:
         return config
-    sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
-    return choose_chains(forest, *sizes, config, multiprocessors(device))
+    return choose_chains(forest, shape, config, multiprocessors(device))
 
 
 _PIECE_TILES = 2.0
@@ -226,34 +224,29 @@ _MERGED_QUERIES = 32
 """Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""
 
 
-def choose_chains(
-    forest: Forest, kv_heads: int, queries_per_kv_head: int, head_dim: int, wide: Config, multiprocessors: int
-) -> Config:
+def choose_chains(forest: Forest, shape: HeadShape, wide: Config, multiprocessors: int) -> Config:
     """Launch parameters with chains where these are predicted to be faster than `wide`, which are without.
 
     Measured on an H200, for trees of several levels whose widest node needs a query tile of 64 or more. Own nodes (see
     `own_segment`) do not count.
     """
     forest = _without_own_nodes(forest)
-    if len(forest.levels) < 2 or wide.block_m < 64 or head_dim > 128:
+    if len(forest.levels) < 2 or wide.block_m < 64 or shape.head_dim > 128:
         return wide
-    sizes = (kv_heads, queries_per_kv_head)
-    times = {config: _microseconds(forest, *sizes, config, multiprocessors) for config in (*CHAINED, wide)}
+    times = {config: _microseconds(forest, shape, config, multiprocessors) for config in (*CHAINED, wide)}
     chained = min(CHAINED, key=times.__getitem__)
     return chained if _CLEARLY_FASTER * times[chained] < times[wide] else wide
 
 
-def chains_may_stay(
-    forest: Forest, kv_heads: int, queries_per_kv_head: int, chained: Config, wide: Config, multiprocessors: int
-) -> bool:
+def chains_may_stay(forest: Forest, shape: HeadShape, chained: Config, wide: Config, multiprocessors: int) -> bool:
     """Whether a step captured with chains serves a forest for which `choose_chains` returns `wide`, about as fast.
 
     Trees of a program that differ a little from call to call would otherwise be captured twice.
     """
-    forest, sizes = _without_own_nodes(forest), (kv_heads, queries_per_kv_head)
+    forest = _without_own_nodes(forest)
     if chained not in CHAINED or len(forest.levels) < 2 or wide.block_m < 64:
         return False
-    staying, changing = (_microseconds(forest, *sizes, config, multiprocessors) for config in (chained, wide))
+    staying, changing = (_microseconds(forest, shape, config, multiprocessors) for config in (chained, wide))
     return staying <= _CLEARLY_FASTER * changing
 
 
@@ -264,20 +257,11 @@ def _without_own_nodes(forest: Forest) -> Forest:
     return Forest(forest.rows, [node for node in forest.nodes if node.span.segment >= 0])
 
 
-def _microseconds(
-    forest: Forest, kv_heads: int, queries_per_kv_head: int, config: Config, multiprocessors: int
-) -> float:
+def _microseconds(forest: Forest, shape: HeadShape, config: Config, multiprocessors: int) -> float:
     """Predicted time of attention to the nodes, without what takes the same time with other launch parameters."""
-    shapes = node_shapes(forest, queries_per_kv_head, config)
-    share = longest_share(
-        shapes,
-        kv_heads=kv_heads,
-        queries=queries_per_kv_head,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=config.per_sm * multiprocessors,
-    )
-    depths = 1 + max(shape.depth for shape in shapes)
+    nodes = node_shapes(forest, shape.queries_per_kv_head, config)
+    share = longest_share(nodes, **shape.schedule_sizes(config), programs=config.per_sm * multiprocessors)
+    depths = 1 + max(node.depth for node in nodes)
     if config in CHAINED:
         return depths + CHAINED[config] * share
     return depths + (_HOPPER_START + _HOPPER_TILE * share if config.hopper else _WIDE_TILE * share)

@@ -12,6 +12,8 @@ pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,7 +84,7 @@ def experts(
     return out
 
 
-def _launch(name: str, grid: tuple[int, ...], x: Tensor, *arguments: object, **options: object) -> bool:
+def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **options: Any) -> bool:
     return launch_named(Kernel.EXPERTS, f"experts.kernel.{name}", x.device, grid, x, *arguments, **options)
 
 

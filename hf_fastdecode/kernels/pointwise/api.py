@@ -7,7 +7,7 @@ pass. A form says where elements are rounded to the input's dtype, in which impl
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Plus(NamedTuple):
     total: Tensor
 
 
-def _launch(name: str, grid: tuple[int, ...], x: Tensor, *arguments: object, **options: object) -> None:
+def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **options: Any) -> None:
     launch_named(Kernel.POINTWISE, f"pointwise.kernel.{name}", x.device, grid, x, *arguments, **options)
 
 
