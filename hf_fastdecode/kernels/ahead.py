@@ -161,23 +161,14 @@ def _compiling(left_out: _LeftOut, device: torch.device) -> Iterator[_LeftOut]:
             mode.__exit__(None, None, None)
 
 
-class _Threads:
-    """Executor that starts its threads with the first piece of work; does the work itself where none can start."""
+class _Threads(ThreadPoolExecutor):
+    """Executor for functions that return Triton's compiled kernel; does the work itself where no thread can start."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(min(_MOST_THREADS, os.cpu_count() or 1), "hf_fastdecode_compile")
         self._device = device
-        self._pool: ThreadPoolExecutor | None = None
 
-    def __enter__(self) -> _Threads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:
-        """As of `concurrent.futures.Executor`, for a function that returns Triton's compiled kernel."""
-
+    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         def compile_and_load() -> Any:
             kernel = compile_one()
             with suppress(Exception), torch.cuda.device(self._device):
@@ -185,9 +176,7 @@ class _Threads:
             return kernel
 
         try:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "hf_fastdecode_compile")
-            return self._pool.submit(compile_and_load)
+            return super().submit(compile_and_load)
         except RuntimeError:  # no more threads can be started
             done = Future[Any]()
             done.set_result(compile_and_load())

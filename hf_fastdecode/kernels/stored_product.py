@@ -103,7 +103,7 @@ def stored_product(
     """
     _check_shapes(terms)
     terms = [
-        Term(_with_contiguous_rows(factor), matrix.contiguous(), scales.contiguous())
+        Term(factor if factor.stride(-1) == 1 else factor.contiguous(), matrix.contiguous(), scales.contiguous())
         for factor, matrix, scales in terms
     ]
     factor, matrix, _ = terms[0]
@@ -160,10 +160,6 @@ def _check_shapes(terms: list[Term]) -> None:
         if columns % groups or shapes != ((rows, groups, len(matrix)), (len(matrix), columns), (columns,)):
             takes = f"factors [{rows}, {groups}, width], matrices [width, {columns}], of columns that {groups} divides"
             raise refused(f"terms need {takes}, and scales [{columns}]", factor, matrix, scales)
-
-
-def _with_contiguous_rows(factor: Tensor) -> Tensor:
-    return factor if factor.stride(-1) == 1 else factor.contiguous()
 
 
 REST = tl.constexpr(2.0**11)  # factor on the remainder after rounding to fp16, which keeps it normal

@@ -122,8 +122,8 @@ class ClusterShape:
             return f"clusters take keys in fp16, bf16, int8 and float8_e4m3fn, got {self.dtype}"
         if self.head_dim not in (64, 128, 256) or self.rotary_dim not in (0, self.head_dim) or self.rank % 8:
             return (
-                "clusters take heads of 64, 128 or 256 elements, of which RoPE rotates all or none, and V-coordinates in "
-                f"multiples of 8, got {self.head_dim}, {self.rotary_dim} and {self.rank}"
+                "clusters take heads of 64, 128 or 256 elements, of which RoPE rotates all or none, and V-coordinates "
+                f"in multiples of 8, got {self.head_dim}, {self.rotary_dim} and {self.rank}"
             )
         if config.members not in (1, 2, 4, 8) or self.heads % config.members:
             return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
