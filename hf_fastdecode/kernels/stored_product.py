@@ -27,35 +27,21 @@ _PROGRAMS = 256  # about two on each multiprocessor
 
 
 class Term(NamedTuple):
-    """A product with a stored matrix.
+    """A product with a stored matrix."""
 
-    Attributes:
-        factor: ``[rows, groups, width]``, fp32, fp16 or bf16.
-        matrix: ``[width, groups * columns]`` fp16: columns of a group are multiplied by its factor.
-        scales: ``[groups * columns]`` fp32: the matrix is ``matrix * scales``.
-    """
-
-    factor: Tensor
-    matrix: Tensor
-    scales: Tensor
+    factor: Tensor  # ``[rows, groups, width]``, fp32, fp16 or bf16
+    matrix: Tensor  # ``[width, groups * columns]`` fp16: columns of a group are multiplied by its factor
+    scales: Tensor  # ``[groups * columns]`` fp32: the matrix is ``matrix * scales``
 
 
 class ProductConfig(NamedTuple):
-    """Launch parameters.
+    """Launch parameters."""
 
-    Attributes:
-        columns: Columns per program.
-        width: Elements of each row per iteration.
-        stages: Iterations whose loads are in flight.
-        warps: Warps per program.
-        parts: Parts of the width, each for a program.
-    """
-
-    columns: int
-    width: int
-    stages: int = 4
-    warps: int = 4
-    parts: int = 1
+    columns: int  # columns per program
+    width: int  # elements of each row per iteration
+    stages: int = 4  # iterations whose loads are in flight
+    warps: int = 4  # warps per program
+    parts: int = 1  # parts of the width, each for a program
 
 
 def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: int, memory: int) -> ProductConfig:

@@ -29,20 +29,14 @@ class Heads:
     """Head counts and sizes of a layer, from which its bytes and operations follow.
 
     A `HeadShape` has only those on which schedules depend.
-
-    Attributes:
-        heads: Query heads.
-        queries: New tokens per row.
-        itemsize: Bytes per element.
-        window: Sliding window in tokens, if any.
     """
 
-    heads: int
+    heads: int  # query heads
     kv_heads: int
     head_dim: int
-    queries: int = 1
-    itemsize: int = 2
-    window: int | None = None
+    queries: int = 1  # new tokens per row
+    itemsize: int = 2  # bytes per element
+    window: int | None = None  # sliding window in tokens, if any
 
     @property
     def bytes_per_token(self) -> int:
@@ -154,19 +148,12 @@ class Choices:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Measured rates of one attention implementation.
+    """Measured rates of one attention implementation."""
 
-    Attributes:
-        launch: Seconds of overhead; per launch for the library.
-        bandwidth: Bytes per second over nodes.
-        suffix_bandwidth: Bytes per second over suffixes.
-        rate: Floating-point operations per second over nodes.
-    """
-
-    launch: float
-    bandwidth: float
-    suffix_bandwidth: float
-    rate: float = float("inf")
+    launch: float  # seconds of overhead; per launch for the library
+    bandwidth: float  # bytes per second over nodes
+    suffix_bandwidth: float  # bytes per second over suffixes
+    rate: float = float("inf")  # floating-point operations per second over nodes
 
 
 @dataclass(frozen=True)

@@ -43,23 +43,15 @@ _KEY_AND_VALUE_BYTES = 4  # one element of each, in half precision: the kernels 
 
 
 class HeadShape(NamedTuple):
-    """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them.
-
-    Attributes:
-        queries_per_kv_head: Packed queries of one row per KV head.
-        windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
-        latents: Whether keys are latents, of which `head_dim` elements are read.
-        rest: Elements of keys beside `head_dim`, stored once for all KV heads.
-        biased: Whether keys are biased by distance.
-    """
+    """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them."""
 
     kv_heads: int
-    queries_per_kv_head: int
+    queries_per_kv_head: int  # packed queries of one row per KV head
     head_dim: int
-    windowed: bool
-    latents: bool = False
-    rest: int = 0
-    biased: bool = False
+    windowed: bool  # whether scores depend on positions: a sliding window binds, or keys are biased by distance
+    latents: bool = False  # whether keys are latents, of which `head_dim` elements are read
+    rest: int = 0  # elements of keys beside `head_dim`, stored once for all KV heads
+    biased: bool = False  # whether keys are biased by distance
 
     @classmethod
     def of(cls, query: Tensor, keys: Tensor, scoring: Scoring, *, rest: int = 0) -> HeadShape:
@@ -337,15 +329,10 @@ _FEWEST_ROWS: Final = 4
 
 
 class OwnNodes(NamedTuple):
-    """Policy for long suffixes in a step.
+    """Policy for long suffixes in a step."""
 
-    Attributes:
-        used: Whether all but the last tokens of long suffixes are nodes.
-        dominate: Whether launch parameters suit these nodes, rather than the shared ones.
-    """
-
-    used: bool = False
-    dominate: bool = False
+    used: bool = False  # whether all but the last tokens of long suffixes are nodes
+    dominate: bool = False  # whether launch parameters suit these nodes, rather than the shared ones
 
 
 NO_OWN_NODES: Final = OwnNodes()

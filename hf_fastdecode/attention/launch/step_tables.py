@@ -26,32 +26,20 @@ from .plan import NO_OWN_NODES, HeadShape, LaunchPlan, OwnNodes, may_stay, own_t
 
 
 class DescribedStep(NamedTuple):
-    """Step that the tables describe.
-
-    Attributes:
-        own_tokens: Leading suffix tokens in own nodes.
-        suffixes: Lengths of whole suffixes.
-        stored: Lengths of the parts stored here.
-    """
+    """Step that the tables describe."""
 
     forest: Forest
-    own_tokens: int
-    suffixes: SuffixLengths
-    stored: SuffixLengths
+    own_tokens: int  # leading suffix tokens in own nodes
+    suffixes: SuffixLengths  # lengths of whole suffixes
+    stored: SuffixLengths  # lengths of the parts stored here
 
 
 class NewTokens(NamedTuple):
-    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each.
+    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each."""
 
-    Attributes:
-        positions: int64: tokens in each row's suffix before the step.
-        slots: int64: where the token is written.
-        lengths: int32: tokens stored with it.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    lengths: Tensor
+    positions: Tensor  # int64: tokens in each row's suffix before the step
+    slots: Tensor  # int64: where the token is written
+    lengths: Tensor  # int32: tokens stored with it
 
 
 Result = TypeVar("Result")

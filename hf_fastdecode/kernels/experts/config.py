@@ -15,18 +15,12 @@ from ..pointwise.api import Activation
 
 
 class Gate(NamedTuple):
-    """``activation(gate) * (up + offset)``, with clamped inputs.
-
-    Attributes:
-        alpha: Factor of the gate within the sigmoid of `Activation.SILU`, ``gate * sigmoid(alpha * gate)``.
-        limit: The most a gate can be, and the most and least of what it opens.
-        offset: Added to what the gate opens.
-    """
+    """``activation(gate) * (up + offset)``, with clamped inputs."""
 
     activation: Activation
-    alpha: float = 1.0
-    limit: float = inf
-    offset: float = 0.0
+    alpha: float = 1.0  # factor of the gate within the sigmoid of `Activation.SILU`, ``gate * sigmoid(alpha * gate)``
+    limit: float = inf  # the most a gate can be, and the most and least of what it opens
+    offset: float = 0.0  # added to what the gate opens
 
 
 class Weights(NamedTuple):
@@ -107,31 +101,19 @@ _BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with th
 
 
 class Config(NamedTuple):
-    """Launch parameters of `products`.
+    """Launch parameters of `products`."""
 
-    Attributes:
-        columns: Columns of a tile.
-        at_once: Elements of each pair and column per iteration.
-        stages: Iterations whose loads are in flight.
-    """
-
-    columns: int
-    at_once: int
-    stages: int
+    columns: int  # columns of a tile
+    at_once: int  # elements of each pair and column per iteration
+    stages: int  # iterations whose loads are in flight
 
 
 class Configs(NamedTuple):
-    """Launch parameters of a layer's experts.
+    """Launch parameters of a layer's experts."""
 
-    Attributes:
-        block_pairs: Pairs of an item.
-        gate_up: Of the first product.
-        down: Of the second.
-    """
-
-    block_pairs: int
-    gate_up: Config
-    down: Config
+    block_pairs: int  # pairs of an item
+    gate_up: Config  # of the first product
+    down: Config  # of the second
 
 
 def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:

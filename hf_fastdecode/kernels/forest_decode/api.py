@@ -346,15 +346,10 @@ def all_memory(dtype: torch.dtype, block_n: int, head_dim: int, plane: int) -> T
 
 
 class NodeWorkspace(NamedTuple):
-    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces.
+    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces."""
 
-    Attributes:
-        out: ``[pieces, block_m, head_dim]`` fp32.
-        lse: ``[pieces, block_m]`` fp32, in base 2.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # ``[pieces, block_m, head_dim]`` fp32
+    lse: Tensor  # ``[pieces, block_m]`` fp32, in base 2
 
 
 def attend_nodes(

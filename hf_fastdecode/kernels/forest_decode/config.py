@@ -14,19 +14,12 @@ from ..failures import Kernel, failure
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """Launch parameters of `attend_suffixes`.
+    """Launch parameters of `attend_suffixes`."""
 
-    Attributes:
-        block_n: Tokens per key tile.
-        warps: Warps per program.
-        stages: Key tiles in flight.
-        merge: Partials of a query loaded at once.
-    """
-
-    block_n: int = 16
-    warps: int = 1
-    stages: int = 2
-    merge: int = 4
+    block_n: int = 16  # tokens per key tile
+    warps: int = 1  # warps per program
+    stages: int = 2  # key tiles in flight
+    merge: int = 4  # partials of a query loaded at once
 
 
 @dataclass(frozen=True)
@@ -262,17 +255,11 @@ def choose_suffix_config(
 
 
 class MergeConfig(NamedTuple):
-    """Launch parameters of `merge_rows`.
+    """Launch parameters of `merge_rows`."""
 
-    Attributes:
-        rows: Rows per program.
-        warps: Warps per program.
-        merge: Partials of a query loaded at once.
-    """
-
-    rows: int
-    warps: int
-    merge: int
+    rows: int  # rows per program
+    warps: int  # warps per program
+    merge: int  # partials of a query loaded at once
 
 
 def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:

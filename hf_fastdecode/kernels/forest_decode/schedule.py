@@ -57,17 +57,11 @@ PIECE = (
 
 
 class Capacity(NamedTuple):
-    """Minimum sizes of a schedule's tables, so that other schedules fit in a captured graph.
+    """Minimum sizes of a schedule's tables, so that other schedules fit in a captured graph."""
 
-    Attributes:
-        depths: Levels of nodes.
-        nodes: Nodes in the address tables.
-        units: Query tiles of nodes, over all KV heads.
-    """
-
-    depths: int = 0
-    nodes: int = 0
-    units: int = 0
+    depths: int = 0  # levels of nodes
+    nodes: int = 0  # nodes in the address tables
+    units: int = 0  # query tiles of nodes, over all KV heads
 
     def holds(self, other: Capacity) -> bool:
         """Whether tables of this size hold what needs `other`."""

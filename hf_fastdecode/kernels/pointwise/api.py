@@ -67,15 +67,10 @@ _HEADS = 8  # of a program of `rotate`
 
 
 class Plus(NamedTuple):
-    """A sum on the way.
+    """A sum on the way."""
 
-    Attributes:
-        addend: Of the shape and dtype of what it is added to, contiguous.
-        total: Memory for the sum, likewise.
-    """
-
-    addend: Tensor
-    total: Tensor
+    addend: Tensor  # of the shape and dtype of what it is added to, contiguous
+    total: Tensor  # memory for the sum, likewise
 
 
 def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **options: Any) -> None:

@@ -33,19 +33,12 @@ def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters.
+    """Launch parameters."""
 
-    Attributes:
-        block_m: Packed queries per tile.
-        block_n: Keys per tile.
-        warps: Warps per program.
-        stages: Key tiles in flight.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
+    block_m: int  # packed queries per tile
+    block_n: int  # keys per tile
+    warps: int  # warps per program
+    stages: int  # key tiles in flight
 
     def shared_bytes(self, head_dim: int) -> int:
         """Bytes of shared memory for the queries, and the keys and values in flight, of 16 bits each."""

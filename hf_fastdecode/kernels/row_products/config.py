@@ -46,39 +46,23 @@ def fuses_products() -> bool:
 
 
 class Config(NamedTuple):
-    """Launch parameters.
+    """Launch parameters."""
 
-    Attributes:
-        block_rows: Rows of a tile, those of the input rounded up.
-        columns: Columns of a tile.
-        at_once: Elements of each row and column per iteration.
-        stages: Iterations whose loads are in flight.
-        parts: Parts of the width, each for a program.
-    """
-
-    block_rows: int
-    columns: int
-    at_once: int
-    stages: int
-    parts: int
+    block_rows: int  # rows of a tile, those of the input rounded up
+    columns: int  # columns of a tile
+    at_once: int  # elements of each row and column per iteration
+    stages: int  # iterations whose loads are in flight
+    parts: int  # parts of the width, each for a program
 
 
 class HopperConfig(NamedTuple):
-    """Launch parameters of `hopper_row_products`.
+    """Launch parameters of `hopper_row_products`."""
 
-    Attributes:
-        block_rows: Rows of a tile, 64 or 128.
-        at_once: Elements of each row and column per iteration, 64 or 128.
-        x_stages: Iterations whose rows are in flight, at most `w_stages`.
-        w_stages: Iterations whose weights are in flight.
-        programs: Of the launch, at most as many as there are iterations of all tiles.
-    """
-
-    block_rows: int
-    at_once: int
-    x_stages: int
-    w_stages: int
-    programs: int
+    block_rows: int  # rows of a tile, 64 or 128
+    at_once: int  # elements of each row and column per iteration, 64 or 128
+    x_stages: int  # iterations whose rows are in flight, at most `w_stages`
+    w_stages: int  # iterations whose weights are in flight
+    programs: int  # of the launch, at most as many as there are iterations of all tiles
 
 
 BOX: Final = 64

@@ -146,19 +146,12 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters; draws depend on ``columns``, and through the rounding of sums on the others.
+    """Launch parameters; draws depend on ``columns``, and through the rounding of sums on the others."""
 
-    Attributes:
-        columns: Columns of the table in which a row is read; a power of two, fastest from 256 per warp up.
-        group: Chunks of the table read at once; a power of two.
-        tile: Columns that top-k keeps in registers: up to this k it needs no further pass. A power of two.
-        warps: Warps per program.
-    """
-
-    columns: int
-    group: int = 4
-    tile: int = 128
-    warps: int = 16
+    columns: int  # columns of the table in which a row is read; a power of two, fastest from 256 per warp up
+    group: int = 4  # chunks of the table read at once; a power of two
+    tile: int = 128  # columns that top-k keeps in registers: up to this k it needs no further pass. A power of two.
+    warps: int = 16  # warps per program
 
 
 def choose_config(vocab: int) -> Config:

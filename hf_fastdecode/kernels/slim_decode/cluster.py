@@ -49,24 +49,16 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The layer, cache and launch parameters that a kernel is compiled for.
-
-    Attributes:
-        rotary_dim: Elements of a head that RoPE rotates: all or none.
-        offset: Whether keys have an offset.
-        starts: Whether rows begin with padding.
-        dtype: Dtype of the cached keys: fp16, bf16, or one of 8 bits.
-        config: Launch parameters.
-    """
+    """The layer, cache and launch parameters that a kernel is compiled for."""
 
     heads: int
     head_dim: int
     rank: int
-    rotary_dim: int
-    offset: bool
-    starts: bool
-    dtype: torch.dtype
-    config: ClusterConfig
+    rotary_dim: int  # elements of a head that RoPE rotates: all or none
+    offset: bool  # whether keys have an offset
+    starts: bool  # whether rows begin with padding
+    dtype: torch.dtype  # dtype of the cached keys: fp16, bf16, or one of 8 bits
+    config: ClusterConfig  # launch parameters
 
     @property
     def shared_bytes(self) -> int:

@@ -19,15 +19,10 @@ from ..limits import are_contiguous, refused
 
 
 class Gates(NamedTuple):
-    """How decays and betas are made of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``.
+    """Decays and betas of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``."""
 
-    Attributes:
-        rates: ``[heads]``, contiguous: logarithms.
-        biases: Likewise.
-    """
-
-    rates: Tensor
-    biases: Tensor
+    rates: Tensor  # ``[heads]``, contiguous: logarithms
+    biases: Tensor  # likewise
 
 
 L2_EPS = 1e-6
