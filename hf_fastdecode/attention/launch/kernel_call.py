@@ -6,7 +6,7 @@ All runs of a pass are one launch, after one for each of their contexts, whose p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,7 @@ def kernel_attention(
         score options, off a GPU, in other dtypes than half precision, for gradients, or after a failure.
     """
     window = scoring.window if scoring.window is not None and runs.outgrow(scoring.window, stored) else None
-    if not _serves(scoring, window, query, keys, values, [part for name in runs.contexts for part in stored(name)]):
+    if not _serves(scoring, window, query, keys, values, (part for name in runs.contexts for part in stored(name))):
         return None
     query, keys, values = _in_rows(query, keys, values)
     own, contexts = runs.intervals(query.device, window, stored)
@@ -220,16 +220,16 @@ def padded_intervals(tokens: int, runs: Tensor | None, window: int | None, devic
 
 
 def _serves(
-    scoring: Scoring, window: int | None, query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor] = ()
+    scoring: Scoring, window: int | None, query: Tensor, keys: Tensor, values: Tensor, stored: Iterable[Tensor] = ()
 ) -> bool:
     """Whether the kernel is to compute these scores, as PyTorch's fused operators do not, and does on this device.
 
     Args:
         window: The layer's window if it hides tokens.
-        stored: Keys and values of contexts.
+        stored: Keys and values of contexts, which are looked up where all else holds.
     """
     plain = scoring.softcap is None and scoring.sinks is None and window is None
-    return not plain and on_gpu(query) and refusal(query, keys, values, stored) is None
+    return not plain and on_gpu(query) and refusal(query, keys, values, [*stored]) is None
 
 
 def takes_windows(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
