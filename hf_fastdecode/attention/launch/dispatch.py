@@ -46,15 +46,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen candidate and the predictions for all.
+    """The chosen candidate and the predictions for all."""
 
-    Attributes:
-        name: The fastest candidate.
-        seconds: Predicted time of a layer's step, by candidate.
-    """
-
-    name: str
-    seconds: dict[str, float]
+    name: str  # the fastest candidate
+    seconds: dict[str, float]  # predicted time of a layer's step, by candidate
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {1e6 * time:.0f}" for name, time in self.seconds.items())
@@ -158,26 +153,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Costs:
-    """Constants of one device; see `dispatch`.
-
-    Attributes:
-        library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
-        plain: Plain decoding, with a copy of the context per row.
-        beside_bandwidth: Bytes per second of suffixes per multiprocessor, beside the node kernel.
-        portable_rate: Floating-point operations per second over nodes of the portable (not Hopper) kernel.
-        matmul_rate: Floating-point operations per second of large matrix products.
-        multiprocessors: Streaming multiprocessors, each with one query tile at a time.
-        l2_bytes: Size of the L2 cache.
-    """
+    """Constants of one device; see `dispatch`."""
 
     kernels: Candidate
-    library: Candidate
-    plain: Candidate
-    beside_bandwidth: float
-    portable_rate: float
-    matmul_rate: float
-    multiprocessors: int
-    l2_bytes: float
+    library: Candidate  # PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes
+    plain: Candidate  # plain decoding, with a copy of the context per row
+    beside_bandwidth: float  # bytes per second of suffixes per multiprocessor, beside the node kernel
+    portable_rate: float  # floating-point operations per second over nodes of the portable (not Hopper) kernel
+    matmul_rate: float  # floating-point operations per second of large matrix products
+    multiprocessors: int  # streaming multiprocessors, each with one query tile at a time
+    l2_bytes: float  # size of the L2 cache
 
     def scaled(self, bandwidth_factor: float, rate_factor: float) -> Costs:
         """These constants for a device of other memory bandwidth and arithmetic rate."""

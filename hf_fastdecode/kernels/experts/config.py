@@ -24,23 +24,14 @@ class Gate(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of a layer's experts, as transformers' modules hold them.
+    """Weights of a layer's experts, as transformers' modules hold them."""
 
-    Attributes:
-        gate_up: ``[experts, 2 * inner, hidden]``, or ``[experts, hidden, 2 * inner]`` where `transposed`.
-        down: ``[experts, hidden, inner]``, or ``[experts, inner, hidden]`` where `transposed`.
-        gate_up_bias: ``[experts, 2 * inner]``, or None.
-        down_bias: ``[experts, hidden]``, or None.
-        transposed: Whether the width of a product comes before its columns.
-        interleaved: Whether columns of gates and of what they open alternate; else all gates come first.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    transposed: bool = False
-    interleaved: bool = False
+    gate_up: Tensor  # ``[experts, 2 * inner, hidden]``, or ``[experts, hidden, 2 * inner]`` where `transposed`
+    down: Tensor  # ``[experts, hidden, inner]``, or ``[experts, inner, hidden]`` where `transposed`
+    gate_up_bias: Tensor | None = None  # ``[experts, 2 * inner]``, or None
+    down_bias: Tensor | None = None  # ``[experts, hidden]``, or None
+    transposed: bool = False  # whether the width of a product comes before its columns
+    interleaved: bool = False  # whether columns of gates and of what they open alternate; else all gates come first
 
     @property
     def experts(self) -> int:
@@ -56,18 +47,12 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """How a router chooses experts and their shares.
+    """How a router chooses experts and their shares."""
 
-    Attributes:
-        experts: Of a row.
-        first: Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their
-            sum.
-        whole: Whether shares stay in fp32; else they are rounded to the dtype of the input.
-    """
-
-    experts: int
+    experts: int  # of a row
+    # Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their sum
     first: bool
-    whole: bool
+    whole: bool  # whether shares stay in fp32; else they are rounded to the dtype of the input
 
 
 MOST_PAIRS: Final = 1024

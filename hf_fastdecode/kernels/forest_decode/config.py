@@ -24,31 +24,21 @@ class SuffixConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters of a decode step.
+    """Launch parameters of a decode step."""
 
-    Attributes:
-        block_m: Packed queries per query tile of a node, 16 to 128.
-        block_n: Keys per key tile of a node.
-        warps: Warps per program of `node_partials`.
-        stages: Key tiles in flight in the node kernel.
-        per_sm: Programs of the node kernel per multiprocessor.
-        overlap: Use programmatic dependent launch (PDL), from compute capability 9.0 on.
-        hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
-        suffix: Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None.
-        chain: Most nodes that a query tile reads as one, see `attention.launch.plan`; the portable kernel's alone.
-        overlap_suffix: Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node
-            kernel, and merge in a third launch.
-    """
-
-    block_m: int
-    block_n: int = 64
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 1
-    overlap: bool = True
-    hopper: bool = False
+    block_m: int  # packed queries per query tile of a node, 16 to 128
+    block_n: int = 64  # keys per key tile of a node
+    warps: int = 4  # warps per program of `node_partials`
+    stages: int = 3  # key tiles in flight in the node kernel
+    per_sm: int = 1  # programs of the node kernel per multiprocessor
+    overlap: bool = True  # use programmatic dependent launch (PDL), from compute capability 9.0 on
+    hopper: bool = False  # use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window
+    # Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None
     suffix: SuffixConfig | None = None
+    # Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node kernel, and merge in
+    # a third launch
     overlap_suffix: bool = False
+    # Most nodes that a query tile reads as one, see `attention.launch.plan`; the portable kernel's alone
     chain: int = 1
 
 

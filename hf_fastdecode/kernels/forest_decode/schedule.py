@@ -26,17 +26,14 @@ from torch import Tensor
 
 
 class NodeShape(NamedTuple):
-    """Depth, rows and length of a node, which decide the schedule.
-
-    Attributes:
-        links: When the node is read in a chain with nodes above it: index in the address tables and tokens of each,
-            from the top; their tokens are `length`. Else it has the index that it has among the nodes.
-    """
+    """Depth, rows and length of a node, which decide the schedule."""
 
     depth: int
     row_start: int
     row_count: int
     length: int
+    # When the node is read in a chain with nodes above it: index in the address tables and tokens of each, from the
+    # top; their tokens are `length`. Else it has the index that it has among the nodes.
     links: tuple[tuple[int, int], ...] = ()
 
 

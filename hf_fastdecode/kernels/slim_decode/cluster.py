@@ -26,24 +26,17 @@ _MOST_SUMS = {1: 160, 2: 120}  # accumulators per thread that fit into registers
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Launch parameters of `slim_decode` on thread block clusters.
+    """Launch parameters of `slim_decode` on thread block clusters."""
 
-    Attributes:
-        members: Blocks per cluster, which divide the heads: 1, 2, 4 or 8.
-        tile: Tokens per tile: 32 or 64.
-        stages: Tiles in shared memory, 4 to 6 (8 bits: 3 to 6): one that is being scored, one or two whose weights are
-            exchanged, one that is being added, and the others on their way.
-        lead: Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights.
-        clusters: Clusters at most; as many as run at the same time when None.
-        copies: Tiles of 8 bits in shared memory, 2 to as many as `stages`, which then hold dequantised tiles; None for
-            16 bits.
-    """
-
-    members: int
-    tile: int = 32
+    members: int  # blocks per cluster, which divide the heads: 1, 2, 4 or 8
+    tile: int = 32  # tokens per tile: 32 or 64
+    # Tiles in shared memory, 4 to 6 (8 bits: 3 to 6): one that is being scored, one or two whose weights are
+    # exchanged, one that is being added, and the others on their way
     stages: int = 6
+    # Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights
     lead: int = 4
-    clusters: int | None = None
+    clusters: int | None = None  # clusters at most; as many as run at the same time when None
+    # Tiles of 8 bits in shared memory, 2 to as many as `stages`, which then hold dequantised tiles; None for 16 bits
     copies: int | None = None
 
 
@@ -202,17 +195,11 @@ def cuda_bindings_are_installed() -> bool:
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A loaded kernel.
+    """A loaded kernel."""
 
-    Attributes:
-        function: The driver's handle.
-        threads: Threads per block.
-        shared_bytes: Dynamic shared memory per block.
-    """
-
-    function: Any
-    threads: int
-    shared_bytes: int
+    function: Any  # the driver's handle
+    threads: int  # threads per block
+    shared_bytes: int  # dynamic shared memory per block
 
     def launch(self, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Launch on the device's current stream.

@@ -18,27 +18,17 @@ Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
 @dataclass(frozen=True)
 class TwoLaunchConfig:
-    """Launch parameters of `slim_decode` in two launches.
+    """Launch parameters of `slim_decode` in two launches."""
 
-    Attributes:
-        own_heads: Heads per program, a power of 2; a group has ``ceil(heads / own_heads)`` programs.
-        block_t: Tokens per tile, a power of 2 from 16.
-        warps: Warps per program.
-        stages: Tiles in flight.
-        parts: Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's
-            error is that of its token's value too, as with keys and values, so that one part errs as fused attention
-            does.
-        apart: Add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate.
-        programs: Programs at most; one per multiprocessor when None.
-    """
-
-    own_heads: int
-    block_t: int = 32
-    warps: int = 8
-    stages: int = 4
+    own_heads: int  # heads per program, a power of 2; a group has ``ceil(heads / own_heads)`` programs
+    block_t: int = 32  # tokens per tile, a power of 2 from 16
+    warps: int = 8  # warps per program
+    stages: int = 4  # tiles in flight
+    # Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's error is that
+    # of its token's value too, as with keys and values, so that one part errs as fused attention does.
     parts: int = 2
-    apart: bool = True
-    programs: int | None = None
+    apart: bool = True  # add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate
+    programs: int | None = None  # programs at most; one per multiprocessor when None
 
 
 def config_text(config: TwoLaunchConfig | ClusterConfig) -> str:
