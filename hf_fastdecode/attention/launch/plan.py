@@ -209,11 +209,10 @@ def decode_config(
     return choose_chains(forest, shape, config, multiprocessors(device))
 
 
+# Cost of a piece of work, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together.
 _PIECE_TILES = 2.0
-"""Cost of a piece of work, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
-
+# Queries whose partials take as long to write and merge as a key tile to read: bytes of either.
 _MERGED_QUERIES = 32
-"""Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""
 
 
 def choose_chains(forest: Forest, shape: HeadShape, wide: Config, multiprocessors: int) -> Config:
@@ -318,14 +317,9 @@ def _children(forest: Forest) -> list[list[int]]:
     return below
 
 
-STEP: Final = 128
-"""Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
-
-_NARROW: Final = 16
-"""Packed queries of the smallest query tile."""
-
-_FEWEST_ROWS: Final = 4
-"""Rows from which launch parameters for own nodes were measured to be faster."""
+STEP: Final = 128  # tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row
+_NARROW: Final = 16  # packed queries of the smallest query tile
+_FEWEST_ROWS: Final = 4  # rows from which launch parameters for own nodes were measured to be faster
 
 
 class OwnNodes(NamedTuple):

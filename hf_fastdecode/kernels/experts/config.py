@@ -55,31 +55,15 @@ class Routing(NamedTuple):
     whole: bool  # whether shares stay in fp32; else they are rounded to the dtype of the input
 
 
-MOST_PAIRS: Final = 1024
-"""Pairs of a row and an expert."""
-
-MOST_OF_AN_EXPERT: Final = 32
-"""Pairs of an expert, on average. Of more, products take longer than reading weights."""
-
+MOST_PAIRS: Final = 1024  # of a row and an expert
+MOST_OF_AN_EXPERT: Final = 32  # pairs of an expert, on average; of more, products take longer than reading weights
 MOST_EXPERTS: Final = 512
-
-MOST_LARGEST: Final = 16
-"""Elements that `largest` finds in a row."""
-
-MOST_ROUTED: Final = 32
-"""Rows of a router."""
-
-MOST_ROUTES: Final = 128
-"""Experts of a router."""
-
-MOST_WIDTH: Final = 8192
-"""Elements of a row of a router."""
-
-WIDTHS: Final = 32
-"""Divisor of the widths of products."""
-
-GROUPED_WIDTHS: Final = 8
-"""Divisor of the widths of grouped products, which need aligned strides."""
+MOST_LARGEST: Final = 16  # elements that `largest` finds in a row
+MOST_ROUTED: Final = 32  # rows of a router
+MOST_ROUTES: Final = 128  # experts of a router
+MOST_WIDTH: Final = 8192  # elements of a row of a router
+WIDTHS: Final = 32  # divisor of the widths of products
+GROUPED_WIDTHS: Final = 8  # divisor of the widths of grouped products, which need aligned strides
 
 _AT_ONCE = (128, 64, 32)
 _BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with the largest tiles fit

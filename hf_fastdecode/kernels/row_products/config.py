@@ -15,17 +15,14 @@ from ..failures import Kernel, failure
 from ..limits import HALF_PRECISION, refusal_of_operands
 
 MOST_ROWS: Final = 128
-
+# Beyond, `hopper_row_products` computes: the other kernel, whose programs load and multiply by turns, is slower there
+# than PyTorch.
 MOST_PORTABLE_ROWS: Final = 32
-"""Beyond, `hopper_row_products` computes: the other kernel, whose programs load and multiply by turns, is slower there
-than PyTorch."""
-
 MOST_WEIGHTS: Final = 3
 
 _LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
 _AT_ONCE = (128, 64)  # elements of a row per iteration
 _LEAST_ITERATIONS = 4  # of a part
-
 
 _fusing: ContextVar[bool] = ContextVar("hf_fastdecode_fusing_products", default=False)
 
@@ -65,12 +62,8 @@ class HopperConfig(NamedTuple):
     programs: int  # of the launch, at most as many as there are iterations of all tiles
 
 
-BOX: Final = 64
-"""Columns of a tile of `hopper_row_products`, of each weight."""
-
-REGISTERS: Final = 128
-"""Registers of a thread of `hopper_row_products`: programs of a norm fit beside it, and start earlier."""
-
+BOX: Final = 64  # columns of a tile of `hopper_row_products`, of each weight
+REGISTERS: Final = 128  # of a thread of `hopper_row_products`: programs of a norm fit beside it, and start earlier
 _STAGE_BYTES = 224 << 10
 
 
