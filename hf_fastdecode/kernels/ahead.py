@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import lru_cache
 from importlib import import_module
 from threading import Thread
 from typing import Any, TypeVar
@@ -72,8 +73,13 @@ def launch_named(
         KernelFailedError: The kernel cannot be compiled or launched on this device.
     """
     with launching(group, device):
-        module, _, function = name.rpartition(".")
-        return launch(getattr(import_module(f"{__package__}.{module}"), function), grid, *arguments, **options)
+        return launch(_named(name), grid, *arguments, **options)
+
+
+@lru_cache
+def _named(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), function)
 
 
 def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:

@@ -245,7 +245,7 @@ def on_gpu(query: Tensor) -> bool:
 
 def _in_rows(*parts: Tensor) -> tuple[Tensor, ...]:
     """These tensors, copied unless their last dimension is contiguous."""
-    return tuple(part if part.stride(-1) == 1 else part.contiguous() for part in parts)
+    return tuple([part if part.stride(-1) == 1 else part.contiguous() for part in parts])
 
 
 def _no_keys(query: Tensor) -> tuple[Tensor, Tensor]:
